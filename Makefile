@@ -6,6 +6,8 @@
 # make nightly    the tests, with the long and exhaustive ones that are marked `nightly`
 # make chaos      50 kills, freezes and full disks of training runs, some minutes; ARGS="--events 5 --seed 1"
 # make site       the pages of docs/ and the reference of the library, into site/; ARGS=serve shows them as they change
+# make playground the page of it on which one changes a schedule: npm fetches Python for the browser. Then any file
+#                 server serves it: python3 -m http.server --directory site/playground
 # make release-check    version, wheel and sdist, the README on the wheel alone, pages, site and links, licences
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
 # make gpu-check  the checks that need CUDA, by what tells most first, 40 minutes at most, with the interpreter named by
@@ -19,7 +21,7 @@ BIN := $(VENV)/bin
 RANKS ?= auto
 ARGS ?=
 WHEELS ?=
-.PHONY: train sample test nightly quick chaos check site release-check format bench gpu-check clean
+.PHONY: train sample test nightly quick chaos check site playground release-check format bench gpu-check clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
@@ -75,8 +77,12 @@ check: $(VENV)/.dev
 	$(BIN)/python -m tests.docstrings yafsdp_fn models train
 	$(BIN)/mypy
 
-site: $(VENV)/.dev  # the notice is about mkdocs 2, which the theme does not take
+site: $(VENV)/.dev  # without the notice that the theme has a successor
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs $(or $(ARGS),build)
+	@$(if $(ARGS),,$(if $(shell command -v npm),$(MAKE) --no-print-directory playground,echo 'no npm here: the playground of the site has no Python'))
+
+playground:
+	@$(PYTHON) docs/playground/build.py build site/playground
 
 release-check: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --nightly $(addprefix tests/,test_release.py test_wheel.py test_readme.py test_pages.py \

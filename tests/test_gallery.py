@@ -1,4 +1,4 @@
-"""docs/gallery: what is committed is what its command makes; every program is proved; submissions are proved and ranked."""
+"""docs/gallery: what is committed is what its command makes; every program and submission is proved, and ranked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from yafsdp_fn.proof.verify import RULES
 from yafsdp_fn.schedules import Program, one_f_one_b
 
 ENTRIES = {entry.name: entry for entry in make.PUBLISHED}
-QUICK = ("ddp", "zero3", "zero3-offload", "hsdp", "hpz", "1f1b", "zb-h1")
+QUICK = ("zero3", "hpz", "1f1b")
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_submissions_are_proved_and_ranked_beside_the_published_ones(folder: Pat
     ranked = make.compared(found)
     texts = dict(make.files(found, ranked))
     place = [*ranked.rows].index("mine") + 1
-    assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 | 8 |" in texts["index.md"]
+    assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 |" in texts["index.md"]
     assert "mine.json" not in texts and "proves the program" in texts["mine.md"] and "z3" not in texts["mine.md"]
 
 
@@ -160,7 +160,7 @@ def run(mesh: Any, name: str) -> None:
     entry = ENTRIES[name]
     if not entry.segments:
         on = made(MESHES[entry.axes])
-        check_exact(on, PROBLEMS["base"], layers=4, schedules={name: entry.schedule()}, microbatches=(2,))
+        check_exact(on, PROBLEMS["base"], layers=4, schedules={name: entry.schedule()}, microbatches=(3,))
         return
     how = staged.How(lambda _: entry.schedule(), ya.schedules.zero2(), entry.segments, entry.shape)
     with mock.patch.dict(staged.HOW, {name: how}):

@@ -18,6 +18,7 @@ from tests.harness.damage import byte_damage, json_damage
 from tests.harness.small import model, one_rank
 from tests.test_publish_weights import assert_same, empty_like, whole
 from yafsdp_fn.publish_weights import STAMP, begin_of
+from yafsdp_fn.util import disk
 
 
 def published(folder: Path, version: int = 1) -> tuple[Path, Any]:
@@ -33,7 +34,7 @@ def published(folder: Path, version: int = 1) -> tuple[Path, Any]:
     [
         ("layers.0.ups", torch.zeros(7, 5), ValueError, r"'layers.0.ups' is not in .*; of 12 leaves: layers\.0\.up, "),
         ("layers.0.up", torch.zeros(5, 7), ValueError, r"up in .* has shape \(7, 5\); the tensor for it has \(5, 7\)"),
-        ("layers.0.up", (torch.zeros(5, 7), slice(0, 5)), ValueError, r"\(7, 5\), of which 0:5 is asked for; "),
+        ("layers.0.up", (torch.zeros(5, 7), slice(0, 5)), ValueError, r"\(7, 5\), of which \(5, 5\) is asked for; "),
         ("head.norm", (torch.zeros(5), (slice(5), slice(5))), ValueError, r"has shape \(5,\), of which"),
         ("head.norm", torch.zeros(5, dtype=torch.int64), TypeError, "is torch.float32, and the tensor for it"),
         ("head.norm", (torch.zeros(3), slice(0, 5, 2)), TypeError, r"expected a tensor, or \(tensor, slices\)"),
@@ -57,6 +58,10 @@ def test_nobody_or_two_publish(tmp_path: Path) -> None:
     other.rename(path.parent / other.name)
     with pytest.raises(TimeoutError, match="several runs publish there: give each a folder of its own"):
         ya.pull_weights(path.parent, {})(timeout=0.05)
+    path, _ = published(tmp_path / "d", 4)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(TimeoutError, match="version 4 is there, and cannot be"):
+        patch.setattr(disk, "try_lock", lambda *_, **__: False)
+        ya.pull_weights(path.parent, {})(timeout=0.05)
     path, _ = published(tmp_path / "c", 4)
     with pytest.raises(TimeoutError, match="version 5 is missing from rank 0 of 1, last 4"):
         ya.pull_weights(path.parent, {})(5, timeout=0)
@@ -64,6 +69,15 @@ def test_nobody_or_two_publish(tmp_path: Path) -> None:
 
 def test_others_are_not_read(tmp_path: Path) -> None:
     path, _ = published(tmp_path / "run")
+    magic, run, version, frozen, where, *head = STAMP.unpack(path.read_bytes()[: STAMP.size])
+    content = path.read_bytes()[STAMP.size :]
+    for stamp, told in (
+        ((magic, run, version, frozen, where ^ 1, *head), "is another machine's, or of before this one was started"),
+        ((magic, run + 1, version, frozen, where, *head), r"is damaged, or not from ya\.publish_weights"),
+    ):
+        path.write_bytes(STAMP.pack(*stamp) + content)
+        with pytest.raises(ValueError, match=f"{path.name} {told}"):
+            ya.pull_weights(tmp_path / "run", {})()
     moved = path.rename(tmp_path / "elsewhere")
     path.symlink_to(moved)
     with pytest.raises(OSError, match=path.name):
@@ -86,14 +100,14 @@ def test_damaged_heads_are_refused_or_harmless(tmp_path: Path) -> None:
     path, state = published(tmp_path)
     data = path.read_bytes()
     stamp = STAMP.unpack(data[: STAMP.size])
-    head = data[STAMP.size : STAMP.size + stamp[4]]
+    head = data[STAMP.size : STAMP.size + stamp[5]]
     shards = data[begin_of(len(head)) :]
     outcomes, want = Counter[str](), whole(state)
     for number in range(300):
         rng = Random(number)
         text = json_damage(json.loads(head), rng)
         by_bytes = byte_damage(data[: begin_of(len(head))], rng) + shards
-        by_hand = (STAMP.pack(*stamp[:4], len(text), zlib.crc32(text)) + text).ljust(
+        by_hand = (STAMP.pack(*stamp[:5], len(text), zlib.crc32(text)) + text).ljust(
             begin_of(len(text)), b"\0"
         ) + shards
         path.write_bytes(by_bytes if number % 3 == 0 else by_hand)
@@ -111,8 +125,13 @@ def test_damaged_heads_are_refused_or_harmless(tmp_path: Path) -> None:
     assert outcomes.keys() >= {"loaded", "damaged", "does not fit"}
     path.write_bytes(data)
     got = empty_like(want)
-    assert ya.pull_weights(tmp_path, got)() == 1
+    pull = ya.pull_weights(tmp_path, got)
+    assert pull() == 1
     assert_same(got, want)
     path.write_bytes(data[:-100])
     with pytest.raises(ValueError, match=rf"{path.name} is damaged: "):
         ya.pull_weights(tmp_path, got)()
+    path.write_bytes(b"")
+    path.rename(tmp_path / path.name.replace(".1.", ".2."))
+    with pytest.raises(ValueError, match=rf"{path.name[:16]}.* is damaged: it had {len(data):,} bytes, and has 0"):
+        pull()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import runpy
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -100,12 +102,17 @@ class Sources(Tables):
 @dataclasses.dataclass(frozen=True)
 class Data(Rows, Sources):
     stores: tuple[str, ...] = ()
-    """Documents that are tokens already: PREFIX of Megatron's PREFIX.bin and PREFIX.idx, made with this tokenizer and
-    `--append-eod`. Held out are the last documents of each."""
+    """Documents that are tokens already, made with this tokenizer, each with its end token: PREFIX of Megatron's
+    PREFIX.bin and PREFIX.idx, FILE.ds of datatrove, or a folder of such files. Held out are the last documents of each
+    file."""
+    pipelines: tuple[str, ...] = ()
+    """Rows that grain or torchdata make: FILE.py:NAME, your function `NAME(*, split, epoch, seed, seq_len)` to a
+    MapDataset, IterDataset or DataLoader of grain, or a StatefulDataLoader of torchdata."""
     shuffle: int = 1024
     """Documents of a stream (`streaming`) that are read together and shuffled."""
     weights: tuple[float, ...] = ()
-    """Shares of rows from each source, `files` (as one source), `datasets`, `stores`. None given: equal ones."""
+    """Shares of rows from each source, `files` (as one source), `datasets`, `stores`, `pipelines`. None given: equal
+    ones."""
     tokenizer: str = "bytes"
     """bytes, a tokenizer.json, a folder with one (`python -m train tokenizer` makes one), or a name of the hub."""
     packing: Literal["stream", "documents"] = "stream"
@@ -118,19 +125,24 @@ class Data(Rows, Sources):
         counts(self, "data.", shuffle=1)
         positive = all(0 < weight < float("inf") for weight in self.weights)
         require(positive, f"data.weights are {self.weights}: expected positive finite numbers")
-        sources = len(self.datasets) + len(self.stores) + self.reads_files
+        for pipeline in self.pipelines:
+            require(is_own(pipeline), f"data.pipelines is {pipeline!r}: expected FILE.py:NAME")
+        sources = len(self.datasets) + len(self.stores) + len(self.pipelines) + self.reads_files
         require(
             len(self.weights) in (0, sources),
             f"data.weights are {len(self.weights)} numbers, for {sources} sources: data.files counts as one, each of "
-            "data.datasets and of data.stores as one",
+            "data.datasets, data.stores and data.pipelines as one",
         )
         held = bool(self.heldout_files) and not (self.datasets or self.reads_files)
-        require(not held, f"data.heldout_files are {self.heldout_files}, and there is no text, only data.stores")
+        require(
+            not held,
+            f"data.heldout_files are {self.heldout_files}, and there is no text, only data.stores or data.pipelines",
+        )
         require(self.streaming or self.shuffle == 1024, f"data.shuffle is {self.shuffle}: of data.streaming alone")
 
     @property
     def reads_files(self) -> bool:
-        return bool(self.files or not (self.datasets or self.stores))
+        return bool(self.files or not (self.datasets or self.stores or self.pipelines))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +229,20 @@ SCHEDULES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
 SAVED = "saved"
 
 
-def is_own(schedule: str) -> bool:
-    """Tells whether a schedule is a function in somebody's file: FILE.py:NAME."""
-    return re.fullmatch(r".+\.py:[^\W\d]\w*", schedule) is not None
+def is_own(named: str) -> bool:
+    """Tells whether a function in somebody's file is named: FILE.py:NAME."""
+    return re.fullmatch(r".+\.py:[^\W\d]\w*", named) is not None
+
+
+def own_function(where: str, setting: str, expected: str) -> Callable[..., Any]:
+    """The function FILE.py:NAME. The file is run."""
+    path, _, name = where.rpartition(":")
+    require(Path(path).is_file(), f"{setting}: there is no file {path}")
+    # a module while it runs, which dataclasses ask for; of no name that it may import, as datasets.py may datasets
+    found: Callable[..., Any] | None = runpy.run_path(path, run_name=Path(path).name).get(name)
+    if not callable(found):
+        raise ConfigError(f"{setting}: {path} has no function {name}; expected {expected}")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,11 @@ def checksum(state: ShardedState) -> int:
 
     Raises Corrupted on every rank, naming units and ranks, if replicas of a shard differ (a mesh with `replicate` > 1),
     or their working copies, or replicated values: counts, rates, step, seed.
+
+    >>> ya.checksum(state) == ya.checksum(ya.init(params, tx, mesh=mesh))
+    True
+    >>> ya.checksum(state) == ya.checksum(ya.init(params, tx, mesh=mesh, seed=1))
+    False
     """
     memory, comms = state.check().memory, state.memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):

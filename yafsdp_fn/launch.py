@@ -78,6 +78,9 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
     Raises RankFailed where a rank raised or was killed, with the traceback of the one that was first; the others are
     ended two seconds later. RuntimeError where this process is a rank itself, or runs where there is no fork (Windows);
     ValueError for numbers of ranks that cannot be. Ranks raise where CUDA has been used here.
+
+    >>> ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2)
+    [2, 2]
     """
     if not callable(function):
         raise TypeError(f"launch: expected a function, got {type(function).__name__}")

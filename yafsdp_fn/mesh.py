@@ -60,6 +60,11 @@ def mesh(
         ranks that divides it, with axes inside blocks of one size (docs/deterministic.md). Ranks compare everything
         else that bits depend on, such as their number of threads
     axes: further ones inside blocks, under names of your own, outside of `expert`
+
+    >>> ya.mesh(device="cpu").mesh_dim_names
+    ('shard',)
+    >>> ya.mesh(replicate=1, shard=-1, device="cpu").mesh_dim_names
+    ('replicate', 'shard')
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
     if kind == "cuda" and not torch.cuda.is_available():

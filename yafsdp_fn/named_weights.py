@@ -36,6 +36,9 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
 
     If a rank stops before the end and others do not, these raise RanksDisagree at the next unit. A rank that does not
     ask is waited for, until the mesh's timeout raises CommunicationError.
+
+    >>> [(name, tuple(weight.shape)) for name, weight in ya.named_weights(state.params)][:4]
+    [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
     """
     handles, comms = checked(tree, "named_weights")
     for number, handle in enumerate(handles):

@@ -11,16 +11,18 @@
 
 A file appears when it is whole, and each rank keeps its two newest. When a rank begins version 7, all ranks have ended
 6, since there is a step between: a reader always finds a version that is whole. It locks the files that it reads; a
-rank writes over its oldest file if nobody has locked it, which is five times as fast as into new memory, else into a
-new one. Nobody waits, and who ends while holding a lock has released it.
+rank writes over its oldest file if nobody has locked it, since new memory costs more than the copy, else into a new
+one. Nobody waits, and who ends while holding a lock has released it.
 """
 
+import functools
 import itertools
 import json
 import math
 import os
 import re
 import secrets
+import socket
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -76,14 +78,21 @@ def boxes(shape: Shape, low: int, high: int) -> Iterator[tuple[Shape, Shape]]:
             low = number * row + end
 
 
-def common(a: int, length: int, b: int, other: int) -> tuple[int, int]:
-    """Returns beginning and length of what two ranges have in common; not positive if that is nothing."""
-    begin = max(a, b)
-    return begin, min(a + length, b + other) - begin
+def within(box: Box, ranges: Sequence[range], itemsize: int = 1) -> Box | None:
+    """Returns what of a box lies in `ranges`, one for each dimension, or None. itemsize: of `at`'s unit"""
+    at, offsets, sizes = box.at, [], []
+    for offset, size, stride, among in zip(box.offsets, box.sizes, box.strides, ranges, strict=True):
+        begin, end = max(offset, among.start), min(offset + size, among.stop)
+        if begin >= end:
+            return None
+        at += itemsize * stride * (begin - offset)
+        offsets.append(begin)
+        sizes.append(end - begin)
+    return Box(at, tuple(offsets), tuple(sizes), box.strides)
 
 
-Runs = list[list[tuple[int, int, int]]]
-"""For each dimension `(place in this rank's part, place in the whole, length)` of what is together in both."""
+Runs = list[list[tuple[range, int]]]
+"""Runs along each dimension: a range of this rank's part, and how much further it lies in the whole."""
 
 
 def _runs(group: Group, number: int, shape: Shape, ranks: Ranks) -> Runs:
@@ -96,19 +105,16 @@ def _runs(group: Group, number: int, shape: Shape, ranks: Ranks) -> Runs:
             if dim == cut:
                 index = index.view(blocks, size, -1)[:, ranks.axes[name].place].flatten()
         edges = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist(), len(index)]
-        out.append([(a, int(index[a]), b - a) for a, b in itertools.pairwise(edges) if a < b])
+        out.append([(range(a, b), int(index[a]) - a) for a, b in itertools.pairwise(edges) if a < b])
     return out
 
 
-def _of_whole(at: int, offsets: Shape, sizes: Shape, runs: Runs) -> Iterator[Box]:
-    """Yields the boxes of a whole leaf that are one box of this rank's part, at `at`."""
-    strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+def _of_whole(box: Box, runs: Runs) -> Iterator[Box]:
+    """Yields the boxes of a whole leaf that are one box of this rank's part."""
     for each in itertools.product(*runs):
-        cut = [common(offset, size, run[0], run[2]) for offset, size, run in zip(offsets, sizes, each, strict=True)]
-        if all(length > 0 for _, length in cut):
-            begin = at + sum((a - b) * stride for (a, _), b, stride in zip(cut, offsets, strides, strict=True))
-            there = tuple(run[1] + a - run[0] for (a, _), run in zip(cut, each, strict=True))
-            yield Box(begin, there, tuple(length for _, length in cut), strides)
+        if (found := within(box, [run for run, _ in each])) is not None:
+            further = (offset + by for offset, (_, by) in zip(found.offsets, each, strict=True))
+            yield found._replace(offsets=tuple(further))
 
 
 def names_of(entry: Entry) -> list[str]:
@@ -121,11 +127,10 @@ def names_of(entry: Entry) -> list[str]:
     return out
 
 
-def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Shape, list[Box]]]:
-    """Yields `(name, whole shape, boxes)` for each leaf of unit number `place`, of what is in this rank's shard; `at`
-    in elements."""
+def _leaves(handle: Sharded, group: Group, place: int, n: int) -> Iterator[tuple[str, Shape, list[Box]]]:
+    """Yields `(name, whole shape, boxes)` for each leaf of unit number `place`, of what is in this rank's shard [n];
+    `at` in elements."""
     ranks, entry, names = handle.owner.comms, handle.entry, names_of(handle.entry)
-    n = group.layout.shard_numel(ranks.within(group.over).ranks)
     start = n * ranks.within(group.over).rank
     for number, position in enumerate(group.leaves):
         shape, offset, whole = group.layout.shapes[number], group.layout.offsets[number], group.layer_shapes[number]
@@ -135,7 +140,8 @@ def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Sh
         for begin, layer in zip(itertools.count(offset, size), layers, strict=False):
             found, at = list[Box](), max(begin - start, 0)
             for offsets, sizes in boxes(shape, max(start - begin, 0), min(start + n - begin, size)):
-                found += _of_whole(at, offsets, sizes, runs)
+                strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+                found += _of_whole(Box(at, offsets, sizes, strides), runs)
                 at += math.prod(sizes)
             yield join(entry.name, "" if entry.length is None else str(layer), names[position]), whole, found
 
@@ -144,10 +150,18 @@ def _leaves(handle: Sharded, group: Group, place: int) -> Iterator[tuple[str, Sh
 
 FORMAT = 1
 MAGIC = b"yaweight"
-STAMP = struct.Struct("<8sQqqQI")
-"""Magic, run, version, version of the frozen leaves that go with it or -1, bytes of the head and their CRC-32."""
+STAMP = struct.Struct("<8sQqqIQI")
+"""Magic, run, version, version of the frozen leaves that go with it or -1; the machine as a CRC-32; bytes of the head,
+and their CRC-32."""
 NAME = re.compile(r"([0-9a-f]{16})\.(\d{1,18})\.(\d{1,9})-of-(\d{1,9})(\.frozen)?(\.partial)?")
 """Run, version, rank and ranks."""
+
+
+@functools.cache
+def machine() -> str:
+    """Names this machine since it was started. Files that are used again can be mapped on one alone."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else socket.gethostname()
 
 
 def begin_of(head: int) -> int:
@@ -192,7 +206,7 @@ def plan(handles: Sequence[Sharded], frozen: bool, dtype: torch.dtype | None) ->
             at = round_up(at, 64)
             sections.append(Section(number, position, group.counted, n, kind, at))
             for row in group.counted:
-                for name, shape, found in _leaves(handle, group, group.here[row]):
+                for name, shape, found in _leaves(handle, group, group.here[row], n):
                     here = [box._replace(at=at + box.at * kind.itemsize) for box in found]
                     leaves[name] = str(kind).removeprefix("torch."), shape, here
                 at += n * kind.itemsize
@@ -216,9 +230,8 @@ class File:
 class WeightPublisher:
     """The function that `publish_weights` returns: `(params, version) -> None`."""
 
-    def __init__(self, folder: str | os.PathLike[str], dtype: torch.dtype | None) -> None:
-        self._folder, self._dtype = Path(folder), dtype
-        self._run, self._version = -1, -1
+    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
+        self._folder, self._dtype, self._run, self._version = folder, dtype, -1, -1
         self._plans: tuple[Any, list[Plan]] = None, []
         self._files: list[File] = []  # the two newest
         self._frozen: list[tuple[Tensor, int]] = []  # leaves as they were written, and their versions
@@ -229,58 +242,57 @@ class WeightPublisher:
         if type(version) is not int or not self._version < version < 10**18:
             after = f"above {self._version}, the last one" if self._version >= 0 else "of at least 0"
             raise ValueError(f"publish_weights: version {version!r}: expected an integer {after}")
+        trained, frozen = self._plan([handle.check() for handle in handles])
         if self._run < 0:
-            self._run = self._begin(comms, version)
+            self._begin(comms, version)
         self._version = version
         if comms.replica > 0:
             return
         name = f"{self._run:016x}.{version}.{comms.stage * comms.ranks + comms.rank}-of-{comms.stages * comms.ranks}"
-        trained, frozen = self._plan([handle.check() for handle in handles])
-        found = [handles[each.handle].leaves[each.leaf] for each in frozen.sections]
-        now = [(leaf, leaf._version) for leaf in found]
-        old, same = self._files[0] if len(self._files) > 1 else None, len(now) == len(self._frozen)
-        with_it = self._files[-1].frozen if self._files else None
-        if not same or any(a is not b or x != y for (a, x), (b, y) in zip(now, self._frozen, strict=True)):
-            with_it = self._write(f"{name}.frozen", frozen, handles, None, None) if found else None
-        before = None if old is None else old.frozen
-        new = self._write(name, trained, handles, with_it, old)
-        self._files, self._frozen = [*self._files[-1:], new], now
-        if before is not None and all(file.frozen is not before for file in self._files):
-            disk.remove(before.path)
+        old, with_it = self._files[:-1], self._files[-1].frozen if self._files else None
+        now = [(leaf, leaf._version) for leaf in (handles[of.handle].leaves[of.leaf] for of in frozen.sections)]
+        same = len(now) == len(self._frozen)
+        if not (same and all(a is b and x == y for (a, x), (b, y) in zip(now, self._frozen, strict=True))):
+            with_it = self._write(f"{name}.frozen", frozen, handles)
+        before = [file.frozen for file in old]
+        self._files = [*self._files[-1:], self._write(name, trained, handles, with_it, *old)]
+        self._frozen = now
+        for file in before:
+            if file is not None and all(each.frozen is not file for each in self._files):
+                disk.remove(file.path)
 
-    def _begin(self, comms: Communicators, version: int) -> int:
-        """Returns a number of the run, and removes what earlier runs have left. Collective."""
-        comms.must_agree("what is published", {"dtype": str(self._dtype), "version": str(version)})
-        run = comms.numbers_of_all(torch.tensor([secrets.randbits(62)]), f"publishing to {self._folder}")[0].item()
+    def _begin(self, comms: Communicators, version: int) -> None:
+        """Agrees on a number of the run, and removes what earlier runs have left. Collective."""
+        alike = {"dtype": str(self._dtype), "version": str(version), "machine": machine()}
+        comms.must_agree("what is published", alike)
+        number = torch.tensor([secrets.randbits(62)])
+        self._run = int(comms.numbers_of_all(number, f"publishing to {self._folder}")[0])
         disk.private_folder(self._folder)
         for path in self._folder.iterdir():
-            if (match := NAME.fullmatch(path.name)) and int(match[1], 16) != run:
+            if (match := NAME.fullmatch(path.name)) and int(match[1], 16) != self._run:
                 disk.remove(path)
-        return int(run)
 
     def _plan(self, handles: list[Sharded]) -> list[Plan]:
-        """Plans the two files, once for each layout."""
+        """Plans both files, once for each layout."""
         key = [(handle.entry, [(leaf.dtype, leaf.shape) for leaf in handle.leaves]) for handle in handles]
         if key != self._plans[0]:
             self._plans = key, [plan(handles, frozen, self._dtype) for frozen in (False, True)]
         return self._plans[1]
 
-    def _write(self, name: str, of: Plan, handles: list[Sharded], frozen: File | None, old: File | None) -> File:
+    def _write(
+        self, name: str, of: Plan, handles: list[Sharded], frozen: File | None = None, old: File | None = None
+    ) -> File:
         """Writes a file, over `old` if it may be."""
         begin, partial = begin_of(len(of.head)), self._folder / f"{name}.partial"
         file = self._taken(old, begin + of.nbytes, partial) or File(partial, begin + of.nbytes)
         try:
             for section in of.sections:
-                shards, nbytes = (
-                    handles[section.handle].leaves[section.leaf].view(-1, section.n),
-                    section.n * section.dtype.itemsize,
-                )
-                for number, row in enumerate(section.rows):
-                    at = begin + section.at + number * nbytes
-                    file.memory[at : at + nbytes].view(section.dtype).copy_(shards[row])
+                shards, nbytes = handles[section.handle].leaves[section.leaf], section.n * section.dtype.itemsize
+                for at, row in zip(itertools.count(begin + section.at, nbytes), section.rows, strict=False):
+                    file.memory[at : at + nbytes].view(section.dtype).copy_(shards.view(-1, section.n)[row])
             before = -1 if frozen is None else frozen.version
-            stamp = STAMP.pack(MAGIC, self._run, self._version, before, len(of.head), zlib.crc32(of.head))
-            text = stamp + of.head
+            checks = zlib.crc32(machine().encode()), len(of.head), zlib.crc32(of.head)
+            text = STAMP.pack(MAGIC, self._run, self._version, before, *checks) + of.head
             file.memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         finally:
             disk.release(file.stream)
@@ -294,6 +306,7 @@ class WeightPublisher:
         try:
             if old.size != size or not disk.try_lock(old.stream):
                 old.path.unlink()
+                self._files.remove(old)  # also if there is no room for a new one
                 return None
             old.path = old.path.rename(partial)
         except FileNotFoundError:
@@ -307,8 +320,8 @@ class WeightPublisher:
 def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> WeightPublisher:
     """Returns `publish(params, version)`, which writes this rank's shards to `folder`, for `pull_weights`.
 
-    folder: on the reader's machine, in its memory (`/dev/shm/NAME`), or on a file system that all share. It is this
-        run's alone: what earlier runs have published there is removed. It stays when the run ends
+    folder: on the machine of all ranks and readers, in its memory: `/dev/shm/NAME`. It is this run's alone: what
+        earlier runs have published there is removed. It stays when the run ends
     dtype: floating-point leaves are written in it; None: as they are
 
     params: sharded, such as `state.params`. version: an integer that grows, such as `state.step`
@@ -316,9 +329,18 @@ def publish_weights(folder: str | os.PathLike[str], *, dtype: torch.dtype | None
     All ranks call it alike, at least a step apart; the first time they agree on the run, later no rank waits for
     another, or for a reader. A rank's files take its shards twice, in `dtype`. Of replicas the first publishes. Frozen
     leaves are written once, and anew only if somebody has changed them. Names and shapes are those of `named_weights`,
-    but for a matrix `w` with an adapter: `w.weight`, `w.a` and `w.b` are leaves (of `ya.merge_lora`'s tree, `w` is).
+    but for a matrix `w` with an adapter, whose parts are leaves: `w.weight` (or `w.int8`, `w.row_scale`), `w.a`, `w.b`.
 
-    Raises TypeError for what is not sharded, ValueError for a version that does not grow, OSError for a folder that
-    cannot be written to or is another user's, and RuntimeError where somebody has removed this run's files.
+    Raises TypeError for what is not sharded, ValueError for a version that does not grow, RanksDisagree for ranks on
+    several machines, OSError for a folder that cannot be written to or is another user's, and RuntimeError where
+    somebody has removed this run's files.
+
+    >>> publish = ya.publish_weights(folder, dtype=torch.bfloat16)
+    >>> publish(state.params, version=1)
+    >>> head = torch.empty(16, 8, dtype=torch.bfloat16)
+    >>> ya.pull_weights(folder, {"head.out": head})()
+    1
+    >>> torch.equal(head, plain["head"]["out"].bfloat16())
+    True
     """
-    return WeightPublisher(folder, dtype)
+    return WeightPublisher(Path(folder), dtype)

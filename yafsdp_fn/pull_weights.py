@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.publish_weights import FORMAT, MAGIC, NAME, STAMP, Box, Shape, begin_of, common
+from yafsdp_fn.publish_weights import FORMAT, MAGIC, NAME, STAMP, Box, Shape, begin_of, machine, within
 from yafsdp_fn.util import disk, strict_json
 
 # ---- Heads: what a file has of each leaf.
@@ -109,12 +109,17 @@ class Mapped:
     def read(self, run: int, version: int) -> tuple[int, bytes]:
         """Returns the version of the frozen leaves that go with it, and its head. Raises FileNotFoundError if it is no
         longer of this version."""
-        magic, of, now, frozen, length, check = STAMP.unpack(self._map[: STAMP.size])
-        size, begin = os.fstat(self.stream.fileno()).st_size, begin_of(length)
-        if (magic, of) != (MAGIC, run) or size != self.size or begin > size:
+        if (size := os.fstat(self.stream.fileno()).st_size) != self.size:  # else a read beyond its end would be fatal
+            raise ValueError(f"{self.path} is damaged: it had {self.size:,} bytes, and has {size:,}")
+        magic, of, now, frozen, where, length, check = STAMP.unpack(self._map[: STAMP.size])
+        if (magic, of) != (MAGIC, run) or begin_of(length) > size:
             raise ValueError(
                 f"{self.path} is damaged, or not from ya.publish_weights: expected {MAGIC!r}, run {run:016x} and "
-                f"{max(self.size, begin):,} bytes, got {magic!r}, run {of:016x} and {size:,} bytes"
+                f"{begin_of(length):,} bytes or more, got {magic!r}, run {of:016x} and {size:,} bytes"
+            )
+        if where != zlib.crc32(machine().encode()):
+            raise ValueError(
+                f"{self.path} is another machine's, or of before this one was started: files can be mapped on one alone"
             )
         if now != version:
             raise FileNotFoundError(self.path)
@@ -152,17 +157,16 @@ class WeightReader:
 
     @torch.no_grad()
     def __call__(self, at_least: int | None = None, timeout: float = 60.0) -> int:
-        deadline, pause, self.nbytes = time.monotonic() + timeout, 0.001, 0
+        begun, self.nbytes = time.monotonic(), 0
         while True:
             runs = self._published()
             for (run, count), versions in runs.items() if len(runs) == 1 else ():
                 newest = max((version for version, ranks in versions.items() if len(ranks) == count), default=-1)
                 if newest >= (at_least or 0) and (self._pulled == (run, newest) or self._pull(run, newest, count)):
                     return newest
-            if time.monotonic() > deadline:
+            if (waited := time.monotonic() - begun) > timeout:
                 raise TimeoutError(f"pull_weights: {self._folder}: after {timeout:g} s {_why_not(runs, at_least)}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+            time.sleep(min(0.001 + waited / 20, 0.05))  # a twentieth too late, at most
 
     def _published(self) -> dict[tuple[int, int], dict[int, set[int]]]:
         """Returns the ranks that have published each version, by run and its number of ranks."""
@@ -222,7 +226,7 @@ class WeightReader:
         target, index = self._into[name]
         spans = [range(n)[cut] for n, cut in zip(leaf.shape, (*index, *[slice(None)] * len(leaf.shape)), strict=False)]
         if len(index) > len(spans) or tuple(map(len, spans)) != tuple(target.shape):
-            part = f", of which {', '.join(f'{cut.start}:{cut.stop}' for cut in index)} is asked for" if index else ""
+            part = f", of which {tuple(map(len, spans))} is asked for" if index else ""
             raise ValueError(
                 f"pull_weights: {name} in {self._folder} has shape {leaf.shape}{part}; the tensor for it has "
                 f"{tuple(target.shape)}"
@@ -232,15 +236,11 @@ class WeightReader:
                 f"pull_weights: {name} in {self._folder} is {leaf.dtype}, and the tensor for it {target.dtype}: "
                 "expected the same, or floating-point ones"
             )
-        for at, offsets, sizes, strides in leaf.boxes:
-            cut = [common(a, n, span.start, len(span)) for a, n, span in zip(offsets, sizes, spans, strict=True)]
-            if all(length > 0 for _, length in cut):
-                begins, lengths = zip(*cut, strict=True) if cut else ((), ())
-                view = target
-                for dim, (begin, length, span) in enumerate(zip(begins, lengths, spans, strict=True)):
-                    view = view.narrow(dim, begin - span.start, length)
-                at += leaf.dtype.itemsize * sum((a - b) * n for a, b, n in zip(begins, offsets, strides, strict=True))
-                yield Take(name, view, leaf.dtype, Box(at, begins, lengths, strides))
+        for box in leaf.boxes:
+            if (found := within(box, spans, leaf.dtype.itemsize)) is not None:
+                begins = [offset - span.start for offset, span in zip(found.offsets, spans, strict=True)]
+                cut = tuple(slice(a, a + size) for a, size in zip(begins, found.sizes, strict=True))
+                yield Take(name, target[cut], leaf.dtype, found)
 
     def _check(self, contents: Mapping[tuple[int, bool], Content]) -> None:
         """Raises ValueError unless all that is wanted is there, once."""
@@ -286,6 +286,8 @@ def _why_not(runs: Mapping[tuple[int, int], Mapping[int, set[int]]], at_least: i
         last = max((version for version, ranks in versions.items() if rank in ranks), default=None)
         if last != asked:
             late.append(f"rank {rank} of {count}, {'which has published nothing' if last is None else f'last {last}'}")
+    if not late:
+        return f"version {asked} is there, and cannot be locked: its file system has no locks"
     return f"version {asked} is missing from {'; '.join(late[:8])}. It has ended, or is still in a step"
 
 
@@ -302,5 +304,11 @@ def pull_weights(folder: str | os.PathLike[str], into: Mapping[str, Any]) -> Wei
     All of it is of one version. The newest is copied once: another call returns its number, and does nothing. Raises
     TimeoutError, which names the ranks that have not published; ValueError for a leaf that is not there or does not
     fit, and for a damaged file; OSError for one that is another user's. In all of these tensors are as they were.
+
+    >>> ya.publish_weights(folder)(state.params, 3)
+    >>> halves = torch.empty(2, 16, 4)                         # columns of one leaf
+    >>> pull = ya.pull_weights(folder, {"head.out": (halves[0], (slice(None), slice(0, 4)))})
+    >>> pull()
+    3
     """
     return WeightReader(folder, into)

@@ -54,6 +54,11 @@ def scan(
         `range(0, L, 2)` every second, `[0, 1, 1, 2]` layer 1 twice. ys are stacked in this order (docs/schedules.md)
 
     Raises TypeError if the carry changes, naming the leaf, and ValueError if lengths disagree.
+
+    >>> ya.scan(lambda carry, x: (carry * x, carry), torch.tensor(1.0), torch.tensor([2.0, 3.0, 4.0]))
+    (tensor(24.), tensor([1., 2., 6.]))
+    >>> ya.scan(block, torch.ones(8), state.params["layers"])[0].shape
+    torch.Size([8])
     """
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
@@ -92,6 +97,9 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     """Visits one unit that is not stacked: `f(weights, *args)`.
 
     unit: a unit, or a pytree of units that the block uses together, such as `(params.head, params.embed)`
+
+    >>> ya.apply(embed, state.params["embed"], tokens).shape
+    torch.Size([4, 8, 8])
     """
     nodes, spec = optree.tree_flatten(unit, is_leaf=is_sharded)
     if not all(isinstance(node, Sharded) for node in nodes):

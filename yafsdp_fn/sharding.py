@@ -44,8 +44,13 @@ def init(
     """Makes a state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
 
     params: a tree of `Param`; mesh: default `ya.mesh()`; tx: None for a state that is only evaluated
+    seed: of the drawing, and of random numbers in blocks; precision: the dtypes of the state
     stages: the stage of each unit, needed on a mesh with stages: `ya.schedules.assign` makes it from a trace of the
-    loss
+        loss
+
+    >>> state = ya.init(params, ya.optim.adamw(1e-3), mesh=mesh, seed=0)
+    >>> ya.unshard(state.params)["layers"]["up"].shape
+    torch.Size([4, 32, 8])
     """
     for leaf in optree.tree_leaves(params):
         if not isinstance(leaf, Param):
@@ -75,6 +80,10 @@ def shard(
     stages: as for `init`; defaults to the state's own, with unchanged units
 
     Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape.
+
+    >>> state = ya.shard(plain, tx, like=params, mesh=mesh)
+    >>> torch.equal(ya.unshard(state.params)["head"]["out"], plain["head"]["out"])
+    True
     """
     state = params if isinstance(params, ShardedState) else None
     tree: Tree = state.check().params if state is not None else params
@@ -239,5 +248,9 @@ def unshard(tree: Any) -> Tree:
     call it.
 
     Leaves may have more leading axes, as per-example gradients have.
+
+    >>> whole = ya.unshard(state.params)
+    >>> {name: tuple(leaf.shape) for name, leaf in whole["layers"].items()}
+    {'up': (4, 32, 8), 'down': (4, 8, 32)}
     """
     return whole_tree(tree.params if isinstance(tree, ShardedState) else tree)

@@ -153,6 +153,14 @@ def train_step(
     graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
         captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
         says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
+
+    >>> step = ya.train_step(loss_fn, tx, schedule=ya.schedules.zero3(), microbatches=2)
+    >>> state, metrics = step(state, batch)                    # on demand, and traced
+    >>> state, metrics = step(state, batch)                    # from the second on, the program runs
+    >>> state.step, sorted(metrics)
+    (2, ['grad_norm', 'loss', 'skipped'])
+    >>> step.program(state).count(ya.schedules.Reduce)         # four units, twice
+    12
     """
     skips = skip_nonfinite or skip is not None
     function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skips, graphs=graphs)

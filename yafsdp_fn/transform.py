@@ -44,6 +44,10 @@ def functional_loss(fun: Callable[..., Any]) -> Callable[..., Tensor]:
     `fun` is differentiated as the mean over ranks of each rank's result, whatever the weights. Every rank must call it.
 
     Ranks are those of the first sharded argument; without one, the value is this process's own.
+
+    >>> loss = ya.functional_loss(lambda w, x: (x * w**3).sum())
+    >>> torch.func.grad(torch.func.grad(loss))(torch.tensor(2.0), torch.tensor([1.0]))
+    tensor(12.)
     """
 
     def mean(*args: Any, **kwargs: Any) -> Tensor:
@@ -95,6 +99,11 @@ def value_and_grad(
 
     Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.functional_loss(fun)`, on
     the path that composes: exact, not overlapped.
+
+    >>> loss, grads = ya.value_and_grad(loss_fn)(state.params, batch)
+    >>> round(loss.item(), 2), ya.unshard(grads)["head"]["out"].shape
+    (2.77, torch.Size([16, 8]))
+    >>> state = state.apply_gradients(grads, tx)
     """
     function, one = StepFunction(fun, has_aux, schedule, microbatches), isinstance(argnums, int)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
@@ -167,7 +176,14 @@ def grad(
     schedule: AnySchedule = default_schedule,
     microbatches: int | None = None,
 ) -> Callable[..., Any]:
-    """Returns a function that returns `grads`, or `(grads, aux)`, as `jax.grad`: `value_and_grad` without the value."""
+    """Returns a function that returns `grads`, or `(grads, aux)`, as `jax.grad`: `value_and_grad` without the value.
+
+    The arguments are those of `value_and_grad`.
+
+    >>> grads = ya.grad(loss_fn)(state.params, batch)          # this rank's flat shards, like the parameters
+    >>> ya.unshard(grads)["head"]["out"].shape
+    torch.Size([16, 8])
+    """
     both = value_and_grad(fun, argnums, has_aux, schedule=schedule, microbatches=microbatches)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -188,6 +204,12 @@ def eval_step(
     them.
 
     The state may also be a tree of parameters, sharded or plain, such as an average of them. Nothing is donated.
+
+    loss_fn: as for `train_step`; schedule, microbatches, has_aux: as for `value_and_grad`
+
+    >>> evaluate = ya.eval_step(loss_fn)
+    >>> round(evaluate(state, batch)["loss"].item(), 2)        # log(16): it knows nothing yet
+    2.77
     """
     function = StepFunction(loss_fn, has_aux, schedule, microbatches, track=False)
 

@@ -142,8 +142,8 @@ PUBLISHED = (
         "zero1",
         "ZeRO-1",
         f"{S}.zero1()",
-        "The optimizer's state is sharded: weights are gathered once a step, gradients reduced once a step. Between them "
-        "every rank holds all weights and all gradients.",
+        "The optimizer's state is sharded: weights are gathered once a step, gradients reduced once a step. Between "
+        "them every rank holds all weights and all gradients.",
         ZERO,
     ),
     Entry(
@@ -158,8 +158,8 @@ PUBLISHED = (
         "zero3",
         "ZeRO-3 in two slots",
         f"{S}.zero3()",
-        "Weights are sharded, too: each layer is gathered ahead of its forward and again ahead of its backward, into one "
-        "of two slots that alternate.",
+        "Weights are sharded, too: each layer is gathered ahead of its forward and again ahead of its backward, into "
+        "one of two slots that alternate.",
         f"{ZERO}; the two slots: [YaFSDP](https://github.com/yandex/YaFSDP)",
     ),
     Entry(
@@ -190,8 +190,8 @@ PUBLISHED = (
         "hsdp",
         "Hybrid sharding",
         f"{S}.hsdp()",
-        "ZeRO-3 inside each node of eight, whose shards of gradients are summed over the two nodes: gathers never leave "
-        "a node.",
+        "ZeRO-3 inside each node of eight, whose shards of gradients are summed over the two nodes: gathers never "
+        "leave a node.",
         f"{FSDP}; {paper('Zhang et al. 2022', '2205.00119')}",
         axes="replicate=2",
     ),
@@ -278,8 +278,8 @@ PUBLISHED = (
         "dualpipe-v",
         "DualPipeV",
         f'{S}.from_actions(get_schedule_ops("DualPipeV", STAGES, MICROBATCHES, 2))',
-        "DualPipe cut in half: two segments a stage that lie like a V, where forwards of one run beside backwards of the "
-        "other. The rows are those of torch's class; here the two run one after the other.",
+        "DualPipe cut in half: two segments a stage that lie like a V, where forwards of one run beside backwards of "
+        "the other. The rows are those of torch's class; here the two run one after the other.",
         f"{paper('DeepSeek-AI 2024', '2412.19437')}; {TORCH}",
         segments=2,
         shape="v",
@@ -341,7 +341,9 @@ def check_step(trace: Trace) -> None:
         ours = cut(ours, Assignment(tuple(map(tuple, used)), trace.split.homes))
     for field, mine, theirs in zip(Trace._fields, ours, trace, strict=True):
         if mine != theirs:
-            raise ValueError(f"trace.{field}: not that of the gallery's step (docs/gallery/index.md says how to get it)")
+            raise ValueError(
+                f"trace.{field}: not that of the gallery's step (docs/gallery/index.md says how to get it)"
+            )
 
 
 def submissions() -> list[Submission]:
@@ -394,25 +396,26 @@ def files(shown: dict[str, Shown], found: ya.planner.Comparison) -> Iterator[tup
     head, *rows = found.table
     yield "index.md", index(shown, found)
     for name, *cells in rows:
-        yield f"{name}.md", page(name, shown[name], found, [head[1:], cells])
+        yield f"{name}.md", page(name, shown[name], found, [["", ""], *map(list, zip(head[1:], cells, strict=True))])
         if not shown[name].json.startswith("submissions"):
             yield shown[name].json, shown[name].program.to_json() + "\n"
 
 
-def markdown(table: list[list[str]]) -> str:
-    """A table in Markdown; what is a number is aligned to the right."""
-    right = [all(re.fullmatch(r"[\d,.x -]+", cells[at]) for cells in table[1:]) for at in range(len(table[0]))]
-    lines = [table[0], ["---:" if each else "---" for each in right], *table[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def markdown(table: list[list[str]], words: int) -> str:
+    """A table in Markdown, aligned to the right but for the column of `words`."""
+    rule = ["---" if at == words else "---:" for at in range(len(table[0]))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [table[0], rule, *table[1:]])
 
 
 def page(name: str, each: Shown, found: ya.planner.Comparison, figures: list[list[str]]) -> str:
     plan, stages = found.plans[name], len(each.program.stages)
     ops, rank = sum(map(len, each.program.stages)), [*found.timelines].index(name) + 1
+    count, where = len(found.timelines), f" on {stages} stages" * (stages > 1)
     fits = "" if plan.fits else f" **It does not fit** into {plan.budget / 2**30:.0f} GiB, and is ranked last."
     z3 = (
-        f" Of its program of two layers, {each.small} ops, z3 is asked for an order that the waits permit in which it "
-        "goes wrong, or does not end: there is none."
+        f"Of its program of two layers, {each.small} ops, z3 is asked for an order that the waits permit in which it "
+        "goes wrong, or does not end: there is none. On four ranks a small step of it is that of the plain loop.\n"
+        "`pytest --nightly tests/test_gallery.py` asks both."
     )
     return f"""\
 # {each.title}
@@ -426,14 +429,15 @@ Source: {each.source}.
 
 ![A step of {name}]({name}.png)
 
-Predicted, on the step and the cluster of [the gallery](index.md), where it is number {rank} of {len(found.timelines)}.{fits}
+Predicted, on the step and the cluster of [the gallery](index.md), where it is number {rank} of {count}.{fits}
 
-{markdown(figures)}
+{markdown(figures, words=0)}
 
 ## Proof
 
-`verify` proves the program, {ops} ops{f" on {stages} stages" * (stages > 1)}, by [its {len(RULES)} rules](../schedules.md#the-rules-of-verify).{z3 * bool(each.small)}
-[proof.md](../proof.md) says what both are asked.
+`verify` proves the program, {ops} ops{where}, by [its {len(RULES)} rules](../schedules.md#the-rules-of-verify).
+{z3 * bool(each.small)}
+[proof.md](../proof.md) has more.
 
 ## Program
 
@@ -451,15 +455,15 @@ As JSON: [{each.json}]({each.json}), {"whose `program`" if not each.small else "
 INDEX = """\
 # A gallery of schedules
 
-Every published schedule that is here, on one step and one cluster: with its picture, its figures, its program and its
-proof. The figures are predictions of [the planner](../planner.md), on the preset `%CLUSTER%`; nothing here has run on these
-GPUs. `python docs/gallery/make.py` makes all of it, and a test makes it again.
+Every published schedule that is here, on one step and one cluster: with its picture, its figures, its program and
+its proof. The figures are predictions of [the planner](../planner.md), on the preset `%CLUSTER%`: nothing here has
+run on these GPUs. `python docs/gallery/make.py` makes all of it, and a test makes it again.
 
 ## The step
 
-Eight layers as wide as Llama 2 70B's, 7.4B parameters; %SEQUENCES% sequences of %LENGTH% tokens; %RANKS% GPUs in two nodes;
-bf16, reduced in bf16. Every microbatch is one sequence: without stages a rank has two of them, on four stages of four ranks
-eight.
+Eight layers as wide as Llama 2 70B's, 7.4B parameters; %SEQUENCES% sequences of %LENGTH% tokens; %RANKS% GPUs in two
+nodes; bf16, reduced in bf16. Every microbatch is one sequence: without stages a rank has two of them, on four stages
+of four ranks eight.
 
 ```python
 import dataclasses
@@ -482,9 +486,9 @@ print(ya.planner.compare(programs, "%CLUSTER%", tokens=%TOKENS%))
 
 %TABLE%
 
-Bound: what the same ops take if nothing ever waits. Idle: the part of the step in which no compute runs, a mean over stages.
-Sent and peak: of a rank of the stage that has most. `4 x 4`: four stages of four ranks. This step leaves room on every GPU but
-those of data parallelism, so that what saves memory shows as a loss of time.
+Bound: what the same ops take if nothing ever waits. Idle: the part of the step in which no compute runs, a mean over
+stages. Sent and peak: of a rank of the stage that has most. `4 x 4`: four stages of four ranks. Data parallelism aside,
+this step leaves room on every GPU, so that what saves memory shows as a loss of time.
 
 ![A step of each](index.png)
 
@@ -493,15 +497,15 @@ those of data parallelism, so that what saves memory shows as a loss of time.
 A program of yours, proved by CI and ranked beside the others. It is one file, `docs/gallery/submissions/NAME.json`:
 
 ```python
-program = my_schedule(trace)                                             # or of on_stages(), or of trace.on(another mesh)
+program = my_schedule(trace)                         # or of on_stages(), or of trace.on(another mesh)
 ya.verify(program)
 entry = {"name": "my-name", "author": "Who", "note": "A line about it.", "program": json.loads(program.to_json())}
 Path("docs/gallery/submissions/my-name.json").write_text(json.dumps(entry) + "\\n")
 ```
 
-`program` is JSON of [version 1](../program-1.schema.json), of the step above: any mesh of %RANKS% ranks, any stages, the same
-sequences in microbatches of one. Its trace must be this one to the last number, since what is predicted follows from it.
-Then
+`program` is JSON of [version 1](../program-1.schema.json), of the step above: any mesh of %RANKS% ranks, any stages,
+the same sequences in microbatches of one. Its trace must be this one to the last number, since what is predicted
+follows from it. Then
 
     python docs/gallery/make.py                # proves it, makes its page and its picture, ranks it
     pytest tests/test_gallery.py
@@ -513,15 +517,24 @@ rule. Submitted so far:
 """
 
 
+COLUMNS = ("ranks", "step", "bound", "idle", "sent", "peak", "tokens/s")
+"""Figures in the table of all, which a page of the site has room for."""
+
+
 def index(shown: dict[str, Shown], found: ya.planner.Comparison) -> str:
     head, *rows = found.table
-    table = [["", *head]]
-    for at, (name, *cells) in enumerate(rows, 1):
+    columns = [at for at, heading in enumerate(head) if heading.partition(",")[0] in COLUMNS]
+    table = [["", head[0], *(head[at] for at in columns)]]
+    for at, (name, *cells) in enumerate(([row[0], *(row[at] for at in columns)] for row in rows), 1):
         each = shown[name]
         more = f", {each.source}" * (not each.small) + ", does not fit" * (not found.plans[name].fits)
         table.append([f"{at}", f"[{each.title}]({name}.md){more}", *cells])
     others = [f"- [{name}]({name}.md), {each.source}: {each.what}" for name, each in shown.items() if not each.small]
-    given: dict[str, Any] = {"TABLE": markdown(table), "STEP": STEP, "SUBMISSIONS": "\n".join(others) or "none."}
+    given: dict[str, Any] = {
+        "TABLE": markdown(table, words=1),
+        "STEP": STEP,
+        "SUBMISSIONS": "\n".join(others) or "none.",
+    }
     given |= {"CLUSTER": CLUSTER, "RANKS": RANKS, "SEQUENCES": SEQUENCES, "LENGTH": f"{LENGTH:,}", "TOKENS": TOKENS}
     return re.sub("%([A-Z]+)%", lambda key: str(given[key[1]]), INDEX)
 

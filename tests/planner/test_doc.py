@@ -17,9 +17,16 @@ PAGE = (ROOT / "docs" / "planner.md").read_text()
 
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    code, beside = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     names: dict[str, Any] = {}
     exec(code.replace("llama2-70b", "llama3.2-1b").replace("256", "16"), names)
+    smaller = beside.replace("128", "8").replace("64", "4").replace("256", "16")
+    exec(smaller.replace("found", "several"), names)
+    assert (tmp_path / "compare.png").stat().st_size > 10_000 and list(names["several"].rows) == [
+        "zero3",
+        "hsdp",
+        "1F1B",
+    ]
     assert isinstance(names["plan"], Plan) and isinstance(names["found"], Found)
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     printed = capsys.readouterr().out

@@ -99,6 +99,6 @@ def test_chunked_layers_carry_the_whole_batch() -> None:
 def test_peers_that_copy_nothing_to_the_host_say_so() -> None:
     for peer in (peers.fsdp, peers.fsdp2):
         with pytest.raises(
-            ValueError, match=r"ya.schedules.remat.offload: the peers' programs have no copies to the host"
+            ValueError, match=r"ya.schedules.remat.offload: fully_shard makes no copies of carries to the host"
         ):
             peer(remat=ya.schedules.remat.offload())(taken())

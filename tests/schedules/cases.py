@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.schedules.traces import model, on, together, trace_of, unit
-from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, hpz, hsdp, remat, zero1, zero2, zero3
+from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, fsdp2, hpz, hsdp, remat, zero1, zero2, zero3
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 """Searches try all that there is, for hours."""
@@ -69,6 +69,10 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
     "ddp, update after norm": (ddp(update=True), "replicas of the whole", "after norm"),
     "hsdp": (hsdp(), "replicas", "never"),
     "hsdp, update any time": (hsdp(update=True), "replicas", "any time"),
+    "fsdp2": (fsdp2(), "ranks", "never"),
+    "fsdp2, each unit, prefetched": (fsdp2(wrap="all", prefetch=2, remat="all"), "replicas", "after norm"),
+    "fsdp2, kept in the node": (fsdp2(reshard_after_forward=2, wrap="all"), "nodes", "never"),
+    "fsdp2, held, deferred": (fsdp2(reshard_after_forward=False, defer=True), "ranks", "never"),
     "hpz": (hpz(9), "nodes", "never"),
     "hpz, update after norm": (hpz(9, update=True), "replicas and nodes", "after norm"),
     "zero3, offload": (zero3(remat=remat.offload(EVERYTHING, ahead=0)), "ranks", "never"),

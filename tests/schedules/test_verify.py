@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+import yafsdp_fn as ya
 from tests.schedules.cases import SMALL, program
 from tests.schedules.reference import right
 from tests.schedules.traces import cut, model, on, trace_of, unit
@@ -581,3 +582,14 @@ def test_no_carry_is_saved_on_a_stage() -> None:
 def test_a_step_that_is_cut_needs_a_program_for_each_stage() -> None:
     with pytest.raises(Refused, match=r"rule 'part': the step is cut into 2 stages, .*one_f_one_b"):
         verify(zero1()(cut(model(3, 2), (0, 1))))
+
+
+def test_a_schedule_in_place_of_its_program_is_told_to_be_called() -> None:
+    for takes in (ya.verify, lambda program: ya.planner.simulate(program, "local")):
+        with pytest.raises(TypeError, match=r"expected a Program, got function: schedule\(trace\)"):
+            takes(lambda trace: trace)
+
+
+def test_a_path_in_place_of_a_programs_text_is_named() -> None:
+    with pytest.raises(ValueError, match="expected the text that to_json returned, no path"):
+        ya.Program.from_json("program.json")

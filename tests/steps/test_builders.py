@@ -34,6 +34,14 @@ BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
         "replicate",
         {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.schedules.remat.all), "zero1": s.zero1()},
     ),
+    "fsdp2": (
+        "shard",
+        {
+            "fsdp2": s.fsdp2(),
+            "every": s.fsdp2(wrap="all", prefetch=2, remat=ya.schedules.remat.all),
+            "held": s.fsdp2(reshard_after_forward=False, defer=True),
+        },
+    ),
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
 }
 REPLICAS = ("ddp", "hsdp", "hpz")
@@ -135,6 +143,10 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
         "zero3": {"gather": ZERO3, "reduce": M * (L + U)},
         "defer": {"gather": ZERO3, "reduce": L + U},
     },
+    "fsdp2": {
+        "fsdp2": {"gather": M * (2 * L + U), "reduce": M * (L + U)},
+        "held": {"gather": L + U, "reduce": L + U},
+    },
     "hsdp": {
         "hsdp": {"gather": ZERO3, "reduce": M * (L + U), "all-reduce": L + U},
         "hsdp-defer": {"gather": ZERO3, "reduce": L + U, "all-reduce": L + U},
@@ -198,7 +210,7 @@ def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "builder"), [*((2, each) for each in BUILDERS), *((4, each) for each in REPLICAS[1:])]
+    ("world", "builder"), [*((2, each) for each in UPDATED), *((4, each) for each in REPLICAS[1:])]
 )
 @pytest.mark.parametrize("clips", [True, False], ids=["after the norm", "any time"])
 def test_updates_in_the_program_have_the_bits_of_the_separate_step(

@@ -14,7 +14,6 @@ import pytest
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.schedules.traces import model, on
-from tests.timeline import trace_events
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.program.trace import Value
@@ -171,6 +170,15 @@ def test_eighty_layers_are_numbered_where_there_is_room(tmp_path: Path) -> None:
     assert len(numbers) < 200
     assert "82 slots" in found and MANY_SLOTS < 82
     assert "forward and weights, layers 0 to 79" in found
+
+
+def test_what_takes_no_time_has_no_label(tmp_path: Path) -> None:
+    """The reductions of a rank that holds everything: boxes without a width."""
+    timeline = by_hand()
+    *others, reduction = timeline.spans
+    shown = drawn(timeline, tmp_path).count("0")
+    without = timeline._replace(spans=(*others, reduction._replace(end=reduction.start)))
+    assert drawn(without, tmp_path).count("0") == shown - 1
 
 
 def test_two_timelines_share_one_axis(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> 
     assert f"Finished after step {STEPS} of {STEPS}" in found.text
     assert f"{run.evaluations[-1]['eval_loss']:.4f} nats a byte; step {STEPS}" in found.text
     assert "loss, nats a byte" in found.text and "median; a token is a byte" in found.text
+    assert "tokens in 1 documents" in found.text and "not written down" not in found.text
     assert all(f"loss {number(row['loss'])}" in found.text for row in run.steps)  # under the pointer
     assert found.raw.count('<svg class="chart"') == 4 and found.raw.count('<img class="picture"') == 1
     predicted = ya.planner.simulate(run.program, run.machine)
@@ -112,10 +113,14 @@ def test_two_runs_beside_each_other(folder: Path) -> None:
     a, b, found = read(folder / "a"), read(folder / "plain"), page(folder / "a", folder / "plain")
     assert "calibrate True False" in found.text and "timeline_every 50 0" in found.text
     held = [run.evaluations[-1]["eval_loss"] for run in (a, b)]
-    assert f"held-out loss, last {number(held[0])} nats a byte {number(held[1])} nats a byte 1.000" in found.text
+    assert f"held-out loss, last nats a byte {number(held[0])} {number(held[1])} 1.000" in found.text
+    assert re.search(r"step, median m?s [\d.]+ [\d.]+ ", found.text)
+    assert re.search(r"most memory [GM]iB [\d.]+ [\d.]+ ", found.text)
     assert found.raw.count('<svg class="chart"') == 4 and "Their tokens" not in found.text
     assert "Not both of them have recorded one" in found.text
-    assert page(folder / "a", folder / "a").raw.count('<img class="picture"') == 1
+    twice = page(folder / "a", folder / "a")
+    assert twice.raw.count('<img class="picture"') == 1 and " schedule ranks microbatches step " in twice.text
+    assert "step +0.0%, " in twice.text and "ends differ most at op 0, by " in twice.text
 
 
 @pytest.fixture
@@ -141,7 +146,8 @@ def test_tokens_that_are_not_the_same_have_no_ratio(folder: Path, mine: Path, be
         assert f"held-out loss, last {held} nats a {a} {held} nats a {b} most memory" in found.text
         assert "what is by the token has no ratio" in found.text
         assert found.raw.count('<svg class="chart"') == 6 and f"loss, nats a {a}" in found.text
-        assert not re.search(r"tokens/s, median \S+ \S+ \d", found.text)
+        assert "speed, median tokens/s" in found.text
+        assert not re.search(r"speed, median tokens/s \S+ \S+ \d", found.text)
     assert page(mine, mine).raw.count('<svg class="chart"') == (6 if before else 4)
 
 

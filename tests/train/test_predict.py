@@ -13,8 +13,8 @@ def test_both_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     picture = tmp_path / "both.svg"
     assert main(["--config", "tiny", "--steps", "3", "--timeline", str(picture)]) == 0
     out = capsys.readouterr().out
-    assert "Cluster(name='here'" in out and "predicted  measured" in out
-    assert "\ncompute " in out and "ends differ most at op" in out
+    assert "Cluster(name='here'" in out and "\npredicted over measured: step " in out
+    assert ", compute " in out and "ends differ most at op" in out
     assert "simulated on here" in picture.read_text() and "measured" in picture.read_text()
 
 

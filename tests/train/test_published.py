@@ -13,7 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train.published import command, fit, main
+from train.published import command, fit, main, runs
 from train.published.fit import Predicted, Row, rows, summary, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.lab.peers import Copy
@@ -237,3 +237,22 @@ def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> Non
     found = search(trace, A100)
     verify(found.program)
     assert found.best.step_s < 0.99 * simulate(zero3(trace), A100).seconds
+
+
+# ---- runs of other frameworks
+
+
+def test_runs_of_others_are_read_or_refused_by_line() -> None:
+    found, refused = runs.table()
+    assert len(found) > 140 and len(refused) > 50
+    assert all(run.gpus >= 1 and run.config.layers >= 1 for run in found)
+    (said,) = (each for each in refused if "line 225:" in each)
+    assert "tensor, context or expert parallelism" in said
+
+
+def test_a_run_of_others_is_predicted_near_what_was_measured() -> None:
+    """Of FSDP2 on eight GPUs: the planner as it is, fitted to none of these rows."""
+    known = [run for run in runs.table()[0] if run.measured_s and (run.gpus, run.framework) == (8, "fsdp2")]
+    found = runs.predict(known[0])
+    assert found.error is not None and -50 < found.error < 100, found
+    assert found.peak_bytes > 0

@@ -10,6 +10,8 @@ python -m train bench optimizers AdamW against Muon
 python -m train bench reading    what a step calls and enters, and what a stranger has to read
 python -m train bench saves      steps beside a save; saves and loads
 python -m train bench stages     pipelines against torch.distributed.pipelining
+python -m train bench unlike     steps on which one rule for all layers is wrong: builders against synthesis
+python -m train bench weights    weights for a generator: whole tensors, ranges of shards
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from train.bench import ablate, axes, cuda, growth, head, lora, reading, saves, stages, steps
+from train.bench import ablate, axes, cuda, growth, head, lora, reading, saves, stages, steps, unlike, weights
 from train.bench.harness import RankFailed
 from train.bench.options import Bench, Options
 from train.bench.report import LossesDiffer, hand_over, heading
@@ -57,6 +59,8 @@ COMMANDS = {
     "reading": Command(reading.Reading, reading.measure, reading.show),
     "saves": Command(saves.Saves, saves.measure, saves.show),
     "stages": Command(stages.Stages, stages.measure, stages.show),
+    "unlike": Command(unlike.Unlike, unlike.measure, unlike.show),
+    "weights": Command(weights.Weights, weights.measure, weights.show),
 }
 
 

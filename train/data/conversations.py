@@ -275,11 +275,11 @@ class Conversations(Indexed):
 LEARNT, UNANSWERED = "tokens learnt", "conversations without an answer"
 PLACES, LONG, LATER = "places filled", "conversations longer than a row", "pieces after a first one"
 BLIND, IDLE = "tokens learnt in pieces after a first one", "pieces without an answer"
-"""What is counted."""
+"""Counts in the notes of stores."""
 
 
 def pieces(store: Store, seq_len: int, notes: Notes) -> Iterator[tuple[int, int]]:
-    """Where in the store's tokens each piece begins and ends, at most S + 1 behind: the last one is a target alone."""
+    """The begin and end of each piece in the store's tokens, at most S + 1 apart: the last one is a target alone."""
     begin = 0
     for end in map(int, store.ends):
         if end - begin <= seq_len + 1:

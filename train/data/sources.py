@@ -18,8 +18,9 @@ from train.data.documents import (
     split,
     standard_library,
 )
+from train.data.foreign import Pipeline, stored
 from train.data.rows import Mixed, Rows, shares
-from train.data.store import Packed, megatrons, tokenised
+from train.data.store import Packed, tokenised
 from train.data.stream import Gathered, Stream, first_rows
 from train.data.tokenizer import BYTES, Tokenizer
 
@@ -57,13 +58,20 @@ class Opening:
                 known_as = fingerprint(name, paths, config.seq_len)
         return Packed(name, store, config.seq_len, config.packing, known_as)
 
-    def stored(self, prefix: str) -> tuple[Rows, Rows]:
+    def stored(self, source: str) -> tuple[Rows, Rows]:
         """`(training, held-out)` rows of tokens that another library has stored."""
-        config, whole = self.config, megatrons(prefix, self.tokenizer)
-        count = round(len(whole.ends) * (1 - config.heldout_fraction))
-        sides = zip((TRAINING, HELDOUT), whole.halves(count), strict=True)
-        training, heldout = (Packed(name, store, config.seq_len, config.packing) for name, store in sides)
-        return training, heldout if self.heldout_rows else Gathered(HELDOUT, (), "")
+        config = self.config
+        halves = stored(source, self.tokenizer, config.heldout_fraction, config.seq_len, config.packing)
+        return halves[0], halves[1] if self.heldout_rows else Gathered(HELDOUT, (), "")
+
+    def made(self, source: str) -> tuple[Rows, Rows]:
+        """`(training, held-out)` rows of a pipeline of another library."""
+        config, vocab = self.config, self.tokenizer.vocab
+        training, heldout = (
+            Pipeline(name, source, split, config.seq_len, config.packing, vocab)
+            for name, split in ((TRAINING, "training"), (HELDOUT, "heldout"))
+        )
+        return training, heldout.first(self.heldout_rows)
 
 
 def open_text(config: Data, tokenizer: Tokenizer, cache: Path, heldout_rows: int) -> tuple[Rows, Rows]:
@@ -72,7 +80,8 @@ def open_text(config: Data, tokenizer: Tokenizer, cache: Path, heldout_rows: int
     parts = [
         (opening.rows(TRAINING, training), opening.rows(HELDOUT, heldout)) for training, heldout in documents(config)
     ]
-    parts += [opening.stored(prefix) for prefix in config.stores]
+    parts += [opening.stored(source) for source in config.stores]
+    parts += [opening.made(source) for source in config.pipelines]
     if len(parts) == 1:
         return parts[0]
     weights = config.weights or (1.0,) * len(parts)

@@ -36,7 +36,7 @@ import torch
 
 from train.command_line import say_apart
 from train.config import ConfigError
-from train.data.documents import BLOCK, Documents, fingerprint
+from train.data.documents import BLOCK, Documents
 from train.data.rows import Indexed, Row
 from train.data.tokenizer import Tokenizer, Tokens
 
@@ -94,7 +94,7 @@ def kept(
         if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)
             _make_in_turn(arrays, dtype, folder, label)
-        tokens, ends = _read(folder / "tokens", dtype), _read(folder / "ends", np.int64)
+        tokens, ends = read(folder / "tokens", dtype), read(folder / "ends", np.int64)
         facts = json.loads((folder / "facts.json").read_text())
         return Store(tokens, ends, facts["digest"], Counter(facts["notes"]))
 
@@ -111,7 +111,7 @@ def _explained(label: str, folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _read(path: Path, dtype: Any) -> Tokens:
+def read(path: Path, dtype: Any) -> Tokens:
     return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
 
 
@@ -244,53 +244,6 @@ def _make(arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, folder: Path,
             partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-# ---- Stores of Megatron-LM (its indexed dataset, version 1), which datatrove writes, too:
-#
-#     PREFIX.bin    all sequences, one after the other; a document is one or several
-#     PREFIX.idx    "MMIDIDX", version, dtype, numbers of sequences S and of documents + 1
-#                   int32 [S] lengths, int64 [S] offsets in bytes, int64 [documents + 1] first sequences
-
-MAGIC = b"MMIDIDX\x00\x00"
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-
-
-def megatrons(prefix: str, tokenizer: Tokenizer) -> Store:
-    """The documents in PREFIX.bin and PREFIX.idx, read where they lie. Raises ConfigError for files of another form, or
-    for documents that do not end as the tokenizer's do: the first `AT_ONCE` are looked at."""
-    base = Path(prefix).expanduser()
-    index, content = (base.with_name(f"{base.name}{suffix}") for suffix in (".idx", ".bin"))
-    try:
-        with open(index, "rb") as stream:
-            head = stream.read(34)
-            if head[:9] != MAGIC or len(head) < 34:
-                raise ValueError(f"expected an index that begins with {MAGIC!r}, got {head[:9]!r}")
-            version, code, sequences, bounds = struct.unpack("<QBQQ", head[9:])
-            if version != 1 or code not in DTYPES or max(sequences, bounds) > index.stat().st_size:
-                raise ValueError(f"it has version {version}, dtype {code}, {sequences} sequences, {bounds} bounds")
-            lengths = np.frombuffer(stream.read(4 * sequences), np.int32)
-            offsets, first = (np.frombuffer(stream.read(8 * n), np.int64) for n in (sequences, bounds))
-        dtype, ends = np.dtype(DTYPES[code]), np.cumsum(lengths, dtype=np.int64)
-        whole = len(lengths) == len(offsets) == sequences and len(first) == bounds
-        if not whole or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize) or (lengths < 0).any():
-            raise ValueError("expected sequences one after the other, each with its length and offset")
-        if not bounds or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 1).any():
-            raise ValueError("expected the first sequence of each document, rising from 0 to the number of sequences")
-        tokens = _read(content, dtype)
-        if len(tokens) != (ends[-1] if sequences else 0) or content.stat().st_size % dtype.itemsize:
-            raise ValueError(f"{content} has {content.stat().st_size:,} bytes, of another number of tokens")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.stores: {index}: {error}") from error
-    ends = ends[first[1:] - 1]
-    some = tokens[: ends[:AT_ONCE][-1]] if len(ends) else tokens
-    ended = (tokens[ends[:AT_ONCE] - 1] == tokenizer.end).all()
-    if not ended or (some < 0).any() or (some >= tokenizer.vocab).any():
-        raise ConfigError(
-            f"data.stores: {content}: expected tokens below {tokenizer.vocab}, and documents that end with "
-            f"{tokenizer.end}, as those of data.tokenizer do: name the tokenizer that made them, with --append-eod"
-        )
-    return Store(tokens, ends, fingerprint(prefix, [index, content]), Notes())
 
 
 Packing = Literal["stream", "documents"]

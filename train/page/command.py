@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import jinja2
 import tyro
 
+import yafsdp_fn as ya
 from train.command_line import cli
 from train.config import ConfigError, flat, require
 from train.page import facts
@@ -21,6 +22,8 @@ from train.page.chart import Line, chart, number
 from train.page.reading import Run, kinds, read
 from train.running.elastic import CANNOT_WORK
 from train.running.run import newest
+from yafsdp_fn.planner.compare import in_one_unit
+from yafsdp_fn.timeline.text import unit_of
 from yafsdp_fn.util.disk import replace
 
 
@@ -131,6 +134,7 @@ def compared(a: Run, b: Run) -> str:
         tokens=None if a.counts_as(b) else [facts.token(run) for run in both],
         charts=charts,
         picture=picture,
+        steps=_steps(a, b, names),
         settings=_differences(*map(_settings, both)),
         environment=_differences(*(dict(facts.environment(run)) for run in both)),
     )
@@ -151,30 +155,35 @@ def _names(a: Run, b: Run) -> tuple[str, str]:
     return (a.name, b.name) if a.name != b.name else (str(a.folder), str(b.folder))
 
 
-def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str]]:
-    """The rows of a comparison: what, of each, and the second over the first; no ratio of what is by the token, where
-    tokens are not the same."""
-    typical, alike, nats = facts.typical, a.counts_as(b), (f" {facts.nats(a)}", f" {facts.nats(b)}")
-    none = ("", "")
-    pairs: list[tuple[str, float | None, float | None, tuple[str, str], bool]] = [
-        ("tokens/s, median", typical(a, "tokens_per_s"), typical(b, "tokens_per_s"), none, alike),
-        ("step, ms, median", typical(a, "step_ms"), typical(b, "step_ms"), none, True),
-        ("loss, median of the last steps", facts.last_loss(a), facts.last_loss(b), nats, alike),
-        ("held-out loss, last", _last(a, "eval_loss"), _last(b, "eval_loss"), nats, alike),
-        ("MFU, median", typical(a, "mfu"), typical(b, "mfu"), none, True),
-        ("most memory, MiB", _most_memory(a), _most_memory(b), none, True),
+def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
+    """The rows of a comparison: what, its unit, of each, and the second over the first. What is by the token, where
+    tokens are not the same, has the unit of each beside its number, and no ratio."""
+    alike, nats = a.counts_as(b), (facts.nats(a), facts.nats(b))
+    loss = nats[:1] if alike else nats
+    took, memory = ([facts.typical(run, "step_ms") for run in (a, b)], [_most_memory(run) for run in (a, b)])
+    per_ms, time = unit_of(max((each for each in took if each), default=0.0) / 1000)
+    nbytes, memory_unit = in_one_unit(max((each for each in memory if each), default=0.0))
+    pairs: list[tuple[str, tuple[str, ...], float, list[float | None], bool]] = [
+        ("speed, median", ("tokens/s",), 1.0, [facts.typical(run, "tokens_per_s") for run in (a, b)], alike),
+        ("step, median", (time,), 1000 * per_ms, took, True),
+        ("loss, median of the last steps", loss, 1.0, [facts.last_loss(run) for run in (a, b)], alike),
+        ("held-out loss, last", loss, 1.0, [_last(run, "eval_loss") for run in (a, b)], alike),
+        ("MFU, median", ("%",), 0.01, [facts.typical(run, "mfu") for run in (a, b)], True),
+        ("most memory", (memory_unit,), nbytes, memory, True),
     ]
     rows = []
-    for name, one, two, units, comparable in pairs:
+    for name, units, scale, (one, two), comparable in pairs:
         if one is None and two is None:
             continue
         ratio = f"{two / one:.3f}" if comparable and one and two is not None else ""
-        rows.append((name, _number(one, units[0]), _number(two, units[1]), ratio))
+        own = [f" {unit}" for unit in units] if len(units) > 1 else ["", ""]
+        first, second = (_number(value, scale, unit) for value, unit in zip((one, two), own, strict=True))
+        rows.append((name, units[0] if len(units) == 1 else "", first, second, ratio))
     return rows
 
 
-def _number(value: float | None, unit: str) -> str:
-    return "none" if value is None else number(value) + unit
+def _number(value: float | None, scale: float, unit: str) -> str:
+    return "none" if value is None else number(value / scale) + unit
 
 
 def _last(run: Run, key: str) -> float | None:
@@ -183,7 +192,18 @@ def _last(run: Run, key: str) -> float | None:
 
 
 def _most_memory(run: Run) -> float | None:
-    return max((nbytes / 2**20 for _, nbytes in run.series("mem_bytes")), default=None)
+    return max((nbytes for _, nbytes in run.series("mem_bytes")), default=None)
+
+
+def _steps(a: Run, b: Run, names: tuple[str, str]) -> str | None:
+    """The recorded steps beside each other in words; why they are not, where they are of two steps."""
+    if a.timeline is None or b.timeline is None:
+        return None
+    one, two = names if names[0] != names[1] else ("first", "second")
+    try:
+        return str(ya.planner.compare({one: a.timeline, two: b.timeline}))
+    except ValueError as error:
+        return str(error)
 
 
 def _filled(template: str, **given: Any) -> str:

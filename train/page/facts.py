@@ -193,9 +193,9 @@ def predicted(run: Run, cluster: str | None) -> Predicted | None:
         made = ya.planner.simulate(run.program, where)
     except ValueError as error:
         raise ConfigError(f"--cluster {cluster}: {error}" if cluster else f"{run.folder}: {error}") from None
-    both = made, run.timeline
-    rows = [("step", *(each.seconds for each in both))]
-    rows += [(name, *(each.busy(name) for each in both)) for name in made.streams if name in run.timeline.streams]
+    ran = run.timeline
+    rows = [("step", made.seconds, ran.seconds)]
+    rows += [(name, made.busy(name), ran.busy(name)) for name in made.streams if name in ran.streams]
     table = [(name, seconds(one), seconds(two), f"{one / two - 1:+.0%}" if two else "") for name, one, two in rows]
     on = f"the figures of {cluster}" if cluster else "figures that the run measured of its machine after its last step"
     return Predicted(made, on, table)

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import models
 import yafsdp_fn as ya
-from models.parts.axes import NONE, Axes
-from models.parts.config import Shape
-from train.bench import names
 from train.command_line import cli
+from train.plan import torchtitan
+from train.plan.step import YAFSDP, Options, over_axes, schedule_of, traced
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import CLUSTERS, Cluster, Found, Plan, min_ckpt_layers, search, simulate, trace
-from yafsdp_fn.planner.cluster import cluster, nearest
+from yafsdp_fn.planner import CLUSTERS, Comparison, Found, Plan, min_ckpt_layers, search, simulate
+from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.planner.footprint import words
 from yafsdp_fn.planner.plan import PARTS, axes
-from yafsdp_fn.schedules import Trace
 from yafsdp_fn.timeline import Timeline
 
 PROGRAM = "python -m train plan"
@@ -42,18 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         options = cli(Options, argv, prog=PROGRAM)
-        result = run(options)
+        if options.torchtitan is not None:
+            result: Any = torchtitan.run(options)
+        else:
+            result = Compared.of(options) if options.schedules else run(options)
         if options.json:
             print(json.dumps(result.as_json(), indent=2))
         else:
             result.show(Console())
-        timeline = result.plan.timeline
-        for path, write in ((options.timeline, timeline.save), (options.perfetto, timeline.perfetto)):
+        for path, write in ((options.timeline, result.save), (options.perfetto, result.perfetto)):
             if path is not None:
                 write(path)
                 errors.print(f"wrote {path}", markup=False, highlight=False)
         if options.ckpt_layers is None:
-            result.plan.check()
+            result.check()
     except (ValueError, ModuleNotFoundError, OSError) as error:
         errors.print(f"plan: {error}", style="red", markup=False, soft_wrap=True)
         return 2
@@ -68,15 +65,19 @@ def run(options: Options) -> Result:
     config, where = models.CONFIGS[options.model], cluster(options.cluster)
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
-    flat = _traced(options, config, axes(options.gpus))
-    found = search([*_over_axes(options, config, where)], where, memory=budget) if options.search else None
-    here, factory = _schedule(options, config, flat, where)
+    flat = traced(options, config, axes(options.gpus))
+    found = None
+    if options.search:
+        traces = [*over_axes(options, config, where)]
+        told = partial(print, file=sys.stderr, flush=True)
+        found = search(traces, where, memory=budget, synthesize=options.synthesize, report=told)
+    here, factory = schedule_of(options, config, where, options.schedule)
     least = min_ckpt_layers(here, budget, factory)
     fitting = config.layers if least is None else least
     recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
-        program, name = found.program, str(found.best.point)
+        program, name = found.program, f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
     else:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
@@ -89,174 +90,6 @@ def run(options: Options) -> Result:
         "zero3": simulate(ya.schedules.zero3(remat=again)(flat), where),
     }
     return Result(options, plan, name, others, recomputed, least, found)
-
-
-def _schedule(
-    options: Options, config: Shape, flat: Trace, where: Cluster
-) -> tuple[Trace, Callable[..., ya.schedules.Schedule]]:
-    """The trace on the mesh of what --schedule names, and its factory. flat: the trace on a mesh of shards alone."""
-    if options.schedule == YAFSDP:
-        return flat, peers.yafsdp
-    builder, words = names.parse(options.schedule)
-    of = options.mesh
-    mesh = axes(options.gpus, **_mesh(builder, options, where), **of.inside)
-    over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
-    here = _traced(options, config, mesh, words.get("chunk", 1), over)
-    return here, partial(names.make, options.schedule, config.layers)
-
-
-LONG = 8192
-"""Tokens of a sequence that a rank of `context` has at least, where a search splits sequences."""
-
-
-def _over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trace]:
-    """The step without axes inside layers, and over each that the model and the ranks allow: tensor inside of a node,
-    with sequence parallelism, and context where sequences are long."""
-    most = max(1, options.seq_len // LONG)
-    for context, tensor in itertools.product(_doubling(most), _doubling(where.gpus_per_node)):
-        over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
-        inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
-        with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
-            over.check(config, options.seq_len // context, inside)
-            yield _traced(options, config, axes(options.gpus, **inside), over=over)
-
-
-def _doubling(most: int) -> Iterator[int]:
-    return (2**k for k in range(most.bit_length()))
-
-
-def _traced(
-    options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1, over: Axes = NONE
-) -> Trace:
-    ranks = dict(mesh).get("context", 1)
-    over.check(config, options.seq_len // ranks, dict(mesh))
-    if options.seq_len % (2 * ranks) and ranks > 1:
-        raise ValueError(
-            f"--seq-len {options.seq_len}: not a multiple of {2 * ranks}, two parts for each rank of context"
-        )
-    tokens = torch.empty((options.batch, options.seq_len // ranks), dtype=torch.int64, device="meta")
-    return trace(
-        models.of(config).loss(config, chunks=chunks, axes=over),
-        models.of(config).params(config, **over.options),
-        {"tokens": tokens, "targets": tokens},
-        mesh=mesh,
-        precision=PRECISIONS[options.reduce],
-        microbatches=options.microbatches,
-        tx=ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(3e-4)),
-    )
-
-
-def _mesh(builder: str, options: Options, where: Cluster) -> dict[str, int]:
-    """Arguments of `ya.mesh` for a builder."""
-    match builder:
-        case "hsdp":
-            return {"replicate": options.replicate or max(1, options.gpus // where.gpus_per_node)}
-        case "ddp":
-            return {"replicate": options.gpus}
-        case "hpz":
-            return {"local": min(where.gpus_per_node, options.gpus)}
-        case _:
-            return {}
-
-
-Reduce = Literal["fp32", "bf16", "bf16-summed-in-fp32"]
-PRECISIONS: dict[str, ya.Precision] = {
-    "fp32": ya.Precision(compute=torch.bfloat16),
-    "bf16": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
-    "bf16-summed-in-fp32": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
-}
-YAFSDP = "yafsdp"
-ZERO3 = "zero3"
-
-
-@dataclasses.dataclass(frozen=True)
-class Inside:
-    tensor: int = 1
-    """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a node."""
-    sequence: bool = False
-    """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
-    context: int = 1
-    """Ranks that each sequence is split over."""
-
-    def __post_init__(self) -> None:
-        if min(self.tensor, self.context) < 1 or (self.sequence and self.tensor == 1):
-            raise ValueError(
-                f"--mesh: expected ranks of at least 1, and sequence with two or more of tensor; got {self}"
-            )
-
-    @property
-    def inside(self) -> dict[str, int]:
-        """The axes as `ya.mesh` takes them; those of one rank are left out."""
-        return {name: ranks for name in ("context", "tensor") if (ranks := getattr(self, name)) > 1}
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    model: str
-    """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
-    gpus: int
-    """Ranks."""
-    cluster: str = "a100-80g"
-    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs. local: two ranks on two CPU cores."""
-    seq_len: int = 2048
-    """Tokens in a sequence."""
-    batch: int = 1
-    """Sequences per rank, over all its microbatches; ranks of --mesh.tensor and --mesh.context share theirs."""
-    microbatches: int = 1
-    """Parts that a rank's sequences are cut into."""
-    mesh: Inside = Inside()
-    ckpt_layers: int | None = None
-    """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
-    schedule: str = ZERO3
-    """A builder of this toolkit, with options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp. Or
-    yafsdp: ZeRO-3 as YaFSDP runs it, on a100-80g with what nothing explains of its published times."""
-    replicate: int | None = None
-    """Copies of the state, for hsdp. Not given: one per node."""
-    search: bool = False
-    """Find the fastest schedule of this toolkit that fits, instead of --schedule, on the mesh that suits it: also with
-    layers over tensor, and long sequences over context."""
-    reduce: Reduce = "fp32"
-    """Dtype of gradients on the wire."""
-    memory_gib: float | None = None
-    """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
-    gpu_hour_price: float = 2.0
-    """Dollars."""
-    timeline: Path | None = Path("plan.png")
-    """File to draw the step to: .png, .svg or .pdf. `None`: nowhere."""
-    perfetto: Path | None = None
-    """File to write the step to as trace events (.json), for https://ui.perfetto.dev."""
-    json: bool = False
-    """One JSON object on stdout, and nothing else."""
-
-    def __post_init__(self) -> None:
-        if self.model not in models.CONFIGS:
-            raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(models.CONFIGS))}")
-        cluster(self.cluster)
-        for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
-        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
-            raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
-        if not 0 <= self.gpu_hour_price < math.inf:
-            raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
-        layers = models.CONFIGS[self.model].layers
-        if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
-            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
-        own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
-        if self.search and (own or self.ckpt_layers is not None):
-            raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
-        words = {} if self.schedule == YAFSDP else names.parse(self.schedule, "--schedule")[1]
-        if "remat" in words:
-            raise ValueError(
-                f"--schedule {self.schedule}: instead of -remat, --ckpt-layers {layers} recomputes all layers"
-            )
-        if "chunk" in words and self.ckpt_layers:
-            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
-        if self.schedule == YAFSDP and self.mesh != Inside():
-            raise ValueError("--schedule yafsdp: YaFSDP has no axes inside of layers; leave --mesh out")
-        if self.replicate is not None and not self.schedule.startswith("hsdp"):
-            raise ValueError(f"--replicate is for --schedule hsdp, not {self.schedule}")
 
 
 OTHERS = {
@@ -282,13 +115,24 @@ class Result:
     @property
     def tokens(self) -> int:
         """Tokens of one step, over all ranks."""
-        of = self.options.mesh
-        return self.flat_tokens // (of.tensor * of.context)
+        return self.options.tokens
 
     @property
     def flat_tokens(self) -> int:
         """Tokens of a step of the others, in which every rank has sequences of its own."""
         return self.options.gpus * self.options.batch * self.options.seq_len
+
+    def save(self, path: Path) -> None:
+        """Draws the step."""
+        self.plan.timeline.save(path)
+
+    def perfetto(self, path: Path) -> None:
+        """Writes the step as trace events."""
+        self.plan.timeline.perfetto(path)
+
+    def check(self) -> None:
+        """Raises DoesNotFit where the step does not fit."""
+        self.plan.check()
 
     def saved(self, other: str) -> float:
         """The part of another schedule's GPU hours that the same tokens do without.
@@ -317,6 +161,8 @@ class Result:
             "overhead_s": plan.work.overhead_s,
             "bound": plan.bound,
             "headroom": plan.headroom,
+            "least_s": plan.least.seconds,
+            "least_by": plan.least.by,
             "tokens_per_step": self.tokens,
             "tokens_per_second": self.tokens / plan.step_s,
             "gpus_saved": {other: gpus * self.saved(other) for other in ("fsdp", "fsdp2")},
@@ -333,16 +179,7 @@ class Result:
     def show(self, console: Console) -> None:
         """Prints the result for people."""
         options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
-        numel = config.num_parameters
-        inside = [f"{name} {ranks}" for name, ranks in options.mesh.inside.items()]
-        shared = f"for {' x '.join(inside)} ranks" if inside else "a rank"
-        size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
-        console.print(
-            f"[bold]{options.model}[/], {size} parameters, on {options.gpus} GPUs "
-            f"({plan.cluster.name}); {options.batch} x {options.seq_len} tokens {shared}, {self.tokens:,} a step\n",
-            highlight=False,
-            soft_wrap=True,
-        )
+        _heading(console, options, plan.cluster.name)
         console.print(self._time(), "", self._others(), sep="\n")
         doubt = '; "saved" leaves out what is unexplained' * (self.others["yafsdp"].overhead > 0)
         console.print(f"as fitted: to published times{doubt}\n", highlight=False)
@@ -369,6 +206,7 @@ class Result:
         alone = zip(PARTS, plan.work, strict=True)
         table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
         table.add_row("bound by", f"{plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}%")
+        table.add_row("at least", self.plan.least.against(plan.step_s))
         table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
         return table
 
@@ -388,6 +226,69 @@ class Result:
     def _dollars(self, other: str) -> float:
         """Dollars that a day of the same tokens costs less."""
         return self.saved(other) * self.options.gpus * 24 * self.options.gpu_hour_price
+
+
+def _heading(console: Console, options: Options, cluster: str) -> None:
+    """Prints what the step is of."""
+    numel = models.CONFIGS[options.model].num_parameters
+    inside = [f"{name} {ranks}" for name, ranks in options.mesh.inside.items()]
+    shared = f"for {' x '.join(inside)} ranks" if inside else "a rank"
+    size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
+    console.print(
+        f"[bold]{options.model}[/], {size} parameters, on {options.gpus} GPUs "
+        f"({cluster}); {options.batch} x {options.seq_len} tokens {shared}, {options.tokens:,} a step\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Several schedules of one step, the fastest first. "recomputed" in a name: so many first layers, of each stage"""
+
+    options: Options
+    found: Comparison
+
+    @staticmethod
+    def of(options: Options) -> Compared:
+        """Plans each of --schedules, with as few recomputed layers as fit where their number is not given."""
+        config, where = models.CONFIGS[options.model], cluster(options.cluster)
+        budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
+        programs: dict[str, ya.Program] = {}
+        for name in options.schedules:
+            here, factory = schedule_of(options, config, where, name)
+            least = min_ckpt_layers(here, budget, factory) if options.ckpt_layers is None else options.ckpt_layers
+            recomputed = config.layers if least is None else least
+            words = f", {recomputed} recomputed" * (recomputed > 0)
+            programs[name + words] = factory(remat=ya.schedules.remat.first(recomputed))(here)
+        return Compared(options, ya.planner.compare(programs, where, tokens=options.tokens, memory=budget).ranked())
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.options.model,
+            "gpus": self.options.gpus,
+            "cluster": cluster(self.options.cluster).name,
+            "tokens_per_step": self.options.tokens,
+            "schedules": {name: row._asdict() for name, row in self.found.rows.items()},
+        }
+
+    def show(self, console: Console) -> None:
+        """Prints the table for people."""
+        _heading(console, self.options, cluster(self.options.cluster).name)
+        console.print(str(self.found), markup=False, highlight=False, soft_wrap=True)
+
+    def save(self, path: Path) -> None:
+        """Draws all steps on one time axis."""
+        self.found.save(path)
+
+    def perfetto(self, path: Path) -> None:
+        """Writes all steps as trace events."""
+        self.found.perfetto(path)
+
+    def check(self) -> None:
+        """Raises DoesNotFit where none of them fits."""
+        if not any(plan.fits for plan in self.found.plans.values()):
+            min(self.found.plans.values(), key=lambda plan: plan.memory.peak_bytes).check()
 
 
 def _memory(plan: Plan) -> Table:

@@ -1,7 +1,7 @@
 """Published runs of other people's frameworks, predicted: `python -m train published --rows FILE` of a file with the
 columns of docs/benchmarks/published_runs.csv.
 
-    read(line)       a row -> Run: model, GPUs and network, schedule, precision, kernels; or Refused, and why
+    read(line)       a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
     program(run)     the peer's program of it
     predict(run)     seconds of a step, and memory of a rank, on `KINDS[run.gpu]`
     show(...)        errors by source, kind of GPU, number of GPUs and parallelism
@@ -63,8 +63,8 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None
-    where it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
+    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None if
+    it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
     order: of a pipeline; recompute: "none", "half" of the products, "every 2nd" layer, or "all"; kernels: of what is no
     product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is
     products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist
@@ -219,8 +219,7 @@ def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> t
             raise Refused(f"pipeline schedule {schedule!r} is not modelled")
         return "zero1", 1, order, stages
     replicas = 1
-    both = "fsdp/" in scheme and config.num_parameters >= 20e9
-    if ("hsdp" in scheme and not both) or "inside the node" in scheme:
+    if ("hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9)) or "inside the node" in scheme:
         replicas = max(1, gpus // 8)
     newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
     kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3", "ddp": "ddp"}
@@ -291,7 +290,7 @@ def _measured(line: Line, run: Run) -> float | None:
 
 
 def flops_per_token(run: Run, notes: str) -> float:
-    """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half where
+    """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half squares if
     it says causal, or the formula of PTD-P with recomputation."""
     config = run.config
     layers, width = config.layers, config.embed
@@ -558,7 +557,7 @@ GROUPS: dict[str, Callable[[Run], str]] = {
 
 
 def is_table(file: Path) -> bool:
-    """Whether a file has the columns of published_runs.csv."""
+    """Tells whether a file has the columns of published_runs.csv."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
         return set(COLUMNS) <= set(next(csv.reader(lines), []))
 

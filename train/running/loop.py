@@ -154,6 +154,9 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         setup.check_stages(config, train_step, state, batch)
     run.keep(config)
     skips = Skips(config.max_skipped, config.max_rollbacks)
+    # before there is a reader's thread: processes that a pipeline forks in it would inherit the pipes of commands that
+    # run here, and who reads from one would wait for them
+    about_start = this_start(here)
 
     with (
         Garbage(config.gc_every) as garbage,
@@ -179,7 +182,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
         counted = {"unit": unit, "tokenizer": job.tokenizer.fingerprint()}
         read = {"text": job.training.describe(), "heldout": job.heldout.describe()}
-        report.events.add("start", step=state.step, **about, **counted, **read, **this_start(here))
+        report.events.add("start", step=state.step, **about, **counted, **read, **about_start)
 
         def seen(record: Record) -> None:
             report.train(record)

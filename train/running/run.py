@@ -68,6 +68,12 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     require(stays, "--resume with --max-restarts needs --name: the newest run may be another one by then")
     folder = given.runs / given.name if given.name else newest(given.runs, kind)
     earlier = from_json(folder / "config.json", kind)
+    code = " ".join(getattr(earlier.data, "pipelines", ()))
+    require(
+        code == " ".join(given.pipelines),
+        f"--resume: the run reads {code or 'no pipelines'}, and a file does not say what code to run: only the command "
+        f"line does{f', --data.pipelines {code}' * bool(code)}",
+    )
     sharding = earlier.sharding
     if is_own(sharding.schedule):  # a file does not say what code to run: only the command line does
         sharding = dataclasses.replace(sharding, schedule=SAVED)
@@ -85,6 +91,7 @@ def _given(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--runs", type=Path, default=Settings.runs)
     parser.add_argument("--name", default="")
+    parser.add_argument("--data.pipelines", dest="pipelines", nargs="*", default=[])
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         return parser.parse_known_args(list(argv))[0]
     return argparse.Namespace(resume=False)  # a flag without its value: refused by the parser of all flags
@@ -270,12 +277,12 @@ def _sharding(config: Settings) -> str:
 
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:
-    """Says in two lines what is about to run."""
+    """Says in three lines what is about to run."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
     return (
         f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.devices} x "
         f"{place.device.type}, {config.stages.named}{config.sharding.schedule}, {tokens:,} tokens a step\n"
-        f"text: {training.describe()}; held out: {heldout.describe()}"
+        f"text: {training.describe()}\nheld out: {heldout.describe()}"
     )
 
 

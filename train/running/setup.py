@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
-from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, require
+from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, own_function, require
 from train.data.tokenizer import Bytes, Tokenizer
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.train_step import TrainStep
@@ -207,15 +205,7 @@ def _of_a_stage(config: Sharding) -> ya.schedules.Schedule:
 
 def _own(where: str) -> ya.schedules.Schedule:
     """The function of a file, which is run."""
-    path, _, name = where.rpartition(":")
-    require(Path(path).is_file(), f"sharding.schedule: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: ya.schedules.Schedule | None = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"sharding.schedule: {path} has no function {name}; expected one from a trace to a program")
+    found: ya.schedules.Schedule = own_function(where, "sharding.schedule", "one from a trace to a program")
 
     def schedule(trace: ya.schedules.Trace) -> ya.Program:
         try:

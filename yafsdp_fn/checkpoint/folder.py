@@ -128,7 +128,15 @@ def _check(name: str) -> str:
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """Returns the folder of the newest complete checkpoint in `directory`, or None. `load` looks closer: it reads every
-    byte, and skips damaged checkpoints."""
+    byte, and skips damaged checkpoints.
+
+    >>> ya.checkpoint.latest(folder) is None
+    True
+    >>> ya.checkpoint.save(folder, state).name
+    'step-00000000'
+    >>> ya.checkpoint.latest(folder).name
+    'step-00000000'
+    """
     root = Path(directory)
     return next(iter(_newest_first(root, complete(root))), None)
 

@@ -76,6 +76,9 @@ def save(
 
     It is complete or absent: a run killed while it saves keeps its earlier checkpoints. The state stays usable. Raises
     CheckpointError on every rank if one of them fails.
+
+    >>> ya.checkpoint.save(folder, state, {"position": 17}, keep_last=3).name
+    'step-00000000'
     """
     job = prepare(directory, state, extra, keep_last, keep_every)
     with state.memory.using(reads(state)):
@@ -133,12 +136,23 @@ def load(directory: Directory, like: ShardedState, *, step: int | None = None) -
     it, unless `step` asks for it. Nothing in a checkpoint is executed.
 
     Raises CheckpointError if there is no checkpoint, none that is whole, or it is of another state.
+
+    >>> _ = ya.checkpoint.save(folder, state, {"position": 17})
+    >>> state, extra = ya.checkpoint.load(folder, like=ya.init(params, tx, mesh=mesh, seed=1))
+    >>> extra
+    {'position': 17}
     """
     return _load(directory, like, step, params_only=False)
 
 
 def load_params(directory: Directory, like: ShardedState, *, step: int | None = None) -> ShardedState:
-    """Loads parameters and step only, for inference: `like` keeps its own optimizer state."""
+    """Loads parameters and step only, for inference: `like` keeps its own optimizer state.
+
+    >>> _ = ya.checkpoint.save(folder, state)
+    >>> teacher = ya.checkpoint.load_params(folder, like=ya.init(params, mesh=mesh, seed=1))   # without an optimizer
+    >>> torch.equal(ya.global_norm(teacher.params), ya.global_norm(state.params))
+    True
+    """
     return _load(directory, like, step, params_only=True)[0]
 
 

@@ -1,8 +1,8 @@
 """Checkpoints of other libraries, a tensor for each parameter under a name of theirs, as FSDP2 and torch's DCP write
 them.
 
-params = load_named("theirs", llama.params(config), name)       # `ya.Lazy` leaves: the index is read, no weights state
-= ya.shard(params, tx, mesh=mesh)                         # a layer at a time, each rank keeps its part
+params = load_named("theirs", llama.params(config), name)       # `ya.Lazy` leaves: the index is read, no weights
+state = ya.shard(params, tx, mesh=mesh)                         # a layer at a time, each rank keeps its part
 save_named("for-them", state.params, name)                      # FSDP2's state dict is loaded from it with dcp.load
 
 def name(path, layer):              # "layers.wq", 3 -> "model.layers.3.wq"
@@ -55,6 +55,13 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
 
     Pickled objects beside the tensors are not read, and nothing is executed. Raises CheckpointError, naming leaf and
     tensor.
+
+    >>> def name(path, layer):                                 # "layers.up", 3 -> "layers.3.up"
+    ...     return path if layer is None else path.replace("layers", f"layers.{layer}")
+    >>> ya.checkpoint.save_named(f"{folder}/theirs", state.params, name)
+    >>> restored = ya.shard(ya.checkpoint.load_named(f"{folder}/theirs", params, name), tx, mesh=mesh)
+    >>> torch.equal(ya.global_norm(restored.params), ya.global_norm(state.params))
+    True
     """
     find = _finder(Path(directory), name)
     accessors, leaves, spec = optree.tree_flatten_with_accessor(params)
@@ -100,6 +107,10 @@ def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> N
 
     Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: its share of
     the parameters, and one layer, in the memory of the host. The folder appears when it is complete.
+
+    >>> def name(path, layer):                                 # "layers.up", 3 -> "layers.3.up"
+    ...     return path if layer is None else path.replace("layers", f"layers.{layer}")
+    >>> ya.checkpoint.save_named(f"{folder}/theirs", state.params, name)
     """
     owner = next((handle.owner for handle in handles(params)), None)
     ranks = ranks_of(owner.mesh) if isinstance(owner, Memory) else AllRanks()
@@ -168,6 +179,13 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
     The count goes to the learning rate's schedule, too. Every rank calls it. Raises CheckpointError, naming parameter
     and tensor, before `state` is touched: also for parameters that took unequal numbers of steps, since here all have
     one count.
+
+    >>> def name(path, layer):                                 # "layers.up", 3 -> "of.layers.3.up", of it .exp_avg, ...
+    ...     return "of." + (path if layer is None else path.replace("layers", f"layers.{layer}"))
+    >>> ya.checkpoint.save_moments(f"{folder}/moments", state, name)
+    >>> again = ya.checkpoint.load_moments(f"{folder}/moments", ya.init(params, tx, mesh=mesh), name)
+    >>> ya.checksum(again) == ya.checksum(state)
+    True
     """
     state, ranks, root = state.check(), ranks_of(state.mesh), Path(directory)
     adam = _adam(state.opt_state)
@@ -213,14 +231,19 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
 
 
 def save_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> None:
-    """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters. name:
-    as for `load_moments`
+    """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters.
+
+    name: as for `load_moments`
 
     FSDP2 loads them so; its learning rates stay its own:
 
         found = get_optimizer_state_dict(model, optimizer)
         dcp.load({"optim": {"state": found["state"]}}, checkpoint_id=directory)
         set_optimizer_state_dict(model, optimizer, found)
+
+    >>> def name(path, layer):                                 # "layers.up", 3 -> "of.layers.3.up", of it .exp_avg, ...
+    ...     return "of." + (path if layer is None else path.replace("layers", f"layers.{layer}"))
+    >>> ya.checkpoint.save_moments(f"{folder}/moments", state, name)
     """
     state, ranks = state.check(), ranks_of(state.mesh)
     adam = _adam(state.opt_state)

@@ -56,7 +56,14 @@ class Part(NamedTuple):
 
 class PeerMemory(Saver):
     """Saves into `folder` in the memory of each host, one save at a time. Every rank makes it, saves and loads
-    alike."""
+    alike.
+
+    >>> peers = ya.checkpoint.PeerMemory(folder)               # /dev/shm/..., of each host
+    >>> peers.save(state, {"position": 17})
+    >>> state, extra = peers.load(like=ya.init(params, tx, mesh=mesh, seed=1))
+    >>> extra
+    {'position': 17}
+    """
 
     def __init__(self, folder: io.Directory) -> None:
         super().__init__(folder)
@@ -76,7 +83,7 @@ class PeerMemory(Saver):
         """Returns `(state, extra)` of the newest step whose parts are all undamaged on some host, or None.
 
         like: as for `checkpoint.load`. The mesh and its stages must be those that saved; copies of others are not
-        found.
+            found
         """
         self.wait()
         like, ranks = like.check(), AllRanks(self._group)

@@ -33,7 +33,13 @@ from yafsdp_fn.runtime.state import ShardedState
 
 class Saver:
     """Saves into `directory` as `checkpoint.save` does, one save at a time. Every rank of a state makes it, saves and
-    waits alike."""
+    waits alike.
+
+    >>> with ya.checkpoint.Saver(folder, keep_last=2) as saver:
+    ...     saver.save(state, {"position": 17})                # copies the state, and writes beside the next steps
+    >>> ya.checkpoint.latest(folder).name
+    'step-00000000'
+    """
 
     def __init__(self, directory: io.Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
         self._directory, self._keep = directory, (keep_last, keep_every)

@@ -73,13 +73,21 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
 
 @outside_graphs
 def axis_size(axis_name: str) -> int:
-    """Returns the number of ranks on an axis: 1 on plain tensors, and where the mesh has not this one."""
+    """Returns the number of ranks on an axis: 1 on plain tensors, and where the mesh has not this one.
+
+    >>> ya.axis_size("tensor")                                 # on plain tensors an axis has one rank
+    1
+    """
     return _axis(axis_name)[1].size
 
 
 @outside_graphs
 def axis_index(axis_name: str) -> int:
-    """Returns this rank's index on an axis: a number of the host, not a tensor as in JAX."""
+    """Returns this rank's index on an axis: a number of the host, not a tensor as in JAX.
+
+    >>> ya.axis_index("tensor")                                # on plain tensors an axis has one rank
+    0
+    """
     return _axis(axis_name)[1].place
 
 
@@ -208,7 +216,15 @@ class _Exchange(_Along):
 
 @outside_graphs
 def psum(x: Any, axis_name: str) -> Any:
-    """Sums over the axis, for all its ranks. A number counts once for each of them."""
+    """Sums over the axis, for all its ranks. A number counts once for each of them.
+
+    x: a tensor, or a tree of tensors and numbers; axis_name: an axis of the mesh, inside blocks, such as "tensor"
+
+    >>> def mlp(x, w):                                         # of each rank: rows of one matrix, columns of the other
+    ...     return x + ya.psum(ya.linear(torch.relu(ya.linear(x, w["up"])), w["down"]), "tensor"), None
+    >>> ya.scan(mlp, torch.ones(8), plain["layers"])[0].shape  # on plain tensors an axis has one rank
+    torch.Size([8])
+    """
     ranks, axis = _axis(axis_name)
 
     def one(leaf: Any) -> Any:
@@ -221,7 +237,13 @@ def psum(x: Any, axis_name: str) -> Any:
 
 @outside_graphs
 def pmax(x: Any, axis_name: str) -> Any:
-    """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`."""
+    """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
+
+    >>> ya.pmax(torch.tensor([1.0, 2.0]), "tensor")            # on plain tensors an axis has one rank
+    tensor([1., 2.])
+    """
     ranks, axis = _axis(axis_name)
     apply: Any = _Max.apply
     return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name), x)
@@ -230,7 +252,15 @@ def pmax(x: Any, axis_name: str) -> Any:
 @outside_graphs
 def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) -> Any:
     """Puts the tensors of all ranks together, in their order, on a new axis [K] at place `axis`, or, `tiled`, one after
-    the other along `axis`."""
+    the other along `axis`.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
+
+    >>> ya.all_gather(torch.tensor([1.0, 2.0]), "tensor")      # on plain tensors an axis has one rank
+    tensor([[1., 2.]])
+    >>> ya.all_gather(torch.tensor([1.0, 2.0]), "tensor", tiled=True)
+    tensor([1., 2.])
+    """
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
@@ -247,7 +277,13 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
 @outside_graphs
 def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
     """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the
-    dimension is K long, and goes."""
+    dimension is K long, and goes.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
+
+    >>> ya.psum_scatter(torch.tensor([1.0, 2.0]), "tensor", tiled=True)        # on plain tensors an axis has one rank
+    tensor([1., 2.])
+    """
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
@@ -277,6 +313,10 @@ def all_to_all(
         and `concat_axis` is a new axis [K]
     split_sizes, concat_sizes: uneven parts, `tiled` and along one axis: the lengths that go to each rank, and those
         that come from it
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
+
+    >>> ya.all_to_all(torch.arange(4.0), "expert", 0, 0, tiled=True)           # on plain tensors an axis has one rank
+    tensor([0., 1., 2., 3.])
     """
     ranks, of = _axis(axis_name)
     given = split_sizes, concat_sizes
@@ -317,7 +357,14 @@ def all_to_all(
 @outside_graphs
 def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
     """Sends tensors along `perm`, pairs of ranks `(source, destination)`, each at most once on a side; a rank to which
-    nothing is sent has zeros. A ring: `[(i, (i + 1) % n) for i in range(n)]`."""
+    nothing is sent has zeros. A ring: `[(i, (i + 1) % n) for i in range(n)]`.
+
+    x: a tensor, or a tree of tensors; axis_name: as for `psum`
+
+    >>> size = ya.axis_size("context")
+    >>> ya.ppermute(torch.tensor([1.0, 2.0]), "context", [(i, (i + 1) % size) for i in range(size)])
+    tensor([1., 2.])
+    """
     ranks, of = _axis(axis_name)
     sides = [list(side) for side in zip(*perm, strict=True)] or [[], []]
     if any(len(set(side)) < len(side) or not set(side) <= set(range(of.size)) for side in sides):

@@ -70,6 +70,10 @@ def calibrate(
         on the CPU
 
     Raises ValueError for another device, and if ranks do not fill nodes of `per_node`.
+
+    >>> here = ya.planner.calibrate("here", device="cpu")
+    >>> here.matmul_flops > 0, here.memory_bandwidth > 0
+    (True, True)
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in SIZES:  # an index would be measured against the streams of another GPU

@@ -82,6 +82,12 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     Raises TypeError or ValueError, naming the module or parameter: parameters shared between layers, on the meta
     device, of another class or not of floating point; hooks; forwards replaced on an instance; gradient checkpointing;
     running statistics in training.
+
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), layers)
+    >>> tree, model = ya.functionalize(module, layers="1")
+    >>> torch.equal(model(ya.materialize(tree), torch.ones(2)), module(torch.ones(2)))
+    True
     """
     tree = tree_of(module, layers)
     return tree.params, Functionalized(without_weights(module), tree.described())
@@ -304,6 +310,15 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
 
     Only one layer, or one module beside the layers, is whole at a time. Raises TypeError or ValueError, naming the
     parameter, if one is missing, of another shape, or without memory; before anything is gathered if names tell.
+
+    >>> module = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+    >>> tree, model = ya.functionalize(module, layers="0")
+    >>> sgd = ya.optim.sgd(0.1)
+    >>> step = ya.train_step(lambda params, x: model(params, x).square().mean(), sgd)
+    >>> state, _ = step(ya.shard(tree, sgd, mesh=mesh), torch.ones(1, 4))
+    >>> ya.load_into(module, state.params)                     # what was trained is in the module
+    >>> torch.equal(module(torch.ones(4)), model(ya.unshard(state.params), torch.ones(4)))
+    True
     """
     target = dict(module.named_parameters(remove_duplicate=False))
     modules = dict(module.named_modules())

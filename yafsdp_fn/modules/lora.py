@@ -50,14 +50,19 @@ def lora(
     Blocks see a `LowRank` in place of a weight and may use it as one; `ya.linear` does without the matrix. At first `a`
     is uniform in +-1/sqrt(in), as in peft, and `b` zero: the model starts unchanged.
 
-    int8: each row of a matrix in steps of its largest element / 127, rounded to bf16; the steps are a further frozen
-    leaf. The steps of a `Param` are those of another draw: of the right size, for planning and tests, but not of the
-    same matrix.
+    In int8, each row of a matrix is in steps of its largest element / 127, rounded to bf16; the steps are a
+    further frozen leaf. The steps of a `Param` are those of another draw: of the right size, for planning and tests,
+    but not of the same matrix.
 
     Sources: Hu et al., arXiv 2106.09685; rows by their largest element: Dettmers et al., arXiv 2208.07339.
 
     Raises TypeError for another dtype and for sharded leaves; ValueError for a rank below 1, and if the choice is
     empty, not a matrix, a tied weight or one with an adapter, naming the leaf.
+
+    >>> adapted = ya.lora(params, rank=2, alpha=4.0)
+    >>> up = ya.materialize(adapted)["layers"]["up"]
+    >>> type(up).__name__, up.a.shape, up.b.shape, up.factor
+    ('LowRank', torch.Size([4, 2, 8]), torch.Size([4, 32, 2]), 2.0)
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise ValueError(f"lora: rank={rank!r}: expected an integer of at least 1")
@@ -105,6 +110,10 @@ def merge_lora(tree: Tree) -> Tree:
     tree: a state, its params, or a plain tree of tensors. Adapted weights come in the dtype of their adapter, in a
         state `Precision.param`. The whole tree is whole at a time; `llama.hf.save(directory, config, state.params)`
         merges a layer at a time
+
+    >>> adapted = ya.materialize(ya.lora(params, rank=2))
+    >>> torch.equal(ya.merge_lora(adapted)["layers"]["up"], plain["layers"]["up"])     # as long as b is zero
+    True
     """
     whole = without_markers(unshard(tree))
     with torch.no_grad():

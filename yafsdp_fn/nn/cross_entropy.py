@@ -168,6 +168,10 @@ def linear_cross_entropy(
     chunk: rows of x whose logits exist at once. None: as many as make 32 MiB, but at least 256; on a GPU 256 MiB and
         2048. Under torch.func, and for a second derivative, all
     Raises torch's error for a target outside [0, V): IndexError, on CUDA a failed assertion on the device.
+
+    >>> x, weight, targets = torch.ones(2, 4), torch.zeros(16, 4), torch.tensor([3, -100])
+    >>> ya.linear_cross_entropy(x, weight, targets)            # log(16): one of two targets counts
+    tensor(2.7726)
     """
     if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
         how: dict[str, Any] = {"ignore_index": ignore_index, "chunk": chunk}

@@ -194,6 +194,9 @@ def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> T
     In a block of `ya.scan` or `ya.apply` the gradient of the block's weight goes into its gradient slot without a fresh
     tensor of its size. A view of such a weight (a slice, a transpose) is not recognised: its gradient comes by
     autograd, just as exact.
+
+    >>> ya.linear(torch.tensor([1.0, 2.0]), torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]))
+    tensor([1., 3., 2.])
     """
     if isinstance(weight, LowRank):
         return weight.times(x, bias, linear)
@@ -202,7 +205,12 @@ def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> T
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Computes `F.embedding`: tokens [...] of integers, weight [V, E] -> [..., E]; its gradient as in `linear`."""
+    """Computes `F.embedding`: tokens [...] of integers, weight [V, E] -> [..., E]; its gradient as in `linear`.
+
+    >>> ya.embedding(torch.tensor([1, 0]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([[3., 4.],
+            [1., 2.]])
+    """
     found = _direct(weight)
     return F.embedding(tokens, weight) if found is None else _Embedding.apply(tokens, weight, found)
 

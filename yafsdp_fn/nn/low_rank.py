@@ -35,6 +35,10 @@ class LowRank:
     a, b: [rank, in] and [out, rank]; factor: alpha / rank. In a `Stacked` tree each of the four has a layer axis first
 
     Shape and dtype are those of the matrix: [out, in], in the dtype of `a`.
+
+    >>> adapted = ya.LowRank(torch.zeros(2, 3), None, torch.ones(1, 3), torch.ones(2, 1), factor=0.5)
+    >>> adapted.shape, ya.linear(torch.ones(3), adapted)
+    (torch.Size([2, 3]), tensor([1.5000, 1.5000]))
     """
 
     weight: Any

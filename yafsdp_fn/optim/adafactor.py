@@ -41,7 +41,11 @@ def scale_by_factored_rms(
     epsilon: float = 1e-30,
 ) -> GradientTransformation:
     """Divides by the root of the second moment, which decays by `1 - (count + 1 - step_offset) ** -decay_rate`, and is
-    factored over the two longest axes if both have at least `min_dim_size_to_factor` elements."""
+    factored over the two longest axes if both have at least `min_dim_size_to_factor` elements.
+
+    >>> update(ya.optim.scale_by_factored_rms())
+    tensor([ 1., -1.])
+    """
 
     def axes(shape: Sequence[int]) -> tuple[int, int] | None:
         order = sorted(range(len(shape)), key=lambda axis: shape[axis])  # equal axes stay in order
@@ -73,7 +77,11 @@ def scale_by_factored_rms(
 
 
 def clip_by_block_rms(threshold: float) -> GradientTransformation:
-    """Scales each leaf down so that the root of its mean square is at most `threshold`."""
+    """Scales each leaf down so that the root of its mean square is at most `threshold`.
+
+    >>> update(ya.optim.clip_by_block_rms(1.0)).square().mean()
+    tensor(1.)
+    """
 
     def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
         return updates / (_rms(updates) / threshold).clamp(min=1.0), state
@@ -82,7 +90,11 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
 
 
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
-    """Multiplies each leaf's update by the root of the mean square of the parameter, at least `min_scale`."""
+    """Multiplies each leaf's update by the root of the mean square of the parameter, at least `min_scale`.
+
+    >>> update(ya.optim.scale_by_param_block_rms())            # the root of (1 + 4) / 2
+    tensor([ 4.7434, -6.3246])
+    """
 
     def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
         if params is None:
@@ -94,7 +106,13 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
 
 def centralize() -> GradientTransformation:
     """Subtracts the mean over all axes but the first from the updates of leaves with two axes or more (gradient
-    centralization, Yong et al., 2020)."""
+    centralization, Yong et al., 2020).
+
+    >>> tx = ya.optim.centralize()
+    >>> tx.update(torch.tensor([[1.0, 3.0], [2.0, 6.0]]), tx.init(torch.ones(2, 2)))[0]
+    tensor([[-1.,  1.],
+            [-2.,  2.]])
+    """
 
     def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
         if updates.ndim < 2:
@@ -117,7 +135,18 @@ def adafactor(
     factored: bool = True,
     weight_decay_mask: LeafRule | Tree | None = None,
 ) -> GradientTransformation:
-    """Adafactor as Optax composes it. Layers of a stack are leaves of their own, which Optax would factor as one."""
+    """Adafactor as Optax composes it. Layers of a stack are leaves of their own, which Optax would factor as one.
+
+    learning_rate: a number, a rate by the count, or None
+    min_dim_size_to_factor, decay_rate, decay_offset, eps, factored: of `scale_by_factored_rms`
+    clipping_threshold: of `clip_by_block_rms`, None for no clipping
+    multiply_by_parameter_scale: `scale_by_param_block_rms`, which makes the learning rate a part of each parameter
+    momentum: of `mean_momentum`, None for none
+    weight_decay_rate, weight_decay_mask: of `add_decayed_weights`; the learning rate does not multiply the decay
+
+    >>> update(ya.optim.adafactor(0.1))
+    tensor([-0.1581,  0.1581])
+    """
     of_leaf = [scale_by_factored_rms(factored, decay_rate, decay_offset, min_dim_size_to_factor, eps)]
     if clipping_threshold is not None:
         of_leaf.append(clip_by_block_rms(clipping_threshold))
@@ -139,6 +168,10 @@ def scale_by_trust_ratio(
     """Multiplies each leaf's update by `trust_coefficient * |parameter| / (|update| + eps)`; by 1 where a norm is zero.
 
     min_norm: of both norms, at least
+
+    >>> scaled = update(ya.optim.scale_by_trust_ratio())
+    >>> torch.allclose(scaled.norm(), w.norm())
+    True
     """
 
     def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
@@ -166,6 +199,9 @@ def lamb(
     mask: the leaves that decay, as for `adamw`; default all
 
     Updates and parameters travel to the owners of leaves, as far as these lack them, and updates back.
+
+    >>> update(ya.optim.lamb(0.1))
+    tensor([-0.1581,  0.1581])
     """
     return chain(
         scale_by_adam(b1, b2, eps, eps_root),

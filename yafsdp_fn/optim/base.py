@@ -137,6 +137,11 @@ class GradientTransformation(NamedTuple):
         ranks, as `clip_by_global_norm` does). Without it, and without a rule, it is given whole trees.
     rule: the same transformation as data, for `step_`, which knows fused kernels for some sequences of rules. It
         changes speed, never results: `update` is the definition.
+
+    >>> def halve(updates, state, params=None):
+    ...     return optree.tree_map(lambda u: u / 2, updates), state
+    >>> update(ya.optim.GradientTransformation(lambda params: ya.optim.EmptyState(), halve, elementwise=True))
+    tensor([ 1.5000, -2.0000])
     """
 
     init: Callable[[Tree], State]
@@ -167,7 +172,12 @@ class Chain(NamedTuple):
 
 def as_transformation(tx: Any) -> GradientTransformation:
     """Returns `tx` itself, or a foreign `(init, update)` pair as one. A pair without declaration gets whole trees:
-    `on_whole_trees`."""
+    `on_whole_trees`.
+
+    >>> pair = (lambda params: ()), (lambda updates, state, params=None: (updates.sign(), state))
+    >>> update(ya.optim.as_transformation(pair))               # Optax's kind of pair
+    tensor([ 1., -1.])
+    """
     if isinstance(tx, GradientTransformation):
         return tx if tx.elementwise or tx.rule is not None else on_whole_trees(tx)
     if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
@@ -262,6 +272,12 @@ def assume_elementwise(tx: Any) -> GradientTransformation:
     accept only the shapes of the step. An update that depends on the position of its elements (noise from
     `ya.normal_like`) breaks the promise if units take their steps one by one. Zeros must stay zeros, as in padding,
     which norms count.
+
+    >>> def sign(updates, state, params=None):
+    ...     return updates.sign(), state
+    >>> pair = ya.optim.GradientTransformation(lambda params: (), sign)
+    >>> ya.optim.assume_elementwise(pair).elementwise, update(ya.optim.assume_elementwise(pair))
+    (True, tensor([ 1., -1.]))
     """
     tx = as_transformation(tx)
     if isinstance(tx.rule, WholeTrees):
@@ -280,12 +296,20 @@ def stateless(update: Callable[[Tree, Tree | None], Tree], rule: object = None) 
 
 
 def identity() -> GradientTransformation:
-    """Passes updates through."""
+    """Passes updates through.
+
+    >>> update(ya.optim.identity())
+    tensor([ 3., -4.])
+    """
     return stateless(lambda updates, params: updates, rule=Chain(()))
 
 
 def chain(*txs: Any) -> GradientTransformation:
-    """Applies `txs` one after the other; the state is the tuple of theirs. Foreign pairs are accepted."""
+    """Applies `txs` one after the other; the state is the tuple of theirs. Foreign pairs are accepted.
+
+    >>> update(ya.optim.chain(ya.optim.clip(1.0), ya.optim.sgd(0.1)))
+    tensor([-0.1000,  0.1000])
+    """
     parts = tuple(map(as_transformation, txs))
 
     def init(params: Tree) -> State:
@@ -345,7 +369,11 @@ def new_count(params: Tree) -> Tensor:
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Returns `params + updates`, each in its parameter's dtype. Raises TypeError for an update of another shape."""
+    """Returns `params + updates`, each in its parameter's dtype. Raises TypeError for an update of another shape.
+
+    >>> ya.optim.apply_updates({"w": w}, {"w": -0.1 * g})
+    {'w': tensor([ 0.7000, -1.6000])}
+    """
     _must_be_like(params, updates, "apply_updates got")
     return optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
 

@@ -111,6 +111,11 @@ def assume_leafwise(
     dtype: of updates when they travel and when `tx` gets them (None: their own), or a function from the device to it
     params: `update` reads the parameter, which then travels too; else it gets None
     where: a rule `(path, per-layer Param)`; other leaves pass through unchanged
+
+    >>> def unit_norm(update, state, params=None):             # each leaf has norm 1
+    ...     return update / update.norm(), state
+    >>> update(ya.optim.assume_leafwise(ya.optim.GradientTransformation(lambda leaf: (), unit_norm)))
+    tensor([ 0.6000, -0.8000])
     """
     inner = as_transformation(tx)
     inner = inner.rule.inner if isinstance(inner.rule, WholeTrees) else inner

@@ -31,7 +31,13 @@ Adjust = Literal["original", "match_rms_adamw", "none"]
 
 
 def newton_schulz(x: Tensor, steps: int = 5, coefficients: Coefficients = NS_COEFFICIENTS, eps: float = 1e-7) -> Tensor:
-    """Approximates `U V^T` of `x = U S V^T` [..., m, n], in the dtype of `x`, in `steps` iterations."""
+    """Approximates `U V^T` of `x = U S V^T` [..., m, n], in the dtype of `x`, in `steps` iterations.
+
+    >>> x = torch.tensor([[3.0, 0.0], [0.0, 0.5]])
+    >>> singular = torch.linalg.svdvals(ya.optim.newton_schulz(x))
+    >>> singular.min() > 0.6, singular.max() < 1.3
+    (tensor(True), tensor(True))
+    """
     a, b, c = coefficients
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -62,7 +68,11 @@ class MeanMomentumState(NamedTuple):
 
 def mean_momentum(beta: float, nesterov: bool = True) -> GradientTransformation:
     """Replaces updates by their decaying mean, `mu = beta * mu + (1 - beta) * g`, rounded as torch.optim.Muon rounds
-    it."""
+    it.
+
+    >>> update(ya.optim.mean_momentum(0.9, nesterov=False))
+    tensor([ 0.3000, -0.4000])
+    """
 
     def init(params: Tree) -> State:
         return MeanMomentumState(new_count(params), optree.tree_map(torch.zeros_like, params))
@@ -83,13 +93,18 @@ def orthogonalize(
     dtype: Any = in_bf16,
     blocks: Blocks | None = None,
 ) -> GradientTransformation:
-    """Replaces updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor for their
-    shape: `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
+    """Replaces updates of matrices, [m, n] or [..., m, n], by their orthogonalised ones, times a factor of the
+    shape, `sqrt(max(1, m / n))` (original), or `0.2 sqrt(max(m, n))`, which gives updates the size of AdamW's
     (match_rms_adamw; Liu et al., 2025).
 
     dtype: of the iterations, and of messages, or a function from the device to it; None: the updates' own
     blocks: a rule `(path, per-layer Param) -> (dim, count)`: each of `count` equal blocks along `dim` of a leaf, such
         as the heads of a projection, is a matrix of its own, with the factor of its shape; None: the leaf is one
+
+    >>> tx = ya.optim.orthogonalize(ns_steps=10, dtype=None)
+    >>> x = torch.tensor([[3.0, 0.0], [0.0, 0.5]])
+    >>> torch.linalg.svdvals(tx.update(x, tx.init(x), x)[0]).min() > 0.6
+    tensor(True)
     """
     factors: dict[str, Callable[[int, int], float]] = {
         "original": lambda m, n: math.sqrt(max(1, m / n)),
@@ -117,7 +132,12 @@ def orthogonalize(
 
 
 def layer_matrices(path: str, param: Param) -> bool:
-    """Chooses matrices of stacks: a rule."""
+    """Chooses matrices of stacks: a rule.
+
+    >>> tx = ya.optim.muon(0.02, where=lambda path, p: ya.optim.layer_matrices(path, p) and not path.endswith("down"))
+    >>> ya.optim.parts_of(tx, state.params)
+    {2: 3, 3: 3, 4: 3, 5: 3}
+    """
     return isinstance(param, LayerParam) and len(param.shape) > 1
 
 
@@ -147,6 +167,11 @@ def muon(
     matrices and the norm gains of a layer, the moments of both span it: `ya.Pinned` gains are in a unit of their own.
 
     Bytes: the parts of a unit's matrices that their owners lack travel there and back, in `dtype` (owners.py).
+
+    >>> tx = ya.optim.muon(0.02, adjust="match_rms_adamw", others=ya.optim.adamw(3e-4))
+    >>> state, metrics = ya.train_step(loss_fn, tx)(ya.init(params, tx, mesh=mesh), batch)
+    >>> state.step
+    1
     """
     matrices = chain(
         mean_momentum(beta, nesterov),

@@ -49,6 +49,10 @@ def add_noise(eta: float, gamma: float, key: int) -> GradientTransformation:
     key: seeds the noise. Its bits are not those of Optax, which draws by JAX's generator.
 
     Raises TypeError when run unit by unit: a row of a stack does not know its layer.
+
+    >>> noisy = update(ya.optim.add_noise(eta=0.01, gamma=0.55, key=0))
+    >>> (noisy - g).abs().max() < 1
+    tensor(True)
     """
 
     def init(params: Tree) -> State:

@@ -44,6 +44,11 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
 
     `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
     mask: a rule, or a tree of bools like the parameters
+
+    >>> tx = ya.optim.masked(ya.optim.scale(0.0), lambda path, p: path == "frozen")
+    >>> tree = {"frozen": g, "trained": g}
+    >>> tx.update(tree, tx.init(tree))[0]
+    {'frozen': tensor([0., -0.]), 'trained': tensor([ 3., -4.])}
     """
     tx, rule_of = as_transformation(inner), as_rule(mask)
 
@@ -68,7 +73,11 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
     """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises TypeError
-    for a schedule: `inject_hyperparams` takes one."""
+    for a schedule: `inject_hyperparams` takes one.
+
+    >>> update(ya.optim.add_decayed_weights(0.1))
+    tensor([ 3.1000, -4.2000])
+    """
     if callable(weight_decay):
         raise TypeError(
             "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
@@ -115,6 +124,13 @@ def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientT
     zeros at the others' leaves. `ya.Pinned` and `ya.Unit` separate such leaves.
 
     Raises ValueError for a leaf whose label has no transformation.
+
+    >>> tx = ya.optim.partition(
+    ...     {"fast": ya.optim.sgd(1.0), "slow": ya.optim.sgd(0.1)}, lambda path, p: "fast" if path == "head" else "slow"
+    ... )
+    >>> tree = {"body": g, "head": g}
+    >>> tx.update(tree, tx.init(tree), tree)[0]
+    {'body': tensor([-0.3000,  0.4000]), 'head': tensor([-3.,  4.])}
     """
     label_of = labels if callable(labels) else _of_tree(labels)
     parts = {

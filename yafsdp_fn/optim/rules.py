@@ -49,6 +49,9 @@ def scale_by_adam(
     """Scales by Adam without the learning rate: bias-corrected first moment over the root of the second.
 
     eps_root: added under the root; with it no fused kernel takes the step
+
+    >>> update(ya.optim.scale_by_adam())
+    tensor([ 1.0000, -1.0000])
     """
 
     def init(params: Tree) -> State:
@@ -74,7 +77,16 @@ def scale_by_adam(
 
 
 def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
-    """Adam (Kingma and Ba, 2014)."""
+    """Adam (Kingma and Ba, 2014).
+
+    learning_rate: a number, or a rate by the count
+    b1, b2: decays of the first and the second moment, in [0, 1); eps: added to the root of the second
+
+    Raises ValueError for b1 or b2 outside [0, 1), and for a negative eps.
+
+    >>> update(ya.optim.adam(0.1))
+    tensor([-0.1000,  0.1000])
+    """
     return chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
 
@@ -90,6 +102,11 @@ def adamw(
 
     mask: `(path, per-layer Param) -> bool`, or a tree of bools: the leaves that decay; default all. Usual:
         `lambda path, p: len(p.shape) > 1`
+    learning_rate, b1, b2, eps: as for `adam`; weight_decay: part of a parameter, times the learning rate
+
+    >>> update(ya.optim.adamw(0.1, weight_decay=0.5))          # -0.1 of the sign, -0.05 of the weight
+    tensor([-0.1500,  0.2000])
+    >>> matrices = ya.optim.adamw(3e-4, mask=lambda path, p: len(p.shape) > 1)
     """
     return chain(
         scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
@@ -114,7 +131,11 @@ class Momentum:
 
 
 def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
-    """Replaces updates by their decaying sum (not a mean: nothing is multiplied by `1 - decay`)."""
+    """Replaces updates by their decaying sum (not a mean: nothing is multiplied by `1 - decay`).
+
+    >>> update(ya.optim.trace(0.9, nesterov=True))
+    tensor([ 5.7000, -7.6000])
+    """
 
     def init(params: Tree) -> State:
         return TraceState(optree.tree_map(torch.zeros_like, params))
@@ -128,7 +149,15 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
 
 
 def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bool = False) -> GradientTransformation:
-    """SGD, with `trace(momentum, nesterov)` if a momentum is given."""
+    """SGD, with `trace(momentum, nesterov)` if a momentum is given.
+
+    learning_rate: a number, or a rate by the count
+
+    Raises ValueError for `nesterov` without a momentum.
+
+    >>> update(ya.optim.sgd(0.1))
+    tensor([-0.3000,  0.4000])
+    """
     if nesterov and momentum is None:
         raise ValueError("sgd: nesterov=True needs a momentum")
     return chain(identity() if momentum is None else trace(momentum, nesterov), scale_by_learning_rate(learning_rate))
@@ -147,6 +176,9 @@ def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None
 
     debias: divides by the sum of the weights so far, `1 - decay ** count`
     accumulator_dtype: of the mean in the state, default the parameters'
+
+    >>> update(ya.optim.ema(0.9, debias=False))
+    tensor([ 0.3000, -0.4000])
     """
 
     def init(params: Tree) -> State:
@@ -208,6 +240,9 @@ def scale_by_rms(
     eps_in_sqrt: `u / sqrt(nu + eps)`, else `u / (sqrt(nu) + eps)`; initial_scale: the first mean square
     bias_correction: of the mean square. With it, and eps outside the root, it is `scale_by_adam(b1=0)` without the
         memory of a first moment
+
+    >>> update(ya.optim.scale_by_rms(decay=0.75))
+    tensor([ 2., -2.])
     """
     return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
 
@@ -220,7 +255,11 @@ def scale_by_stddev(
     bias_correction: bool = False,
 ) -> GradientTransformation:
     """Divides updates by their standard deviation, the root of `nu - mu ** 2`, which rounding leaves at 0 or above.
-    Arguments as for `scale_by_rms`; both moments are corrected."""
+    Arguments as for `scale_by_rms`; both moments are corrected.
+
+    >>> update(ya.optim.scale_by_stddev(decay=0.75))
+    tensor([ 2.3094, -2.3094])
+    """
     return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
 
 
@@ -271,7 +310,11 @@ def rmsprop(
     bias_correction: bool = False,
 ) -> GradientTransformation:
     """RMSProp (Hinton, 2012): `scale_by_rms`, or `scale_by_stddev` if `centered`; then the learning rate; then
-    `trace(momentum, nesterov)` if a momentum is given. torch.optim.RMSprop has `eps_in_sqrt=False`."""
+    `trace(momentum, nesterov)` if a momentum is given. torch.optim.RMSprop has `eps_in_sqrt=False`.
+
+    >>> update(ya.optim.rmsprop(0.1, decay=0.75))
+    tensor([-0.2000,  0.2000])
+    """
     return chain(
         _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered),
         scale_by_learning_rate(learning_rate),
@@ -309,6 +352,9 @@ def scale_by_lion(
         1]
 
     Raises ValueError for another mode.
+
+    >>> update(ya.optim.scale_by_lion())
+    tensor([ 1., -1.])
     """
     if mode not in ("hard", "smooth", "refined"):
         raise ValueError(f"scale_by_lion: expected mode 'hard', 'smooth' or 'refined', got {mode!r}")
@@ -343,6 +389,9 @@ def lion(
     decay as much larger. It keeps one moment; Adam keeps two.
 
     mask: the leaves that decay, as for `adamw`; default all
+
+    >>> update(ya.optim.lion(0.1, weight_decay=0.0))
+    tensor([-0.1000,  0.1000])
     """
     return chain(
         scale_by_lion(b1, b2, mu_dtype), add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)

@@ -25,7 +25,12 @@ Rate = Callable[[Any], Any]
 
 
 def constant_schedule(value: float) -> Rate:
-    """Returns `value` at every count."""
+    """Returns `value` at every count.
+
+    >>> rate = ya.optim.constant_schedule(0.1)
+    >>> [rate(count) for count in (0, 100)]
+    [0.1, 0.1]
+    """
 
     def schedule(count: Any) -> Any:
         if isinstance(count, Tensor):
@@ -39,6 +44,10 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
     """Goes from `init_value` at `transition_begin` to `end_value`, `transition_steps` later; constant outside.
 
     As in Optax, `transition_steps <= 0` means `init_value` for ever.
+
+    >>> rate = ya.optim.linear_schedule(0.0, 1.0, transition_steps=10)
+    >>> [float(rate(count)) for count in (0, 5, 10, 20)]
+    [0.0, 0.5, 1.0, 1.0]
     """
     if transition_steps <= 0:
         return constant_schedule(init_value)
@@ -51,7 +60,12 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
 
 
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Rate:
-    """Goes from `init_value` to `alpha * init_value` along half a cosine, raised to `exponent`; constant after."""
+    """Goes from `init_value` to `alpha * init_value` along half a cosine, raised to `exponent`; constant after.
+
+    >>> rate = ya.optim.cosine_decay_schedule(1.0, decay_steps=100, alpha=0.1)
+    >>> [round(float(rate(count)), 3) for count in (0, 50, 100, 200)]
+    [1.0, 0.55, 0.1, 0.1]
+    """
     if decay_steps <= 0:
         raise ValueError(f"cosine_decay_schedule: decay_steps must be positive, got {decay_steps}")
 
@@ -78,6 +92,10 @@ def exponential_decay(
 
     As in Optax, `transition_steps <= 0` or `decay_rate == 0` means `init_value` for ever. Raises ValueError for a
     negative `decay_rate`, of which a power would be no number.
+
+    >>> rate = ya.optim.exponential_decay(1.0, transition_steps=10, decay_rate=0.5)
+    >>> [round(float(rate(count)), 3) for count in (0, 5, 10, 20)]
+    [1.0, 0.707, 0.5, 0.25]
     """
     if decay_rate < 0:
         raise ValueError(f"exponential_decay: decay_rate must not be negative, got {decay_rate}")
@@ -96,7 +114,12 @@ def exponential_decay(
 
 
 def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate:
-    """Uses `schedules[i]` from `boundaries[i - 1]` on, counting from that boundary."""
+    """Uses `schedules[i]` from `boundaries[i - 1]` on, counting from that boundary.
+
+    >>> rate = ya.optim.join_schedules([lambda count: 1.0, lambda count: 0.1], boundaries=[10])
+    >>> [float(rate(count)) for count in (0, 9, 10, 20)]
+    [1.0, 1.0, 0.1, 0.1]
+    """
     if len(boundaries) != len(schedules) - 1 or list(boundaries) != sorted(boundaries):
         raise ValueError(
             f"join_schedules: {len(schedules)} schedules need {len(schedules) - 1} rising boundaries, got {boundaries}"
@@ -116,7 +139,12 @@ def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate
 
 def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mapping[int, float] | None = None) -> Rate:
     """Multiplies `init_value` by the scales of all boundaries up to the count. Raises ValueError for a negative
-    scale."""
+    scale.
+
+    >>> rate = ya.optim.piecewise_constant_schedule(1.0, {10: 0.5, 20: 0.1})
+    >>> [round(float(rate(count)), 3) for count in (0, 9, 11, 21)]
+    [1.0, 1.0, 0.5, 0.05]
+    """
     steps = sorted((boundaries_and_scales or {}).items())
     if bad := {boundary: scale for boundary, scale in steps if not scale >= 0}:
         raise ValueError(f"piecewise_constant_schedule: scales must not be negative, got {bad}")
@@ -125,7 +153,12 @@ def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mappin
 
 
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Rate:
-    """Linear from `init_value` to `peak_value`, then constant. (Without warmup `peak_value`; Optax: `init_value`.)"""
+    """Linear from `init_value` to `peak_value`, then constant. (Without warmup `peak_value`; Optax: `init_value`.)
+
+    >>> rate = ya.optim.warmup_constant_schedule(0.0, 1.0, warmup_steps=10)
+    >>> [float(rate(count)) for count in (0, 5, 10, 20)]
+    [0.0, 0.5, 1.0, 1.0]
+    """
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     return join_schedules([warmup, constant_schedule(peak_value)], [warmup_steps])
 
@@ -138,7 +171,12 @@ def warmup_cosine_decay_schedule(
     end_value: float = 0.0,
     exponent: float = 1.0,
 ) -> Rate:
-    """Linear warmup, then a cosine to `end_value`. `decay_steps` is the length of both together, as in Optax."""
+    """Linear warmup, then a cosine to `end_value`. `decay_steps` is the length of both together, as in Optax.
+
+    >>> rate = ya.optim.warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=110)
+    >>> [round(float(rate(count)), 3) for count in (0, 5, 10, 60, 110)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
     _check_warmup("warmup_cosine_decay_schedule", warmup_steps, decay_steps)
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
@@ -149,7 +187,12 @@ def warmup_cosine_decay_schedule(
 def warmup_linear_decay_schedule(
     init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0
 ) -> Rate:
-    """Linear warmup, then linear to `end_value`. `decay_steps` is the length of both together."""
+    """Linear warmup, then linear to `end_value`. `decay_steps` is the length of both together.
+
+    >>> rate = ya.optim.warmup_linear_decay_schedule(0.0, 1.0, warmup_steps=10, decay_steps=110)
+    >>> [round(float(rate(count)), 3) for count in (0, 5, 10, 60, 110)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    """
     _check_warmup("warmup_linear_decay_schedule", warmup_steps, decay_steps)
     warmup = linear_schedule(init_value, peak_value, warmup_steps)
     decay = linear_schedule(peak_value, end_value, decay_steps - warmup_steps)
@@ -185,13 +228,21 @@ class Scale:
 
 
 def scale(step_size: float) -> GradientTransformation:
-    """Multiplies updates by `step_size`."""
+    """Multiplies updates by `step_size`.
+
+    >>> update(ya.optim.scale(2.0))
+    tensor([ 6., -8.])
+    """
 
     return stateless(lambda updates, params: scaled(updates, step_size), rule=Scale(step_size))
 
 
 def scale_by_schedule(step_size_fn: Rate) -> GradientTransformation:
-    """Multiplies updates by `step_size_fn(count)`."""
+    """Multiplies updates by `step_size_fn(count)`.
+
+    >>> update(ya.optim.scale_by_schedule(lambda count: 1.0 / (1 + count)))
+    tensor([ 3., -4.])
+    """
 
     def init(params: Tree) -> State:
         return ScaleByScheduleState(new_count(params))
@@ -203,7 +254,11 @@ def scale_by_schedule(step_size_fn: Rate) -> GradientTransformation:
 
 
 def scale_by_learning_rate(learning_rate: float | Rate, *, flip_sign: bool = True) -> GradientTransformation:
-    """Multiplies updates by minus the learning rate (a float or a schedule); by plus it without `flip_sign`."""
+    """Multiplies updates by minus the learning rate (a float or a schedule); by plus it without `flip_sign`.
+
+    >>> update(ya.optim.scale_by_learning_rate(0.1))
+    tensor([-0.3000,  0.4000])
+    """
     sign = -1 if flip_sign else 1
     if not callable(learning_rate):
         return scale(sign * learning_rate)
@@ -228,6 +283,9 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Scales all updates by one factor so that their global norm, over all leaves and ranks, is at most `max_norm`.
 
     The norm of a sharded tree is all-reduced, so every rank multiplies by the same bits.
+
+    >>> update(ya.optim.clip_by_global_norm(1.0))
+    tensor([ 0.6000, -0.8000])
     """
 
     def update(updates: Tree, params: Tree | None) -> Tree:
@@ -240,5 +298,9 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
 
 def clip(max_delta: float) -> GradientTransformation:
-    """Clips every element of the updates to [-max_delta, max_delta]."""
+    """Clips every element of the updates to [-max_delta, max_delta].
+
+    >>> update(ya.optim.clip(1.0))
+    tensor([ 1., -1.])
+    """
     return stateless(lambda updates, params: optree.tree_map(lambda u: u.clamp(-max_delta, max_delta), updates))

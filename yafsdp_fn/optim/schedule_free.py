@@ -61,10 +61,16 @@ def schedule_free(
     """Wraps `base_optimizer`, which should have no momentum, with averaging in place of momentum and of a decaying
     rate.
 
-    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it sets the weight of a step in the average b1:
-    how near to the average gradients are taken, in (0, 1]; state_dtype: of z, default the parameters'
+    learning_rate: that of `base_optimizer`, maybe with a warm-up; here it sets the weight of a step in the average
+    b1: how near to the average gradients are taken, in (0, 1]
+    state_dtype: of z, default the parameters'
 
     Evaluate, and keep, `schedule_free_eval_params(opt_state, params)`. Raises ValueError for another b1.
+
+    >>> tx = ya.optim.schedule_free(ya.optim.sgd(0.1), learning_rate=0.1)
+    >>> updates, opt_state = tx.update(g, tx.init(w), w)
+    >>> updates
+    tensor([-0.3000,  0.4000])
     """
     base = as_transformation(base_optimizer)
     if not 0 < b1 <= 1:
@@ -108,6 +114,11 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Tree) -> Tree:
     leaves stay as they are.
 
     state: that of `schedule_free` itself: in a chain, it is one of `opt_state`'s parts. Raises TypeError for another.
+
+    >>> tx = ya.optim.schedule_free_sgd(0.1)
+    >>> updates, opt_state = tx.update(g, tx.init(w), w)
+    >>> ya.optim.schedule_free_eval_params(opt_state, ya.optim.apply_updates(w, updates))
+    tensor([ 0.7000, -1.6000])
     """
     if not isinstance(state, ScheduleFreeState):
         raise TypeError(
@@ -125,7 +136,13 @@ def schedule_free_sgd(
     weight_lr_power: float = 2.0,
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
-    """Schedule-free SGD, with a linear warm-up of `warmup_steps` if given."""
+    """Schedule-free SGD, with a linear warm-up of `warmup_steps` if given.
+
+    learning_rate, weight_decay: of `sgd` and `add_decayed_weights`; the others are those of `schedule_free`
+
+    >>> update(ya.optim.schedule_free_sgd(0.1))
+    tensor([-0.3000,  0.4000])
+    """
     rate = _warm(learning_rate, warmup_steps)
     base = sgd(rate) if weight_decay is None else chain(add_decayed_weights(weight_decay), sgd(rate))
     return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
@@ -142,7 +159,13 @@ def schedule_free_adamw(
     state_dtype: torch.dtype | None = None,
 ) -> GradientTransformation:
     """Schedule-free AdamW, with a linear warm-up of `warmup_steps` if given. It keeps z and a second moment: as much as
-    AdamW."""
+    AdamW.
+
+    learning_rate, b2, eps, weight_decay: of `adamw`; the others are those of `schedule_free`
+
+    >>> update(ya.optim.schedule_free_adamw(0.1))
+    tensor([-0.1000,  0.1000])
+    """
     rate = _warm(learning_rate, warmup_steps)
     rms = scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
     base = chain(rms, add_decayed_weights(weight_decay), scale_by_learning_rate(rate))
@@ -177,6 +200,14 @@ def lookahead(
 
     It belongs last in a chain: an update that is changed afterwards parts the fast parameters from the slow ones.
     Evaluate, and keep, `lookahead_eval_params(opt_state, params)`. Raises ValueError for a period below 1.
+
+    >>> tx = ya.optim.lookahead(ya.optim.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    >>> opt_state = tx.init(w)
+    >>> for _ in range(2):
+    ...     updates, opt_state = tx.update(g, opt_state, w)
+    ...     w = ya.optim.apply_updates(w, updates)
+    >>> w                                                      # half of the way of two steps
+    tensor([ 0.7000, -1.6000])
     """
     fast = as_transformation(fast_optimizer)
     if sync_period < 1:
@@ -206,6 +237,11 @@ def lookahead_eval_params(state: LookaheadState, params: Tree) -> Tree:
     leaves stay as they are.
 
     state: that of `lookahead` itself, as for `schedule_free_eval_params`. Raises TypeError for another.
+
+    >>> tx = ya.optim.lookahead(ya.optim.sgd(0.1), sync_period=2, slow_step_size=0.5)
+    >>> updates, opt_state = tx.update(g, tx.init(w), w)       # the fast parameters have moved, the slow ones have not
+    >>> ya.optim.lookahead_eval_params(opt_state, ya.optim.apply_updates(w, updates))
+    tensor([ 1., -2.])
     """
     if not isinstance(state, LookaheadState):
         raise TypeError(

@@ -42,7 +42,13 @@ SHIFT = 1e-3
 
 
 def scale_by_soap(b1: float = 0.95, b2: float = 0.95, b3: float = 0.95, eps: float = 1e-8) -> GradientTransformation:
-    """Scales matrices by SOAP without the learning rate. b1, b2: of Adam's moments; b3: of the preconditioners"""
+    """Scales matrices by SOAP without the learning rate. b1, b2: of Adam's moments; b3: of the preconditioners
+
+    >>> tx = ya.optim.scale_by_soap()
+    >>> x = torch.tensor([[3.0, 1.0], [0.0, 0.5]])
+    >>> tx.update(x, tx.init(x), x)[0].shape
+    torch.Size([2, 2])
+    """
 
     def init(leaf: Tensor) -> State:
         if leaf.ndim != 2:
@@ -92,6 +98,11 @@ def soap(
     experts [E, m, n] of a layer.
 
     Memory: for a matrix [m, n], 2 m n + 2 m^2 + 2 n^2 numbers; all of them travel, as far as its owner lacks them.
+
+    >>> tx = ya.optim.soap(3e-3)
+    >>> state, metrics = ya.train_step(loss_fn, tx)(ya.init(params, tx, mesh=mesh), batch)
+    >>> state.step
+    1
     """
     matrices = chain(
         scale_by_soap(b1, b2, b3, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate)

@@ -52,6 +52,12 @@ def inject_hyperparams(
     once. If a factory tests a number, as `adam` tests the ranges of b1, b2 and eps, the host reads the tensor, and
     waits for the device: `static_args=("b1", "b2", "eps")` avoids that. Raises ValueError if `static_args` names no
     argument.
+
+    >>> tx = ya.optim.inject_hyperparams(ya.optim.sgd)(learning_rate=0.1)
+    >>> opt_state = tx.init(w)
+    >>> _ = opt_state.hyperparams["learning_rate"].fill_(0.5)  # a tensor of the state: changed between steps
+    >>> tx.update(g, opt_state, w)[0]
+    tensor([-1.5000,  2.0000])
     """
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
@@ -141,8 +147,8 @@ def _first_value(name: str, schedule: Callable[[Any], Any]) -> Any:
 class MultiStepsState(NamedTuple):
     """The state of `multi_steps`.
 
-    mini_step: int32 [], gradients in the mean; gradient_step: int32 [], steps of the inner optimizer inner_opt_state:
-    its state; acc_grads: the mean, or sum, a tree like the parameters
+    mini_step: int32 [], gradients in the mean; gradient_step: int32 [], steps of the inner optimizer
+    inner_opt_state: its state; acc_grads: the mean, or sum, a tree like the parameters
     """
 
     mini_step: Tensor
@@ -166,6 +172,12 @@ def multi_steps(
     A step skipped because it is not finite has no effect: the mean keeps its bits. (Optax has `should_skip_update_fn`
     for that.) `state.mini_step == 0` after a step means that `opt` has taken one. Raises ValueError if k is a number
     below 1.
+
+    >>> tx = ya.optim.multi_steps(ya.optim.sgd(0.1), every_k_schedule=2)
+    >>> first, opt_state = tx.update(g, tx.init(w), w)
+    >>> second, _ = tx.update(g, opt_state, w)
+    >>> first, second
+    (tensor([0., 0.]), tensor([-0.3000,  0.4000]))
     """
     tx = as_transformation(opt)
     if not callable(every_k_schedule) and every_k_schedule < 1:
@@ -221,6 +233,11 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> GradientTransfor
 
     `train_step` skips such steps before any transformation sees them, and without a limit: pass `skip_nonfinite=False`
     to leave it to this one. It needs the updates of all units first, so programs with `update=True` refuse it.
+
+    >>> tx = ya.optim.apply_if_finite(ya.optim.sgd(0.1), max_consecutive_errors=3)
+    >>> updates, opt_state = tx.update(g / 0, tx.init(w), w)
+    >>> updates, opt_state.notfinite_count
+    (tensor([0., 0.]), tensor(1, dtype=torch.int32))
     """
     tx = as_transformation(inner)
 

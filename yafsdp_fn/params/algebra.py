@@ -37,7 +37,13 @@ NOT_ON_STAGES = (
 
 
 def vdot(a: Tree, b: Tree) -> Tensor:
-    """Returns the inner product of two trees of one structure: a 0-dim float32 tensor (float64 for float64 leaves)."""
+    """Returns the inner product of two trees of one structure: a 0-dim float32 tensor (float64 for float64 leaves).
+
+    >>> ya.vdot({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([3.0, 4.0])})
+    tensor(11.)
+    >>> torch.allclose(ya.vdot(state.params, state.params), ya.global_norm(state.params) ** 2)
+    True
+    """
     spec = optree.tree_structure(a)
     if spec != optree.tree_structure(b):
         raise ValueError(f"vdot: trees differ in structure: {spec} and {optree.tree_structure(b)}")
@@ -49,7 +55,11 @@ def vdot(a: Tree, b: Tree) -> Tensor:
 
 
 def global_norm(tree: Tree) -> Tensor:
-    """Returns the Euclidean norm of all leaves together: a 0-dim tensor, as in Optax."""
+    """Returns the Euclidean norm of all leaves together: a 0-dim tensor, as in Optax.
+
+    >>> ya.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
     squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
     return squares.sqrt().to(_dtype_of(tree))
 
@@ -58,6 +68,11 @@ def normal_like(seed: int, tree: Tree) -> Tree:
     """Draws standard normal values in the shape of `tree`: the same logical values at every world size.
 
     They depend on the seed and the paths of leaves, and are unrelated to those of `init` with that seed.
+
+    >>> direction = ya.normal_like(0, state.params)
+    >>> whole = ya.normal_like(0, plain)                       # the same values
+    >>> torch.allclose(ya.unshard(direction)["head"]["out"], whole["head"]["out"])
+    True
     """
 
     def normal(path: str, like: Tensor, shape: tuple[int, ...]) -> Source:

@@ -92,6 +92,9 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
 
     On a sharded tree a leaf of the result is [n]: True at the elements of this rank's flat shard whose logical leaf
     passes, the same for every layer; on a plain tree it is 0-dim. `param` is per layer.
+
+    >>> ya.params.leaf_mask(lambda path, p: len(p.shape) > 1, {"w": torch.ones(2, 2), "gain": torch.ones(2)})
+    {'w': tensor(True), 'gain': tensor(False)}
     """
     given, rule = rule, as_rule(rule)
     if rule is not given:

@@ -25,6 +25,11 @@ class Precision:
     accumulate: sums over ranks. None: `reduce`, by the backend, in its own order. Wider than `reduce`: ranks exchange
         their parts in `reduce` and sum them in rank order, so that only the rounding to `reduce` is lost, and the bits
         are the same in every run; the receive buffer grows from a shard to a unit
+
+    >>> half = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
+    >>> head = ya.init(params, tx, mesh=mesh, precision=half).params["head"]
+    >>> head.leaves[0].dtype, ya.apply(lambda w: w["out"], head).dtype         # as stored, and as blocks see it
+    (torch.float32, torch.bfloat16)
     """
 
     param: torch.dtype = torch.float32
@@ -215,7 +220,12 @@ class Context:
 
 
 class Sharded(NotATensor):
-    """One entry of a sharded tree. leaves: a local flat shard per group, [L, n] or [n]"""
+    """One entry of a sharded tree. leaves: a local flat shard per group, [L, n] or [n]
+
+    >>> handle = state.params["layers"]
+    >>> type(handle).__name__, [tuple(leaf.shape) for leaf in handle.leaves]
+    ('Sharded', [(4, 512)])
+    """
 
     __slots__ = ("context", "leaves")
 

@@ -33,6 +33,11 @@ class Lazy:
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
     split: as of a `Param`
+
+    >>> leaf = ya.Lazy((2, 3), torch.float32, lambda layer: torch.full((3,), float(layer)))    # reads one layer
+    >>> ya.unshard(ya.shard({"layers": ya.Stacked({"gain": leaf})}, mesh=mesh).params)["layers"]["gain"]
+    tensor([[0., 0., 0.],
+            [1., 1., 1.]])
     """
 
     shape: tuple[int, ...]
@@ -123,7 +128,12 @@ def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor
 
 
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
-    """A plain tree of tensors, without markers: the counterpart of `init`, to the same bits on one kind of device."""
+    """A plain tree of tensors, without markers: the counterpart of `init`, to the same bits on one kind of device.
+
+    >>> ya.materialize({"w": ya.Param((2, 2), init=ya.params.initializers.constant(0.5))})
+    {'w': tensor([[0.5000, 0.5000],
+            [0.5000, 0.5000]])}
+    """
     return without_markers(with_values(tree, seed, device))
 
 

@@ -44,11 +44,24 @@ class Marker:
 
 
 class Stacked(Marker):
-    """A stack of layers: every leaf has a leading layer axis `L`, and each layer is one unit, visited by `scan`."""
+    """A stack of layers: every leaf has a leading layer axis `L`, and each layer is one unit, visited by `scan`.
+
+    >>> layers = ya.Stacked({"w": ya.Param((3, 4, 4))})         # three layers, three units
+    >>> state = ya.init({"layers": layers}, mesh=mesh)
+    >>> x, _ = ya.scan(lambda x, layer: (layer["w"] @ x, None), torch.ones(4), state.params["layers"])
+    >>> x.shape
+    torch.Size([4])
+    """
 
 
 class Unit(Marker):
-    """A subtree that is a unit of its own; inside a `Stacked`, one unit a layer beside the layer's other unit."""
+    """A subtree that is a unit of its own; inside a `Stacked`, one unit a layer beside the layer's other unit.
+
+    >>> tree = {"embed": ya.Unit({"table": ya.Param((16, 8))})}
+    >>> state = ya.init(tree, mesh=mesh)
+    >>> ya.apply(lambda w, tokens: w["table"][tokens], state.params["embed"], torch.tensor([3, 1])).shape
+    torch.Size([2, 8])
+    """
 
 
 class Pinned(Marker):
@@ -65,6 +78,12 @@ class Pinned(Marker):
     The cost: each backward of a visit adds up the gradient of the whole unit, [L, ...], zero but at its layer: L times
     a layer's bytes per visit, L^2 per microbatch. Little for norm gains (1 MiB per visit for two of E = 4096 at L = 32
     in fp32, 0.14 ms of a CPU thread), and far too much for matrices.
+
+    >>> def loss(params, x):
+    ...     return ya.scan(lambda x, w: (w["w"] @ x * w["gain"], None), x, params["layers"])[0].sum()
+    >>> stack = ya.Stacked({"gain": ya.Pinned(ya.Param((2, 8))), "w": ya.Param((2, 8, 8))})
+    >>> [unit.name for unit in ya.planner.trace(loss, {"layers": stack}, torch.ones(8)).units]
+    ['layers.pinned', 'layers[0]', 'layers[1]']
     """
 
 
@@ -76,7 +95,13 @@ class Frozen(Marker):
 
 
 def frozen(tree: Any, dtype: torch.dtype | None = None) -> Frozen:
-    """Marks `tree` as not trained. `dtype`: in which it is stored and gathered (default: `Precision.compute`)."""
+    """Marks `tree` as not trained. `dtype`: in which it is stored and gathered (default: `Precision.compute`).
+
+    >>> tree = {**params, "embed": ya.frozen(params["embed"])}
+    >>> trace = ya.planner.trace(loss_fn, tree, batch)
+    >>> {unit.name: unit.trainable for unit in trace.units}
+    {'embed': False, 'head': True, 'layers[0]': True, 'layers[1]': True, 'layers[2]': True, 'layers[3]': True}
+    """
     return Frozen(tree, dtype)
 
 
@@ -96,7 +121,11 @@ def has_marker(tree: Any) -> bool:
 
 
 def without_markers(tree: Any) -> Any:
-    """Returns `tree` without its markers, as `scan`'s body and `apply`'s function receive it."""
+    """Returns `tree` without its markers, as `scan`'s body and `apply`'s function receive it.
+
+    >>> ya.params.without_markers(ya.Unit({"gain": torch.ones(2)}))
+    {'gain': tensor([1., 1.])}
+    """
     if not has_marker(tree):
         return tree
     return optree.tree_map(
@@ -140,6 +169,10 @@ class Param:
     split: axes of the mesh that it is split over, and the dimension that each cuts, counted from the end:
         `{"tensor": -2}`; `(dimension, blocks)` cuts each of so many equal blocks, of matrices that are one: queries,
         keys and values. A block sees its own part; where the mesh has no such axis, all of it (docs/axes.md)
+
+    >>> gain = ya.Param((3,), torch.bfloat16, init=ya.params.initializers.ones)
+    >>> ya.materialize({"gain": gain})
+    {'gain': tensor([1., 1., 1.], dtype=torch.bfloat16)}
     """
 
     shape: tuple[int, ...]
@@ -193,7 +226,11 @@ def stacked(trees: Sequence[Tree]) -> Tree:
 
 
 def leaf_names(tree: Tree) -> Tree:
-    """Returns a tree of the same structure whose leaves are their own dotted paths."""
+    """Returns a tree of the same structure whose leaves are their own dotted paths.
+
+    >>> ya.params.leaf_names({"embed": {"table": ya.Param((16, 8))}})
+    {'embed': {'table': 'embed.table'}}
+    """
     accessors, _, spec = optree.tree_flatten_with_accessor(tree)
     return optree.tree_unflatten(spec, [dotted(accessor) for accessor in accessors])
 

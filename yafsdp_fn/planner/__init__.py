@@ -4,21 +4,20 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
 from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.footprint import Memory, predict_memory
 from yafsdp_fn.planner.plan import DoesNotFit, Plan
 from yafsdp_fn.planner.search import Found, min_ckpt_layers, search
 from yafsdp_fn.planner.simulate import simulate
+from yafsdp_fn.planner.synthesize import Written
 
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
     from yafsdp_fn.planner.abstract_trace import plan, trace
-if TYPE_CHECKING:
-    from yafsdp_fn.lab.calibrate import calibrate as calibrate
-    from yafsdp_fn.lab.emulated import emulate as emulate
 
-__all__ = ["CLUSTERS", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan"]
-__all__ += ["compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
+__all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Written"]
+__all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
 __all__ += ["calibrate", "emulate"]
 
 _LATE = {"calibrate": "yafsdp_fn.lab.calibrate", "emulate": "yafsdp_fn.lab.emulated"}

@@ -115,6 +115,10 @@ def trace(
 
     Attention is counted by a rule of its own (`tracing.attention`). Raises TypeError for params without leaves,
     ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
+
+    >>> trace = ya.planner.trace(loss_fn, params, batch, ranks=64)
+    >>> trace.mesh, [visit.name for visit in trace.visits]
+    ((('shard', 64),), ['embed', 'layers[0]', 'layers[1]', 'layers[2]', 'layers[3]', 'head'])
     """
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     placement = _placement(params, _axes(ranks, mesh), precision, device)
@@ -206,6 +210,10 @@ def plan(
     Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
     the mesh, and programs that this step would not run. A plan that does not fit is a plan: see `Plan.fits`, and
     `Plan.check`, which raises.
+
+    >>> plan = ya.planner.plan(loss_fn, params, batch, tx=tx, ranks=16, cluster="a100-80g")
+    >>> plan.fits, plan.tokens
+    (True, 512)
     """
     if kernels not in ("eager", "fused"):
         raise ValueError(f'plan: kernels={kernels!r}, expected "eager" or "fused"')

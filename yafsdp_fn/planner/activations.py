@@ -140,6 +140,19 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
     return holders
 
 
+def held_values(trace: Trace) -> tuple[int, int]:
+    """Bytes of values that are held between the last forward of a microbatch and its first backward, whatever keeps its
+    graph; and of those that are unless what saves them is offloaded."""
+    always: dict[int, int] = {}
+    movable: dict[int, int] = {}
+    for visit in trace.visits:
+        for value in visit.cost.takes:
+            if value.number not in visit.cost.unsaved:
+                moves = value.number in visit.cost.carries and trace.split is None
+                (movable if moves else always)[value.number] = value.nbytes
+    return sum(always.values()), sum(nbytes for number, nbytes in movable.items() if number not in always)
+
+
 class _Ends(NamedTuple):
     """The values that nothing holds any more after a visit's forward, and after its backward, by visit."""
 

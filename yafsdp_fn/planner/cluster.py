@@ -92,6 +92,11 @@ class Cluster:
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
     host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
         issue order begins after it
+
+    >>> a100 = ya.planner.CLUSTERS["a100-80g"]
+    >>> slow = a100.replace(name="slow network", network_bandwidth=a100.network_bandwidth / 10)
+    >>> a100.gpus_per_node, slow.name
+    (8, 'slow network')
     """
 
     name: str
@@ -247,8 +252,8 @@ H100 = Cluster(
     collective_latency=8.4e-6,
 )
 """Products are fitted to the runs of five sources, with those of H200; the rest is not fitted: FlashAttention-2 at head
-dim 128, 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
-nvbandwidth's examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with `ya.planner.calibrate`."""
+dim 128, 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the
+host as nvbandwidth's examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with `ya.planner.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""

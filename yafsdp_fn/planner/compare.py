@@ -20,7 +20,7 @@ from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline import stages_draw
+from yafsdp_fn.timeline import perfetto, stages_draw
 from yafsdp_fn.timeline.spans import Span
 from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
@@ -79,6 +79,11 @@ class Comparison(NamedTuple):
 
     timelines: of each, simulated or measured; plans: of those that were not measured
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> comparison = ya.planner.compare(both, "a100-80g")
+    >>> sorted(comparison.ranked().rows), comparison.unit
+    (['zero2', 'zero3'], 'tokens')
     """
 
     timelines: dict[str, Timeline]
@@ -92,7 +97,7 @@ class Comparison(NamedTuple):
         return {name: Row.of(each, self.plans.get(name), self.tokens) for name, each in self.timelines.items()}
 
     def ranked(self) -> "Comparison":
-        """The same, the fastest first; those that do not fit into memory last."""
+        """Returns the same with the fastest first; those that do not fit into memory come last."""
         rows = self.rows
         order = sorted(rows, key=lambda name: (rows[name].fits is False, rows[name].step_s))
         return self._replace(timelines={name: self.timelines[name] for name in order})
@@ -107,7 +112,15 @@ class Comparison(NamedTuple):
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
         Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
-        stages_draw.save([each._replace(title=name) for name, each in self.timelines.items()], path)
+        stages_draw.save(self._titled, path)
+
+    def perfetto(self, path: str | Path) -> None:
+        """Writes all as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage."""
+        perfetto.save(self._titled, path)
+
+    @property
+    def _titled(self) -> list[Timeline]:
+        return [each._replace(title=name) for name, each in self.timelines.items()]
 
     @property
     def table(self) -> list[list[str]]:
@@ -116,7 +129,7 @@ class Comparison(NamedTuple):
         scale, time = unit_of(max(row.step_s for row in rows.values()))
         digits = 3 if time == "s" else 1
         most = max(max(row.sent_bytes, row.peak_bytes or 0) for row in rows.values())
-        size, memory = (2**30, "GiB") if most >= 2**27 else (2**20, "MiB")
+        size, memory = in_one_unit(most)
         headings = ["schedule", "ranks", "microbatches", f"step, {time}", f"bound, {time}", "bound by"]
         headings += [f"compute, {time}", f"communication, {time}", "idle, %", f"sent, {memory}", f"peak, {memory}"]
         table = [[*headings, f"{self.unit}/s"]]
@@ -135,15 +148,17 @@ class Comparison(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What the table does not show: what does not fit, and where two timelines of one program differ."""
+        """Lines below the table: what does not fit, and where two timelines of one program differ."""
         found = [f"{self.tokens:,} {self.unit} a step"] if self.tokens else []
+        inside = {axis: None for each in self.timelines.values() for axis, size in each.trace.inside if size > 1}
+        found += [f"sent: without the collectives of blocks over {', '.join(inside)}"] * bool(inside)
         large = [name for name, plan in self.plans.items() if not plan.fits]
         found += [f"does not fit into {self.plans[name].budget / 2**30:.1f} GiB: {name}" for name in large]
         first, *others = self.timelines
         return found + [note for other in others for note in self._against(first, other)]
 
     def _against(self, first: str, second: str) -> Iterator[str]:
-        """How two timelines of one program differ, op by op."""
+        """Says how two timelines of one program differ, op by op; nothing of two programs."""
         one, two = self.timelines[first], self.timelines[second]
         late = self.late(first, second)
         if not late or any(_is_compute(span) and span.number not in late for each in (one, two) for span in each.spans):
@@ -159,15 +174,13 @@ class Comparison(NamedTuple):
             yield f"in one of {first} and {second} alone: ops {some}"
 
     def __str__(self) -> str:
-        table = self.table
-        width = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(wide) if at == 0 else cell.rjust(wide) for at, (cell, wide) in enumerate(each)
-            ).rstrip()
-            for each in (list(zip(cells, width, strict=True)) for cells in table)
-        ]
-        return "\n".join([*lines, *self.notes])
+        """The table, its units in a line of their own, and the notes."""
+        head, *rows = self.table
+        names, units = zip(*(heading.partition(", ")[::2] for heading in head), strict=True)
+        lines = [names, units, *rows]
+        width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
+        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + self.notes)
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
@@ -191,14 +204,22 @@ def compare(
 
     schedules: name -> a program, which is simulated on `cluster`; a `Plan`, which has a cluster of its own; or a
         timeline, simulated or measured
-    tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, by default the
-        cluster's
+    tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, of programs, by
+        default the cluster's
 
     Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
-    parameters, or another batch, which shows in the FLOPs of all ranks together.
+    parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
+    it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
+
+    >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
+    >>> rows = ya.planner.compare(both, "a100-80g").rows
+    >>> rows["zero2"].sent_bytes < rows["zero3"].sent_bytes    # print it: a table
+    True
     """
-    if not isinstance(schedules, Mapping) or not schedules:
+    if not isinstance(schedules, Mapping) or not schedules or not all(isinstance(name, str) for name in schedules):
         raise TypeError('compare: expected programs, plans or timelines by name, such as {"zero3": program}')
+    if tokens < 0:
+        raise ValueError(f"compare: tokens={tokens}: expected the tokens of a step, or 0 where they are not known")
     timelines: dict[str, Timeline] = {}
     plans: dict[str, Plan] = {}
     for name, given in schedules.items():
@@ -210,6 +231,10 @@ def compare(
             call = ": call it on a trace, schedule(trace)" if callable(given) else ""
             raise TypeError(f"compare: {name!r} is a {type(given).__name__}, no Program, Plan or Timeline{call}")
         timelines[name] = given
+    if (cluster, memory) != (None, None) and not any(isinstance(given, Program) for given in schedules.values()):
+        raise TypeError(
+            "compare: a cluster and its memory are for programs, which it simulates; plans and timelines have their own"
+        )
     first = next(iter(timelines))
     for name, timeline in timelines.items():
         if why := _differs(timeline.trace, timelines[first].trace):
@@ -223,6 +248,11 @@ def compare(
         each = ", ".join(f"{name} {number:,} {unit}" for name, (number, unit) in counted.items())
         raise ValueError(f"compare: expected steps of the same batch: {each}" + f", tokens={tokens:,}" * bool(tokens))
     return Comparison(timelines, plans, *next(iter(said), (0, "tokens")))
+
+
+def in_one_unit(nbytes: float) -> tuple[float, str]:
+    """`(bytes, name)` of the unit that a column is shown in whose largest is `nbytes`."""
+    return (2**30, "GiB") if nbytes >= 2**27 else (2**20, "MiB")
 
 
 def _planned(name: str, program: Program, cluster: str | Cluster | None, memory: int | None) -> Plan:

@@ -99,6 +99,10 @@ class Memory:
     ranks: of the shard group; aliased: slots that cost nothing, since one rank has all of a unit
     host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
         an estimate (footprint.py). Neither is in any other figure
+
+    >>> memory = ya.planner.predict_memory(program)
+    >>> memory.master, memory.weight_slots, memory.at
+    (4608, 5120, 'backward layers[3] in slot 1 -> grad slot 1')
     """
 
     master: int
@@ -174,6 +178,9 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
 
     Raises ValueError for a trace without costs.
+
+    >>> ya.planner.predict_memory(program).peak_bytes
+    50176
     """
     if program.parts != (program,):
         return max((predict_memory(part, device=device) for part in program.parts), key=lambda each: each.peak_bytes)
@@ -187,18 +194,13 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     receive, staging = _buffers(program, dtypes, comms, device)
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
-    ranks, param, gathered = trace.ranks, dtypes.param, dtypes.compute
-    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
-    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    ranks = trace.ranks
     slots, grad_slots = sum(program.slot_bytes(alias).values()), sum(program.grad_slot_bytes(grads_alias).values())
     secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
     wider = dtypes.multiplied_wider(device)
     return Memory(
-        master=trained * param.itemsize + frozen,
-        optimizer=trace.optimizer.nbytes(ranks),
-        working_copy=0 if gathered == param else trained * gathered.itemsize,
-        grad_shards=trained * param.itemsize,
+        **state_bytes(trace),
         weight_slots=slots,
         grad_slots=grad_slots,
         secondary=sum(secondary.values()),
@@ -215,6 +217,19 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     )
 
 
+def state_bytes(trace: Trace) -> dict[str, int]:
+    """The items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
+    param, gathered, *_ = _dtypes(trace)
+    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
+    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    return {
+        "master": trained * param.itemsize + frozen,
+        "optimizer": trace.optimizer.nbytes(trace.ranks),
+        "working_copy": 0 if gathered == param else trained * gathered.itemsize,
+        "grad_shards": trained * param.itemsize,
+    }
+
+
 class Dtype(NamedTuple):
     """A dtype by its name, as traces have it; torch is not asked."""
 
@@ -225,7 +240,7 @@ class Dtype(NamedTuple):
         return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.name]
 
     def promoted(self, other: "Dtype") -> "Dtype":
-        """As `torch.promote_types`."""
+        """Returns the dtype that holds what both do, as `torch.promote_types`."""
         if self.itemsize == other.itemsize and self != other:
             return Dtype("float32")
         return max(self, other, key=lambda each: each.itemsize)
@@ -240,7 +255,7 @@ class Dtypes(NamedTuple):
     wide: Dtype | None
 
     def multiplied_wider(self, device: str) -> bool:
-        """As `nn.linear.multiplies_wider` of products of weights' gradients."""
+        """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
         return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from yafsdp_fn.dist.ranks import CONTEXT, INSIDE, check_inside
 from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
@@ -38,6 +39,10 @@ class Plan(NamedTuple):
     stages: memory of the ranks of each stage; `memory` is that of the stage that takes most
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known.
         Times of two plans can be compared as tokens a second: with stages fewer ranks read a batch of their own
+
+    >>> plan = ya.planner.plan(loss_fn, params, batch, tx=tx, ranks=8, cluster="a100-80g")
+    >>> plan.fits, plan.bound
+    (True, 'communication')
     """
 
     program: Program
@@ -91,6 +96,11 @@ class Plan(NamedTuple):
         return 1 - self.work.seconds / self.step_s
 
     @property
+    def least(self) -> Bound:
+        """The bound that no program of this step falls below, on this mesh and these stages, within the budget."""
+        return bound(self.program.trace, self.cluster, self.budget)
+
+    @property
     def fits(self) -> bool:
         return self.memory.peak_bytes <= self.budget
 
@@ -113,6 +123,7 @@ class Plan(NamedTuple):
             f"{self.step_s:.4g} s ({low:.3g} to {high:.3g}) a step{counted} on {self.cluster.name}{speed}",
             "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
+            self.least.against(self.step_s),
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             f"beside products and attention: {KERNELS[self.program.trace.kernels]}",
             *self._stages(),

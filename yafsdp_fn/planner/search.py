@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
@@ -27,6 +28,7 @@ from yafsdp_fn.planner.space import (
     last,
     layers,
 )
+from yafsdp_fn.planner.synthesize import Report, Synthesis, Written
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.split import Assignment
@@ -71,6 +73,11 @@ class Found:
     mesh: arguments of `ya.mesh`; stages: of `ya.init`, where the best has pipeline stages
     runners_up: the best of the other builders and meshes, fastest first
     default: `zero3` with as few recomputed layers as fit, None where none do
+    written: what was synthesized from the best, if that was asked for: it is then the schedule
+
+    >>> found = ya.planner.search(trace, "a100-80g")
+    >>> found.best.point.builder, found.mesh, len(found.runners_up)
+    ('zero3', {}, 1)
     """
 
     best: Choice
@@ -79,6 +86,7 @@ class Found:
     trace: Trace
     cluster: Cluster
     budget: int
+    written: Written | None = None
 
     def __call__(self, trace: Trace) -> Program:
         if trace.mesh != self.best.point.mesh:
@@ -86,7 +94,7 @@ class Found:
                 f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
                 f"({arguments(dict(trace.mesh))}): build the state on ya.mesh({arguments(self.mesh)})"
             )
-        return self.best.point.schedule()(trace)
+        return self.best.point.schedule()(trace) if self.written is None else self.written(trace)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -94,22 +102,32 @@ class Found:
 
     @property
     def stages(self) -> Assignment | None:
+        if self.written is not None:
+            return self.written.stages
         order = self.best.point.order
         return None if order is None else order.assignment(self.trace)
 
     @property
     def program(self) -> Program:
         """The program for the trace that was searched for, on the mesh that was found."""
+        if self.written is not None:
+            return self.written.program
         return self.best.point.program(self.trace)
+
+    @property
+    def least(self) -> Bound:
+        """The bound that no program falls below on the mesh and the stages that were found."""
+        return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
 
     def __str__(self) -> str:
         best = self.best
         lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
+        lines.append(f"  {self.least.against(best.step_s)}")
         if self.default is not None and self.default.point != best.point:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
         others = [f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}" for choice in self.runners_up]
-        return "\n".join([*lines, *others])
+        return "\n".join([*lines, *others, *([str(self.written)] if self.written else [])])
 
 
 def search(
@@ -120,6 +138,10 @@ def search(
     runners_up: int = 5,
     stages: Sequence[int] = (1,),
     ranks: int | None = None,
+    synthesize: float = 0.0,
+    moves: int = 2000,
+    seed: int = 0,
+    report: Report | None = None,
 ) -> Found:
     """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
 
@@ -128,8 +150,15 @@ def search(
     memory: by default that of the cluster; runners_up: how many to keep
     stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
     ranks: other than those that the trace is of; the step stays that of all batches together
+    synthesize: seconds for writing a program that no builder has, from the best builder's and the runners-up's
+        (`Found.written`): `moves` programs are looked at, fewer where the seconds are over; the same `seed` and moves
+        write the same. report: is given a line whenever there is a better one
 
     Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
+
+    >>> found = ya.planner.search(trace, "a100-80g", runners_up=1)
+    >>> found.best.step_s <= found.runners_up[0].step_s
+    True
     """
     where = named(cluster)
     budget = where.memory_bytes if memory is None else memory
@@ -161,7 +190,13 @@ def search(
     best, *others = sorted(found, key=by_seconds)
     others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
     default = sweeps[0].fewest_recomputed() if sweeps[0].plain.order is None else None
-    return Found(best, tuple(others[:runners_up]), default, of[best.point], where, budget)
+    result = Found(best, tuple(others[:runners_up]), default, of[best.point], where, budget)
+    if not synthesize:
+        return result
+    near = [choice.point for choice in (best, *others[:runners_up]) if of[choice.point] is of[best.point]]
+    alike = [point for point in near if (point.order is None) == (best.point.order is None)]
+    writing = Synthesis(of[best.point], alike, where, budget, seed)
+    return dataclasses.replace(result, written=writing.run(moves, seconds=synthesize, report=report))
 
 
 def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
@@ -181,6 +216,9 @@ def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] 
     """The fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
 
     factory: of the schedule, takes `remat`
+
+    >>> ya.planner.min_ckpt_layers(trace, budget=2**30)        # nothing need recompute
+    0
     """
     return fewest(
         lambda n: footprint.predict_memory(factory(remat=remat.first(n))(trace)).peak_bytes, layers(trace), budget

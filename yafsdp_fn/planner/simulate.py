@@ -236,10 +236,15 @@ def simulate(
         each
     Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
     takes forever or less than nothing.
+
+    >>> timeline = ya.planner.simulate(program, "a100-80g")
+    >>> len(timeline.spans) == len(program.ops), timeline.seconds > timeline.compute_s
+    (True, True)
     """
     where = named(cluster)
     if not isinstance(program, Program):
-        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: Program(trace, ops)")
+        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
+        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: {how}")
     program = program if ranks is None else _on(program, ranks)
     return run(program, tasks(program, where, _of_stages(program, durations)), where, title)
 

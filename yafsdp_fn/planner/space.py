@@ -88,7 +88,11 @@ class Point(NamedTuple):
 
     def program(self, trace: Trace) -> Program:
         """The program on this point's mesh, whatever that of `trace` is."""
-        return self.schedule()(trace.on(self.mesh) if self.order is None else self.order.whole(trace, self.mesh))
+        return self.schedule()(self.whole(trace))
+
+    def whole(self, trace: Trace) -> Trace:
+        """The step of `trace` on this point's mesh, cut where it has stages."""
+        return trace.on(self.mesh) if self.order is None else self.order.whole(trace, self.mesh)
 
     @property
     def mesh_arguments(self) -> dict[str, int]:

@@ -16,7 +16,14 @@ Key = TypeVar("Key")
 
 
 class Scoreboard(Generic[Key]):
-    """The last uses of each buffer, by keys in issue order: op numbers in a simulation, events in the engine."""
+    """The last uses of each buffer, by keys in issue order: op numbers in a simulation, events in the engine.
+
+    >>> board = ya.schedules.Scoreboard()
+    >>> board.use("gather", "gather", reads=[], writes=[("slot", 0)])
+    []
+    >>> board.use("forward", "compute", reads=[("slot", 0)], writes=[])        # waits for the gather
+    ['gather']
+    """
 
     def __init__(self) -> None:
         self._writer: dict[Buffer, tuple[str, Key]] = {}

@@ -231,7 +231,7 @@ def from_json(text: str) -> tuple[Trace, Stages]:
     try:
         return checked(strict_json.loads(text))
     except (TypeError, ValueError) as error:  # TypeError: `text` is no text
-        raise ValueError(f"not a program in JSON: {error}") from error
+        raise ValueError(f"not a program in JSON: {error}; expected the text that to_json returned, no path") from error
 
 
 def checked(data: Any) -> tuple[Trace, Stages]:

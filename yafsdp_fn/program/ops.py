@@ -97,7 +97,11 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
 
 
 class Gather(NamedTuple):
-    """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node."""
+    """All-gathers `units[i]` into weight slot `slots[i]`: from all ranks' shards, or the secondary ones of a node.
+
+    >>> program.ops[0], program.words()[0]
+    (Gather(units=(0,), slots=(2,), source='shard'), 'gather embed -> slot 2')
+    """
 
     units: tuple[int, ...]
     slots: FillsWeights
@@ -120,6 +124,9 @@ class Forward(NamedTuple):
     early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
     takes, gives: carry slots with what comes from other segments of a pipeline, which it empties, and with what goes
         there: see `Split.takes`
+
+    >>> next(op for op in program.ops if isinstance(op, ya.schedules.Forward))
+    Forward(visit=0, slots=(2,), keep=True, microbatch=0, carry_slot=None, early=(), takes=(), gives=())
     """
 
     visit: int
@@ -145,6 +152,9 @@ class Backward(NamedTuple):
     carry_slot: where it finds the carry that its forward saved in one
     takes, gives: as those of a forward, with gradients
     half: "inputs", the gradients of its arguments, without gradient slots; and later "weights", without weight slots
+
+    >>> next(op for op in program.ops if isinstance(op, ya.schedules.Backward))
+    Backward(visit=5, slots=(3,), grad_slots=(3,), microbatch=0, carry_slot=None, takes=(), gives=(), half='both')
     """
 
     visit: int
@@ -165,7 +175,11 @@ class Backward(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards."""
+    """Reduce-scatters: the gradient of `units[i]` from gradient slot `grad_slots[i]`, which is free afterwards.
+
+    >>> program.ops[-1], program.words()[-1]
+    (Reduce(units=(0,), grad_slots=(2,)), 'reduce embed <- grad slot 2')
+    """
 
     units: tuple[int, ...]
     grad_slots: ReadsGradients
@@ -179,7 +193,11 @@ class Reduce(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm of the gradient of `units`, all that are trainable: what clipping and the skip of a step wait for."""
+    """The norm of the gradient of `units`, all that are trainable: what clipping and the skip of a step wait for.
+
+    >>> ya.schedules.Norm((0, 1, 2, 3))
+    Norm(units=(0, 1, 2, 3))
+    """
 
     units: tuple[int, ...]
 
@@ -197,6 +215,10 @@ class Update(NamedTuple):
 
     part: of the step, 0 where there is one. Where the optimizer needs whole matrices there are more (`Trace.parts`):
         even ones are on shards, odd ones on the leaves that this rank owns, and only the last writes the shards
+
+    >>> of = ya.planner.trace(loss_fn, params, batch, tx=tx)   # tx says when a program may update
+    >>> ya.schedules.zero3(update=True)(of).ops[-1]
+    Update(units=(1,), part=0)
     """
 
     units: tuple[int, ...]
@@ -224,7 +246,11 @@ class Update(NamedTuple):
 
 
 class Stash(NamedTuple):
-    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`."""
+    """Copies this rank's part, 1 / local ranks, of weight slot `slots[i]` to the secondary shard of `units[i]`.
+
+    >>> ya.schedules.Stash((1,), (0,))
+    Stash(units=(1,), slots=(0,))
+    """
 
     units: tuple[int, ...]
     slots: ReadsWeights
@@ -239,7 +265,12 @@ class Stash(NamedTuple):
 
 class AllReduce(NamedTuple):
     """Sums the gradient shards of `units` over replicas, or over the pipeline stages that hold them, in place: once,
-    when they are complete."""
+    when they are complete.
+
+    >>> copies = ya.planner.trace(loss_fn, params, batch, mesh=[("replicate", 2), ("shard", 1)])
+    >>> ya.schedules.ddp()(copies).ops[-1]
+    AllReduce(units=(0,), over='replicas')
+    """
 
     units: tuple[int, ...]
     over: Literal["replicas", "stages"] = "replicas"
@@ -254,7 +285,11 @@ class AllReduce(NamedTuple):
 
 class Exchange(NamedTuple):
     """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
-    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer."""
+    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer.
+
+    >>> ya.schedules.Exchange((1,), part=0)
+    Exchange(units=(1,), part=0)
+    """
 
     units: tuple[int, ...]
     part: int
@@ -268,7 +303,11 @@ class Exchange(NamedTuple):
 
 
 class Offload(NamedTuple):
-    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host."""
+    """Copies the carry of `visit` from `carry_slot`, which is free afterwards, to the visit's buffer on the host.
+
+    >>> ya.schedules.Offload(visit=1, carry_slot=0)
+    Offload(visit=1, carry_slot=0)
+    """
 
     visit: int
     carry_slot: ReadsCarry[int]
@@ -282,7 +321,11 @@ class Offload(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """Copies the carry of `visit` from its buffer on the host to `carry_slot`."""
+    """Copies the carry of `visit` from its buffer on the host to `carry_slot`.
+
+    >>> ya.schedules.Fetch(visit=1, carry_slot=0)
+    Fetch(visit=1, carry_slot=0)
+    """
 
     visit: int
     carry_slot: FillsCarry[int]
@@ -299,6 +342,10 @@ class Send(NamedTuple):
     """Sends what `carry_slot` holds of `flow` in a microbatch to the stage that takes it; the slot is free afterwards.
 
     back: it is the gradient, which goes to the stage that the flow came from
+
+    >>> program = ya.schedules.gpipe()(two_stages)
+    >>> next(op for op in program.stages[0] if isinstance(op, ya.schedules.Send))
+    Send(flow=0, carry_slot=0, microbatch=0, back=False)
     """
 
     flow: int
@@ -320,7 +367,12 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Receives what a `Send` of the same numbers sends, into `carry_slot`."""
+    """Receives what a `Send` of the same numbers sends, into `carry_slot`.
+
+    >>> program = ya.schedules.gpipe()(two_stages)
+    >>> next(op for op in program.stages[1] if isinstance(op, ya.schedules.Receive))
+    Receive(flow=0, carry_slot=0, microbatch=0, back=False)
+    """
 
     flow: int
     carry_slot: FillsCarry[int]
@@ -356,6 +408,7 @@ Op = (
     | Send
     | Receive
 )
+"""Any op of a program."""
 OPS: tuple[type[Any], ...] = get_args(Op)
 STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "receive")
 """The streams in the order in which they are shown."""

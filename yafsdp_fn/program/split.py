@@ -19,7 +19,12 @@ LINE = 16
 
 class Flow(NamedTuple):
     """The values of segment `source` that `target` takes. nbytes: in a microbatch; grad_bytes: of the gradient that
-    comes back, 0 where there is none."""
+    comes back, 0 where there is none.
+
+    >>> flow = two_stages.split.flows[0]
+    >>> flow.source, flow.target, flow.nbytes                  # x [4, 8, 8] in fp32
+    (0, 1, 1024)
+    """
 
     source: int
     target: int
@@ -28,7 +33,11 @@ class Flow(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One way through a segment in a microbatch: its visits' forwards, or their backwards in reverse."""
+    """One way through a segment in a microbatch: its visits' forwards, or their backwards in reverse.
+
+    >>> ya.schedules.Call("forward", segment=0, microbatch=0)
+    Call(kind='forward', segment=0, microbatch=0)
+    """
 
     kind: Kind
     segment: int
@@ -42,6 +51,9 @@ class Split(NamedTuple):
 
     shared: `(unit, stages)` of the units that several stages hold, since visits of each use them: a tied embedding
     unused: `(unit, stage)` of the units that no visit uses, and that another stage holds than the first
+
+    >>> two_stages.split.segments, two_stages.split.homes
+    (((0, 3), (3, 6)), (0, 1))
     """
 
     segments: tuple[tuple[int, int], ...]
@@ -109,6 +121,9 @@ class Assignment(NamedTuple):
     """The stages that hold each unit: what a state on a mesh with stages is made with.
 
     units: unit -> the segments whose visits use it, none if no visit does; homes: segment -> stage
+
+    >>> ya.schedules.assign(trace, stages=2)
+    Assignment(units=((0,), (1,), (0,), (0,), (1,), (1,)), homes=(0, 1))
     """
 
     units: tuple[tuple[int, ...], ...]

@@ -148,6 +148,10 @@ class UnitSpec(NamedTuple):
     numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
     over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
+
+    >>> unit = trace.units[1]
+    >>> unit.name, unit.stack, unit.layer, unit.numel
+    ('head', None, 0, 128)
     """
 
     id: int
@@ -168,6 +172,10 @@ class Visit(NamedTuple):
     units: ids, in the order the block takes them; trained: those that receive a gradient from this visit
     cost: as measured on fake tensors
     collectives: over axes inside blocks, of its forward, in order; adjoints: of its backward, a recomputation aside
+
+    >>> visit = trace.visits[1]
+    >>> visit.name, visit.units, visit.trained, visit.cost.flops
+    ('layers[0]', (2,), (2,), 32768)
     """
 
     id: int
@@ -192,7 +200,13 @@ class Between(NamedTuple):
 
 class Compute(NamedTuple):
     """Forward or backward of a visit, or a half of its backward. closes: units whose gradient is now complete in this
-    microbatch."""
+    microbatch.
+
+    >>> trace.order[0]
+    Compute(kind='forward', visit=0, microbatch=0, closes=())
+    >>> trace.order[-1].kind, trace.order[-1].closes           # the gradient of the embedding is complete
+    ('backward', (0,))
+    """
 
     kind: Kind
     visit: int
@@ -204,6 +218,10 @@ class Lent(NamedTuple):
     """A unit whose leaves are lent to their owners by the optimizer.
 
     parts: of its update; leaves: as measured, `(offset, shape, bytes of it that would travel, flops)` of each
+
+    >>> of = ya.planner.trace(loss_fn, params, batch, tx=ya.optim.muon(0.02))
+    >>> [(of.units[lent.unit].name, lent.parts) for lent in of.lent][:2]
+    [('layers[0]', 3), ('layers[1]', 3)]
     """
 
     unit: int
@@ -223,6 +241,9 @@ class Trace(NamedTuple):
     kernels: of what is no matrix product or attention: "eager", each of torch's own, or "fused", as torch.compile or a
         library makes them: which of `Moved` a prediction takes
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
+
+    >>> trace.mesh, trace.microbatches, len(trace.units), len(trace.visits), len(trace.order)
+    ((('shard', 2),), 1, 6, 6, 12)
     """
 
     units: tuple[UnitSpec, ...]
@@ -376,7 +397,11 @@ def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
 
 
 def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:
-    """The order of computes: depth-first over microbatches, backward in exactly the reverse of forward."""
+    """The order of computes: depth-first over microbatches, backward in exactly the reverse of forward.
+
+    >>> [(compute.kind, compute.visit) for compute in ya.schedules.chained_order(trace.visits[:2], microbatches=1)]
+    [('forward', 0), ('forward', 1), ('backward', 1), ('backward', 0)]
+    """
     first = {unit: visit.id for visit in reversed(visits) for unit in visit.trained}  # its last in the backward
     order: list[Compute] = []
     for microbatch in range(microbatches):

@@ -165,9 +165,18 @@ _SENTENCES = {rule.name: rule.sentence for rule in RULES}
 
 def verify(program: Program) -> Program:
     """Returns the program if it is right; raises `Refused`, which names stage, op, buffer, rule and both uses, if not.
-    A note of it has the rule's sentence."""
+    A note of it has the rule's sentence.
+
+    >>> ya.verify(program) == program
+    True
+    >>> ya.verify(program.with_ops(program.ops[1:]))           # without the gather of the embedding
+    Traceback (most recent call last):
+        ...
+    yafsdp_fn.proof.errors.Refused: op 1 (forward embed in slot 2, keep graph): rule 'weights': slot 2 holds ...
+    """
     if not isinstance(program, Program):
-        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: Program(trace, ops)")
+        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
+        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
     try:
         if len(program.stages) == 1 and program.parts[0] is program:
             _ask("form", program)

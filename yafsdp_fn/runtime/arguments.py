@@ -173,6 +173,9 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     split: axes that cut a further dimension of every leaf that has it: `{"context": 1}` gives each rank of `context`
         its part of the sequences [B, S]. zigzag: rank k of K gets parts k and 2 K - 1 - k of 2 K, so that causal
         attention is as much work on each
+
+    >>> {name: tuple(rows.shape) for name, rows in ya.shard_batch(batch, mesh).items()}
+    {'tokens': (4, 8), 'targets': (4, 8)}
     """
     places, micro_shards, device = grid(mesh), micro_shards_of(mesh), device_of(mesh)
     rank, ranks = places.batch_rank, places.batch_ranks

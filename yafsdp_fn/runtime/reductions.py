@@ -23,8 +23,13 @@ from yafsdp_fn.params.tree import Tree, shape_of
 class Mean(NamedTuple):
     """A weighted mean over microbatches and ranks.
 
-    total: a scalar tensor, in aux of any shape; weight: a number or a tensor, scalar or of the total's shape, that does
-    not depend on parameters
+    total: a scalar tensor, in aux of any shape
+    weight: a number or a tensor, scalar or of the total's shape, that does not depend on parameters
+
+    >>> def loss(w, batch):                                     # each microbatch has its share of the elements
+    ...     return ya.Mean((w * batch).sum(), batch.numel())
+    >>> ya.value_and_grad(loss, microbatches=2)(torch.ones(()), torch.tensor([1.0, 3.0]))
+    (tensor(2.), tensor(2.))
     """
 
     total: Tensor
@@ -32,13 +37,25 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A tensor to add up over microbatches and ranks; integers and booleans become int64."""
+    """A tensor to add up over microbatches and ranks; integers and booleans become int64.
+
+    >>> def loss(params, batch):
+    ...     return loss_fn(params, batch), {"tokens": ya.Sum(batch["targets"].ge(0).sum())}
+    >>> ya.eval_step(loss, has_aux=True, microbatches=2)(state, batch)["aux"]
+    {'tokens': tensor(32)}
+    """
 
     value: Tensor
 
 
 class Max(NamedTuple):
-    """A tensor to reduce to its elementwise maximum over microbatches and ranks."""
+    """A tensor to reduce to its elementwise maximum over microbatches and ranks.
+
+    >>> def loss(params, batch):
+    ...     return loss_fn(params, batch), {"largest": ya.Max(batch["tokens"].amax())}
+    >>> ya.eval_step(loss, has_aux=True, microbatches=2)(state, batch)["aux"]
+    {'largest': tensor(15)}
+    """
 
     value: Tensor
 

@@ -40,6 +40,10 @@ class ShardedState:
     program: the program of the step that made this state, or of the next one; None before the first step
     unit_steps: `(optimizer, its step in place over this memory)`, from the last step. Not kept by the memory, since it
         holds handles, which hold the memory: a dropped state must not wait for the garbage collector
+
+    >>> state, metrics = ya.train_step(loss_fn, tx)(state, batch)
+    >>> state.step, sorted(state.params)
+    (1, ['embed', 'head', 'layers'])
     """
 
     params: Tree
@@ -172,6 +176,12 @@ class PlainState:
     """The interface of a sharded state for plain tensors in one process: the oracle, and a start without any sharding.
 
     rank: the rank of a sharded state whose random numbers blocks draw
+
+    >>> oracle = ya.PlainState.create(params, tx, seed=0)
+    >>> oracle, metrics = ya.train_step(loss_fn, tx)(oracle, batch)
+    >>> state, sharded = ya.train_step(loss_fn, tx)(state, batch)
+    >>> torch.allclose(metrics["loss"], sharded["loss"])
+    True
     """
 
     params: Tree

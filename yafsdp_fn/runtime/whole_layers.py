@@ -150,6 +150,12 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     Every rank calls `f` for every layer, those of other stages too. If it returns a tree like the layer, the result is
     a stack like `stack`: each rank keeps its shard. Anything else is stacked on a new axis [L, ...], the same on every
     rank (None stays None).
+
+    >>> ya.map_whole_layers(lambda layer: layer["up"].norm(), state.params["layers"]).shape    # a number for each layer
+    torch.Size([4])
+    >>> halved = ya.map_whole_layers(lambda layer: {name: w / 2 for name, w in layer.items()}, plain["layers"])
+    >>> torch.equal(halved["up"], plain["layers"]["up"] / 2)
+    True
     """
     if not isinstance(stack, Sharded):
         if any(isinstance(other, Sharded) for other in rest):

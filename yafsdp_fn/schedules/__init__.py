@@ -34,6 +34,7 @@ from yafsdp_fn.schedules.actions import from_actions
 from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
 from yafsdp_fn.schedules.cut import assign, cut
+from yafsdp_fn.schedules.fsdp2 import fsdp2
 from yafsdp_fn.schedules.pipelines import gpipe, interleaved, one_f_one_b, staged, v_shaped, zero_bubble
 from yafsdp_fn.schedules.to_actions import Actions, to_actions
 
@@ -53,7 +54,7 @@ __all__ += [
     "Visit",
 ]
 __all__ += ["alternating_slots", "build", "chained_order", "own_slots", "verify"]
-__all__ += ["ddp", "hpz", "hsdp", "zero1", "zero2", "zero3"]
+__all__ += ["ddp", "fsdp2", "hpz", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["Assignment", "Call", "Flow", "Receive", "Send", "Split"]
 __all__ += ["assign", "cut", "from_actions", "gpipe", "interleaved", "one_f_one_b", "staged", "v_shaped", "zero_bubble"]
 __all__ += ["Actions", "remat", "to_actions"]

@@ -254,6 +254,10 @@ def from_actions(
     Raises ValueError for what is no action, and, when a step is traced, Refused with row, column and action: rule
     `calls` where the calls are no step, `weights` where one has no weights, `flow` where what it takes has not come or
     is not sent, `reduce` and `once` where a gradient is not reduced once, `deadlock` where calls wait for each other.
+
+    >>> schedule = ya.schedules.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], ya.schedules.zero3())
+    >>> len(ya.verify(schedule(two_stages)).stages)
+    2
     """
     actions = read_rows(rows)
     inside = sharding_of(sharding)

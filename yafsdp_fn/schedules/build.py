@@ -26,6 +26,9 @@ def alternating_slots(
 
     Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
     of its visits has a slot of its own. apart: units that have slots of their own in any case
+
+    >>> ya.schedules.alternating_slots(trace.visits, trace.units)
+    {2: 0, 3: 1, 4: 0, 5: 1, 0: 2, 1: 3}
     """
     lane = _lanes(visits, units)
     lanes = max(lane.values(), default=-1) + 1
@@ -65,7 +68,11 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, 
 
 
 def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
-    """Unit -> slot: one each."""
+    """Unit -> slot: one each.
+
+    >>> ya.schedules.own_slots(trace.units)
+    {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
+    """
     return {unit.id: unit.id for unit in units}
 
 
@@ -151,23 +158,30 @@ def build(
     *,
     prefetch: int,
     remat: Remat,
-    defer: bool = False,
+    defer: bool | Container[int] = False,
     secondary: Container[int] = frozenset(),
     update: bool = False,
 ) -> Program:
     """The program for `slots` and `grad_slots`, unit -> slot.
 
     prefetch: how many computes ahead to gather; remat: which visits recompute
-    defer: reduce once per step instead of once per microbatch; every unit needs a gradient slot of its own
+    defer: reduce once per step instead of once per microbatch, all units or these; each needs a gradient slot of its
+        own
     secondary: units that are gathered from all ranks once per step, and then inside the node
     update: the optimizer's step is part of the program, where the step has one
+
+    >>> slots = ya.schedules.own_slots(trace.units)
+    >>> program = ya.schedules.build(trace, slots, slots, prefetch=2, remat=ya.schedules.remat.none)
+    >>> ya.verify(program).count(ya.schedules.Gather)
+    6
     """
     if isinstance(remat, Offloading) and trace.split is not None:
         raise ValueError(
             "remat.offload: a pipeline stage has several microbatches under way, and the host memory of a visit holds "
             "one; take remat.all, whose carries stay on the device"
         )
-    builder = _Builder(trace, slots, grad_slots, prefetch, defer, secondary)
+    deferred = (range(len(trace.units)) if defer else ()) if isinstance(defer, bool) else defer
+    builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary)
     recompute = remat(trace)
     losses = max(
         (i for i, now in enumerate(trace.order) if now.kind == "forward"), default=-1
@@ -205,7 +219,7 @@ class _Builder:
     slots: Mapping[int, int]
     grad_slots: Mapping[int, int]
     prefetch: int
-    defer: bool
+    deferred: Container[int]
     secondary: Container[int]
 
     def __post_init__(self) -> None:
@@ -246,7 +260,7 @@ class _Builder:
         for unit in writes_of(now, self.trace):
             slot, closes, last = self.grad_slots[unit], unit in now.closes, self.last_write[unit] == i
             # a shared slot must be free before another unit's gradient arrives, complete or not
-            if (closes and (last or not self.defer)) or (slot in self.shared and unit not in following):
+            if (closes and (last or unit not in self.deferred)) or (slot in self.shared and unit not in following):
                 self.ops.append(Reduce((unit,), (slot,)))
             if closes and last:
                 if self.trace.replicas > 1:

@@ -28,6 +28,7 @@ from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.remat import Remat, policy
 
 Schedule = Callable[[Trace], Program]
+"""Any function from a trace to a program."""
 AnySchedule = Schedule | Program
 """A step takes either."""
 Slots = Callable[[Trace], dict[int, int]]
@@ -51,6 +52,13 @@ def zero3(
     resident: the last `resident` layers get slots of their own, and are gathered once per step instead of twice per
         microbatch: memory for communication, up to `zero2`
     prefetch: 2 takes three alternating slots, and so on
+    remat: the visits that recompute, a policy of `ya.schedules.remat` or its name
+    defer: reduce once per step instead of once per microbatch, each unit from a gradient slot of its own
+    update: the optimizer's step is part of the program
+
+    >>> program = ya.schedules.zero3(prefetch=2, remat="all")(trace)
+    >>> ya.verify(program).count(ya.schedules.Gather)
+    7
     """
     _check("zero3", resident=resident, prefetch=prefetch)
     return _schedule(_alternating(prefetch, resident), remat, prefetch=prefetch, defer=defer, update=update)
@@ -65,6 +73,12 @@ def zero2(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = Fals
 
     Gathers: L + U, of g (R - 1) / R each. Reductions: M (L + U), of r (R - 1) / R each. Needs room for all weights in
     the compute dtype; gradients still alternate between two slots.
+
+    The arguments are those of `zero3`.
+
+    >>> program = ya.schedules.zero2()(ya.planner.trace(loss_fn, params, batch, microbatches=2))
+    >>> program.count(ya.schedules.Gather), program.count(ya.schedules.Reduce)
+    (6, 12)
     """
     _check("zero2", prefetch=prefetch)
     return _schedule(_own, remat, prefetch=prefetch, update=update)
@@ -79,6 +93,12 @@ def zero1(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = Fals
 
     Gathers: L + U, of g (R - 1) / R each. Reductions: L + U, of r (R - 1) / R each. Needs room for all weights in the
     compute dtype and all gradients in the reduce dtype; with one microbatch `zero2` does the same with less.
+
+    The arguments are those of `zero3`.
+
+    >>> program = ya.schedules.zero1()(trace)
+    >>> program.count(ya.schedules.Gather), program.count(ya.schedules.Reduce)
+    (6, 6)
     """
     _check("zero1", prefetch=prefetch)
     return _schedule(_own, remat, prefetch=prefetch, defer=True, update=update)
@@ -92,6 +112,13 @@ def ddp(*, remat: Remat | str = "none", update: bool = False) -> Schedule:
 
     All-reduces: L + U, once per step, of 2 r (P - 1) / P each. The mesh needs `ya.mesh(replicate=-1, shard=1)`: a shard
     is the whole vector, slots are the shards, and the gathers and reductions of the program move nothing.
+
+    The arguments are those of `zero3`.
+
+    >>> copies = ya.planner.trace(loss_fn, params, batch, mesh=[("replicate", 2), ("shard", 1)])
+    >>> program = ya.schedules.ddp()(copies)
+    >>> program.count(ya.schedules.Gather), program.count(ya.schedules.AllReduce)
+    (6, 6)
     """
     inside = _schedule(_own, remat, prefetch=0, defer=True, update=update)
 
@@ -119,6 +146,13 @@ def hsdp(
     Gathers and reductions as `zero3`, over the R ranks of a shard group. All-reduces: L + U shards, once per step, of
     2 (r / R) (P - 1) / P each. The mesh needs an axis `replicate`: `ya.mesh(replicate=2)`; as a rule the shard group is
     inside a node.
+
+    The arguments are those of `zero3`.
+
+    >>> replicas = ya.planner.trace(loss_fn, params, batch, mesh=[("replicate", 2), ("shard", 4)])
+    >>> program = ya.schedules.hsdp()(replicas)
+    >>> program.count(ya.schedules.Reduce), program.count(ya.schedules.AllReduce)
+    (6, 6)
     """
     inside = zero3(resident=resident, prefetch=prefetch, remat=remat, defer=defer, update=update)
 
@@ -148,6 +182,13 @@ def hpz(
     Gathers and reductions: as many as `zero3`. With k = layers and w slots, M max(0, min(k, L - w)) +
     (M - 1) max(0, min(k, L) - w) of the gathers are inside the node, of g (K - 1) / K each: with one microbatch the
     last w layers need no second gather. The mesh needs axes `node` and `local`: `ya.mesh(local=8)`.
+
+    The other arguments are those of `zero3`.
+
+    >>> nodes = ya.planner.trace(loss_fn, params, batch, mesh=[("node", 2), ("local", 4)], microbatches=2)
+    >>> program = ya.schedules.hpz(2)(nodes)
+    >>> program.count(ya.schedules.Stash), program.count(ya.schedules.Gather, "node")
+    (2, 4)
     """
     _check("hpz", layers=layers, prefetch=prefetch)
     slots = _alternating(prefetch)

@@ -16,15 +16,22 @@ Shape = Literal["loop", "v"]
 """The way segments lie on stages: 0 1 2 3 0 1 2 3, or 0 1 2 3 3 2 1 0."""
 
 
-def assign(trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loop") -> Assignment:
-    """Units on `stages` stages, so that the dearest of `stages * per_stage` segments is as cheap as it can be.
+def assign(
+    trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loop", at: Sequence[str] | None = None
+) -> Assignment:
+    """Units on `stages` stages, so that the dearest of `stages * per_stage` segments is as cheap as it can be; or by
+    hand.
 
     trace: of the loss, from `ya.planner.trace`; visits cost their floating-point operations, or one each where nothing
-    has
-        measured them
+        has measured them
     shape: "v" has the first and the last segment on one stage; it needs `per_stage` 2
+    at: names of the units whose first visits begin all segments but the first, such as `["layers[8]", "layers[24]"]`
 
-    Raises ValueError where there are fewer visits than segments.
+    Raises ValueError where there are fewer visits than segments, or where the names in `at` do not begin segments.
+
+    >>> assignment = ya.schedules.assign(trace, stages=2)
+    >>> assignment.stages, assignment.held(0)
+    (2, frozenset({0, 2, 3}))
     """
     if type(stages) is not int or type(per_stage) is not int or stages < 1 or per_stage < 1:
         raise ValueError(f"assign(stages={stages!r}, per_stage={per_stage!r}): expected integers >= 1")
@@ -33,7 +40,8 @@ def assign(trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loo
     count = stages * per_stage
     if count > len(trace.visits):
         raise ValueError(f"assign: {count} segments of {len(trace.visits)} visits; take fewer stages, or per_stage")
-    bounds = [*_even(_costs(trace.visits), count), len(trace.visits)]
+    begins = _even(_costs(trace.visits), count) if at is None else _named(trace, at, count)
+    bounds = [*begins, len(trace.visits)]
     used: list[list[int]] = [[] for _ in trace.units]
     for segment in range(count):
         for visit in trace.visits[bounds[segment] : bounds[segment + 1]]:
@@ -42,6 +50,24 @@ def assign(trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loo
     order = range(stages)
     homes = (*order, *reversed(order)) if shape == "v" else tuple(order) * per_stage
     return Assignment(tuple(tuple(segments) for segments in used), homes)
+
+
+def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
+    """The first visit of each of `count` segments that begin at the units of these names."""
+    first: dict[str, int] = {}
+    for number, visit in enumerate(trace.visits):
+        for unit in visit.units:
+            first.setdefault(trace.units[unit].name, number)
+    if isinstance(at, str) or (unknown := [name for name in at if name not in first]):
+        what = repr(at) if isinstance(at, str) else unknown[0]
+        raise ValueError(f"assign: at: expected a list of names of units, got {what}; visited are {', '.join(first)}")
+    begins = [0, *(first[name] for name in at)]
+    if len(begins) != count or any(b <= a for a, b in itertools.pairwise(begins)):
+        raise ValueError(
+            f"assign: at={list(at)} begins at visits {begins[1:]}: expected {count - 1} units, one for each of {count} "
+            "segments but the first, whose first visits come one after the other, behind visit 0"
+        )
+    return begins
 
 
 def _costs(visits: Sequence[Visit]) -> list[int]:
@@ -86,7 +112,12 @@ def _filled(costs: Sequence[int], count: int, most: int) -> list[int]:
 def cut(trace: Trace, assignment: Assignment) -> Trace:
     """`trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut so: a
     visit whose units are in different segments, visits that come back to an earlier segment, a stage that holds a unit
-    which none of its visits uses, code between visits that mixes what two segments have made."""
+    which none of its visits uses, code between visits that mixes what two segments have made.
+
+    >>> two_stages = ya.schedules.cut(trace, ya.schedules.assign(trace, stages=2))
+    >>> two_stages.split.stages, [(flow.source, flow.target) for flow in two_stages.split.flows]
+    (2, [(0, 1)])
+    """
     if len(assignment.units) != len(trace.units):
         raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
     starts = _starts(trace, assignment)

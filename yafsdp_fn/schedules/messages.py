@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.events import Event, play
@@ -26,7 +26,18 @@ Item = Call | Send | Receive
 """An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
 
 SPAN = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
-"""Units of time that a call takes."""
+"""Units of time that a call takes, where nothing else is known."""
+
+
+class Pace(NamedTuple):
+    """The time that calls take, and a message between two stages."""
+
+    call: Callable[[Call], float]
+    message: float = 0.0
+
+
+UNIT = Pace(lambda call: SPAN[call.kind])
+"""The pace of `SPAN`, where messages take none."""
 
 
 def takes(split: Split, call: Call) -> tuple[StageMessage, ...]:
@@ -53,9 +64,9 @@ class Times(NamedTuple):
     made: dict[StageMessage, tuple[float, int, int]]
 
 
-def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True) -> Times:
-    """Runs lists in unit time, with as many carry slots as there could be: a call begins when the one before it is
-    over, and there is all that it takes.
+def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> Times:
+    """Runs lists, by default in unit time, with as many carry slots as there could be: a call begins when the one
+    before it is over, and there is all that it takes.
 
     messages: what another stage has made comes with its message, in no time, where a send waits for its receive;
         without messages it is there as soon as it is made
@@ -67,18 +78,24 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     ]
     comes, partners = _sources(split, places, messages)
     never = len(places)
+    travels: list[Event] = []
+    if pace.message and not messages:
+        for parcel, source in comes.items():
+            if len({*split.ends(parcel.flow, parcel.back)}) > 1:
+                comes[parcel] = never + 1 + len(travels)
+                travels.append(Event(-1, f"{parcel}", [source], (("latency", pace.message),)))
     before: dict[int, int] = {}  # stage -> its last call
     events: list[Event] = []
     for number, (stage, item, _) in enumerate(places):
         if isinstance(item, Call):
             waits = [comes.get(parcel, never) for parcel in takes(split, item)]
-            events.append(Event(stage, "compute", waits, (("compute", SPAN[item.kind]),)))
+            events.append(Event(stage, "compute", waits, (("compute", pace.call(item)),)))
             before[stage] = number
         else:
             waits = [before[stage]] if stage in before else []
             waits += [] if number in partners else [never]
             events.append(Event(stage, item.stream, waits, partner=partners.get(number)))
-    events.append(Event(-1, "never", [never]))
+    events += [Event(-1, "never", [never]), *travels]
     found = Times([[] for _ in lists], {}, {})
     for (stage, item, given), time in zip(places, play(events)[:never], strict=True):
         if time is not None and isinstance(item, Call):
@@ -114,17 +131,17 @@ def _sources(
     return comes, partners
 
 
-def with_messages(split: Split, rows: Sequence[Sequence[Call]]) -> list[list[Item]]:
-    """Returns `rows`, which must be sound, with the messages of each stage. Raises Refused, rule `deadlock`, where
-    calls wait for each other."""
-    begins, _, made = times(split, rows, messages=False)
+def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNIT) -> list[list[Item]]:
+    """Returns `rows`, which must be sound, with the messages of each stage, in the order in which they are made at this
+    pace. Raises Refused, rule `deadlock`, where calls wait for each other."""
+    begins, _, made = times(split, rows, messages=False, pace=pace)
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
         arriving = [(made[parcel], at, parcel) for at, call in enumerate(row) for parcel in takes(split, call)]
         arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
         # what stages send at one time is in the order of stages
-        ends = [(begin + SPAN[call.kind], stage) for begin, call in zip(begins[stage], row, strict=True)]
+        ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
         before: defaultdict[int, list[StageMessage]] = defaultdict(list)
         for when, _, parcel in arriving:
             before[bisect_right(ends, when[:2])].append(parcel)  # a call that ends later is not what it depends on
@@ -220,7 +237,12 @@ class _Slots:
 
 
 def wired(
-    parts: Sequence[Program], split: Split, lists: Sequence[Sequence[Item]], *, together: bool
+    parts: Sequence[Program],
+    split: Split,
+    lists: Sequence[Sequence[Item]],
+    *,
+    together: bool,
+    pace: Pace = UNIT,
 ) -> list[tuple[Op, ...]]:
     """Returns the ops of stages, with the messages of their lists, and carry slots for what computes take and give.
 
@@ -228,7 +250,7 @@ def wired(
         time; else receives come as late as they can, behind the gathers for the second one: communication begins in the
         order in which it was issued, and weights do not wait for a message
     """
-    begins, sent, _ = times(split, lists)
+    begins, sent, _ = times(split, lists, pace=pace)
     each = zip(parts, lists, begins, strict=True)
     return [_wired(part, items, split, _Slots(split, items, when, sent), together) for part, items, when in each]
 

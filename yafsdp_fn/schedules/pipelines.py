@@ -19,7 +19,7 @@ from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
 from yafsdp_fn.schedules import builders
 from yafsdp_fn.schedules.builders import Schedule, zero2
-from yafsdp_fn.schedules.messages import Item, wired, with_messages
+from yafsdp_fn.schedules.messages import UNIT, Item, Pace, wired, with_messages
 
 Rows = list[list[Call]]
 """The calls of each stage, in their order."""
@@ -43,6 +43,12 @@ def gpipe(sharding: Schedule | None = None) -> Schedule:
 
     With P stages, M microbatches and no time for messages, (P - 1) / (M + P - 1) of the step is idle. One segment per
     stage, or several (a segment for all microbatches, then the next one).
+
+    sharding: as for `staged`
+
+    >>> program = ya.verify(ya.schedules.gpipe()(two_stages))
+    >>> [len(ops) for ops in program.stages]
+    [14, 14]
     """
     return staged(gpipe_calls, sharding)
 
@@ -64,6 +70,12 @@ def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
         stage 1  |    F0 B0 F1 B1    F2 B2       |
 
     As long as `gpipe`, with the memory of P microbatches at most. One segment per stage.
+
+    sharding: as for `staged`
+
+    >>> schedule = ya.schedules.one_f_one_b(ya.schedules.zero3(remat="all"))
+    >>> len(ya.verify(schedule(two_stages)).stages)
+    2
     """
     return staged(one_f_one_b_calls, sharding)
 
@@ -80,6 +92,13 @@ def interleaved(sharding: Schedule | None = None) -> Schedule:
     The idle time of `one_f_one_b` divided by v, for v times as many messages and the memory of P + (P - 1) / v
     microbatches where P divides their number, of up to 2 P - 1 where it does not. Any number of microbatches: they go
     in groups of at least P, where there are so many.
+
+    sharding: as for `staged`
+
+    >>> step = ya.planner.trace(loss_fn, params, batch, microbatches=2)
+    >>> step = ya.schedules.cut(step, ya.schedules.assign(step, stages=2, per_stage=2))
+    >>> ya.verify(ya.schedules.interleaved()(step)).trace.split.homes   # of four segments
+    (0, 1, 0, 1)
     """
     return staged(interleaved_calls, sharding)
 
@@ -108,6 +127,12 @@ def zero_bubble(sharding: Schedule | None = None) -> Schedule:
 
     Where halves are as long as a forward, P - 1 forwards of idle time in place of 3 (P - 1), with the memory of
     `one_f_one_b`. One segment per stage.
+
+    sharding: as for `staged`
+
+    >>> program = ya.verify(ya.schedules.zero_bubble()(two_stages))
+    >>> [op.half for op in program.stages[1] if isinstance(op, ya.schedules.Backward)]
+    ['inputs', 'inputs', 'inputs', 'weights', 'weights', 'weights']
     """
     return staged(zero_bubble_calls, sharding)
 
@@ -128,7 +153,7 @@ def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
                 row.append(Call("weights", s, call.microbatch - lag))
         row += [Call("weights", s, m) for m in range(max(0, microbatches - lag), microbatches)]
         rows.append(row)
-    return _whole_if_idle(rows, split)
+    return whole_if_idle(rows, split)
 
 
 def v_shaped(sharding: Schedule | None = None) -> Schedule:
@@ -136,6 +161,13 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
 
     What the first and the last segment share, a tied embedding say, is on one stage. Where halves are as long as a
     forward, (P - 1) / 2 forwards of a stage are idle, from 2 P - 1 microbatches on, and all stages keep as much.
+
+    sharding: as for `staged`
+
+    >>> step = ya.planner.trace(loss_fn, params, batch, microbatches=2)
+    >>> step = ya.schedules.cut(step, ya.schedules.assign(step, stages=2, per_stage=2, shape="v"))
+    >>> ya.verify(ya.schedules.v_shaped()(step)).trace.split.homes      # of four segments
+    (0, 1, 1, 0)
     """
     return staged(v_shaped_calls, sharding)
 
@@ -147,7 +179,7 @@ def v_shaped_calls(split: Split, microbatches: int) -> Rows:
     for s in range(split.stages):
         row = [call for call in _v_row(split.stages, s, microbatches) if call.microbatch < microbatches]
         rows.append(row)
-    return _whole_if_idle(rows, split)
+    return whole_if_idle(rows, split)
 
 
 def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
@@ -227,7 +259,7 @@ def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], ahead: int
         yield backward
 
 
-def _whole_if_idle(rows: Rows, split: Split) -> Rows:
+def whole_if_idle(rows: Rows, split: Split) -> Rows:
     """Halves of a backward that follow each other are one where no other segment waits for the first of them."""
     waited_for = {flow.target for flow in split.flows if flow.grad_bytes}
     out: Rows = []
@@ -264,13 +296,21 @@ def _listed(homes: Sequence[int]) -> str:
 # ---- A schedule from an order.
 
 
-def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
+def staged(order: Order, sharding: Schedule | None = None, *, pace: Pace = UNIT) -> Schedule:
     """A schedule from an order of calls: `order(split, microbatches)` gives a list of `Call`s for each stage.
 
+    pace: how long calls and messages take: messages are issued in the order in which they would be made, since each
+        waits for those before it. By default a whole backward takes twice as long as other calls, and messages no time
     sharding: what builds the program of each stage from its part of the step: any schedule, by default `zero2()`
 
     An evaluation goes through the segments in turn, whatever the order. Raises Refused where the calls are no step, or
     wait for each other.
+
+    >>> def all_forwards_first(split, microbatches):
+    ...     calls = [(kind, m) for kind in ("forward", "backward") for m in range(microbatches)]
+    ...     return [[ya.schedules.Call(kind, stage, m) for kind, m in calls] for stage in range(split.stages)]
+    >>> len(ya.verify(ya.schedules.staged(all_forwards_first)(two_stages)).stages)
+    2
     """
     inside = sharding_of(sharding)
 
@@ -280,12 +320,19 @@ def staged(order: Order, sharding: Schedule | None = None) -> Schedule:
         if len(rows) != split.stages:
             raise ValueError(f"expected a row of calls for each of {split.stages} stages, got {len(rows)}")
         check_calls(trace, split, rows)
-        return pipeline(trace, with_messages(split, rows), inside)
+        return pipeline(trace, with_messages(split, rows, pace), inside, pace=pace)
 
     return schedule
 
 
-def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule, *, together: bool = False) -> Program:
+def pipeline(
+    trace: Trace,
+    lists: Sequence[Sequence[Item]],
+    sharding: Schedule,
+    *,
+    together: bool = False,
+    pace: Pace = UNIT,
+) -> Program:
     """The program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
     parts = []
     for stage, items in enumerate(lists):
@@ -294,7 +341,7 @@ def pipeline(trace: Trace, lists: Sequence[Sequence[Item]], sharding: Schedule, 
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
         parts.append(program)
-    return Program(trace, *wired(parts, split_of(trace), lists, together=together))
+    return Program(trace, *wired(parts, split_of(trace), lists, together=together, pace=pace))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:

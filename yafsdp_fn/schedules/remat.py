@@ -18,29 +18,49 @@ Remat = Callable[[Trace], frozenset[int]]
 
 
 def layer_visits(trace: Trace) -> list[int]:
-    """Ids of the visits to layers of stacks, in forward order."""
+    """Ids of the visits to layers of stacks, in forward order.
+
+    >>> ya.schedules.remat.layer_visits(trace)
+    [1, 2, 3, 4]
+    """
     return [v.id for v in trace.visits if any(trace.units[unit].stack is not None for unit in v.units)]
 
 
 def none(trace: Trace) -> frozenset[int]:
-    """Every visit keeps its graph."""
+    """Every visit keeps its graph.
+
+    >>> sorted(ya.schedules.remat.none(trace))
+    []
+    """
     return frozenset()
 
 
 def all(trace: Trace) -> frozenset[int]:
-    """Every layer recomputes: only the carries between layers are saved."""
+    """Every layer recomputes: only the carries between layers are saved.
+
+    >>> sorted(ya.schedules.remat.all(trace))
+    [1, 2, 3, 4]
+    """
     return frozenset(layer_visits(trace))
 
 
 def first(n: int) -> Remat:
-    """The first `n` layers recompute, those whose graphs would be held longest."""
+    """The first `n` layers recompute, those whose graphs would be held longest.
+
+    >>> sorted(ya.schedules.remat.first(2)(trace))
+    [1, 2]
+    """
     if n < 0:
         raise ValueError(f"remat.first({n}): expected a number of layers >= 0")
     return lambda trace: frozenset(layer_visits(trace)[:n])
 
 
 def every(k: int) -> Remat:
-    """Every `k`-th layer recomputes, beginning with the first."""
+    """Every `k`-th layer recomputes, beginning with the first.
+
+    >>> sorted(ya.schedules.remat.every(2)(trace))
+    [1, 3]
+    """
     if k < 1:
         raise ValueError(f"remat.every({k}): expected k >= 1")
     return lambda trace: frozenset(layer_visits(trace)[::k])
@@ -71,6 +91,10 @@ def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> 
         the last `ahead + 1` stay there
 
     Device memory: `ahead + 1` carries in place of one per visit. A carry goes over the link twice.
+
+    >>> program = ya.schedules.zero3(remat=ya.schedules.remat.offload(ahead=0))(trace)
+    >>> [op.visit for op in program.ops if isinstance(op, ya.schedules.Offload)]
+    [1, 2, 3]
     """
     for name, policy in (("", visits), ("recompute=", recompute)):
         if isinstance(policy, Offloading) or not callable(policy):
@@ -81,7 +105,11 @@ def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> 
 
 
 def policy(given: Remat | str) -> Remat:
-    """A policy, from one or from its name. Raises ValueError or TypeError for anything else."""
+    """A policy, from one or from its name. Raises ValueError or TypeError for anything else.
+
+    >>> sorted(ya.schedules.remat.policy("first:1")(trace))
+    [1]
+    """
     if isinstance(given, str):
         kind, _, count = given.partition(":")
         if kind in ("first", "every") and count.isdigit():

@@ -36,6 +36,10 @@ class Actions(NamedTuple):
     """Rows of actions of torch.distributed.pipelining, one for each stage (torch's rank).
 
     left_out: what the program says and these rows cannot, in sentences
+
+    >>> actions = ya.schedules.to_actions(ya.schedules.gpipe(ya.schedules.zero1())(two_stages))
+    >>> actions.rows
+    (('0F0', '0B0'), ('1F0', '1B0'))
     """
 
     rows: tuple[tuple[str, ...], ...]
@@ -52,7 +56,7 @@ class Actions(NamedTuple):
 
 
 def to_actions(program: Program, format: Format = "compute_only") -> Actions:
-    """Writes the calls of a program of stages as torch's actions; our segments are torch's stages, our stages its ranks.
+    """Writes a program of stages as torch's actions: a segment is a stage of torch's, a stage is its rank.
 
     format: "compute_only", which torchtitan loads, or "compute_comms", with SEND, RECV, UNSHARD, RESHARD and
         REDUCE_GRAD, for `_load_csv(path, "compute_comms")`
@@ -64,6 +68,12 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
 
     Raises Refused for a program that is not right, ValueError for a step that torch cannot run: one without stages, of
     forwards alone, or in which segments skip their neighbours.
+
+    >>> program = ya.schedules.one_f_one_b()(two_stages)
+    >>> print(ya.schedules.to_actions(program))
+    rank 0: 0F0 0B0
+    rank 1: 1F0 1B0
+    not in the rows: when messages, gathers and reductions are issued: torch adds its own to rows of computes
     """
     if format not in ("compute_only", "compute_comms"):
         raise ValueError(f"to_actions: format={format!r}: expected 'compute_only' or 'compute_comms'")

@@ -187,7 +187,8 @@ class Painter(Panel):
             self._bars(lane, bars)
             self._labels(lane, labels(layout, bars, SMALL), SMALL)
         for stream, lane in layout.lanes.items():
-            gaps, bars = layout.idle() if stream == "compute" else [], layout.bars(stream)
+            gaps = layout.idle() if stream == "compute" else []
+            bars = [bar for bar in layout.bars(stream) if bar.end > bar.start]
             found = labels(layout, bars, TEXT)
             self._bars(lane, gaps)
             self._bars(lane, bars)

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
-from yafsdp_fn.timeline.spans import Span, Spans, are_timelines, kind
+from yafsdp_fn.timeline.spans import Span, Spans, kind
 
 STEP = 0.125  # of times, in microseconds
 
 
-def save(timeline: Spans, path: str | Path, beside: Spans | None = None) -> None:
-    """Writes the JSON of `timeline`, and of `beside` as a process of its own."""
-    both = [timeline] if beside is None else [timeline, beside]
-    are_timelines("perfetto(beside=)", *both)
-    Path(path).write_text(json.dumps(document(both)))
+def save(timelines: Sequence[Spans], path: str | Path) -> None:
+    """Writes the JSON of `timelines`, each as processes of its own."""
+    Path(path).write_text(json.dumps(document(timelines)))
 
 
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:

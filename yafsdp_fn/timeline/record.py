@@ -150,7 +150,15 @@ def _cuda_mark() -> Any:
 
 
 class Recording:
-    """The steps that ran on sharded states inside a `record` block. Steps that raised are not among them."""
+    """The steps that ran on sharded states inside a `record` block. Steps that raised are not among them.
+
+    >>> step = ya.train_step(loss_fn, tx)
+    >>> with ya.timeline.record() as recording:
+    ...     for _ in range(2):
+    ...         state, _ = step(state, batch)
+    >>> [timeline.measured for timeline in recording.timelines]
+    [True, True]
+    """
 
     def __init__(self) -> None:
         self.steps: list[Recorder] = []
@@ -194,6 +202,13 @@ def record() -> Iterator[Recording]:
     Recordings nest: the outer one has the steps of the inner one, too. Steps are recorded of the thread that is in the
     block; a thread that it starts records only what it runs in a copy of the block's context:
     `Thread(target=contextvars.copy_context().run, args=(train,))`.
+
+    >>> step = ya.train_step(loss_fn, tx)
+    >>> state, _ = step(state, batch)                          # on demand; the program runs from the second step on
+    >>> with ya.timeline.record() as recording:
+    ...     state, _ = step(state, batch)
+    >>> recording.timeline().on("compute")[0].op
+    Forward(visit=0, slots=(2,), keep=True, microbatch=0, carry_slot=None, early=(), takes=(), gives=())
     """
     recording = Recording()
     token = RECORDINGS.set((*RECORDINGS.get(), recording))

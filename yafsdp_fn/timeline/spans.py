@@ -31,10 +31,15 @@ class Inside(NamedTuple):
 class Span(NamedTuple):
     """One op of the step, in seconds since the step began.
 
-    number: place of the op in issue order, stage by stage; stream: one of `schedules.ops.STREAMS`; cause: number of the
-    span whose end let this one begin, the last of those it had to wait for (the one before it on its stream among
-    them); None where it began with the step, or nobody knows; stage: of those that the timeline shows
+    number: place of the op in issue order, stage by stage; stream: one of `schedules.ops.STREAMS`
+    cause: number of the span whose end let this one begin, the last of those it had to wait for (the one before it on
+        its stream among them); None where it began with the step, or nobody knows
+    stage: of those that the timeline shows
     inside: collectives in the block of a compute
+
+    >>> span = ya.planner.simulate(program, "a100-80g").spans[0]
+    >>> span.number, span.stream, span.op, span.seconds > 0
+    (0, 'gather', Gather(units=(0,), slots=(2,), source='shard'), True)
     """
 
     number: int
@@ -70,6 +75,10 @@ class Idle(NamedTuple):
     why: the kind of the op of another stream that ended it. `host`: the step's Python between two ops that nothing else
         kept apart; `end`: after the stream's last op; `overhead`: the same, where a prediction says that no op explains
         it; of a stage also `fill` and `drain`
+
+    >>> idle = ya.planner.simulate(program, "a100-80g").idle("compute")[0]
+    >>> idle.why, idle.start                                   # the first compute waits for its weights
+    ('gather', 0.0)
     """
 
     stream: str

@@ -58,7 +58,14 @@ def _time(value: Any, where: str) -> float:
 
 
 class Timeline(Spans):
-    """One step: see `Spans` for what it holds."""
+    """One step: see `Spans` for what it holds.
+
+    >>> timeline = ya.planner.simulate(program, "a100-80g", title="two A100s")
+    >>> timeline.title, timeline.streams
+    ('two A100s', ('gather', 'compute', 'reduce'))
+    >>> ya.timeline.Timeline.from_json(timeline.to_json()) == timeline
+    True
+    """
 
     def __str__(self) -> str:
         return text.render(self)
@@ -80,8 +87,7 @@ class Timeline(Spans):
         self._draw(path, beside)
 
     def _draw(self, path: str | Path | io.BytesIO, beside: "Timeline | None") -> None:
-        both = [self] if beside is None else [self, beside]
-        are_timelines("save(beside=)", *both)
+        both = self._with("save", beside)
         if max(each.stage_count for each in both) > 1:
             stages_draw.save(both, path)
         else:
@@ -90,7 +96,12 @@ class Timeline(Spans):
     def perfetto(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Writes it as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage, and those
         of `beside`."""
-        perfetto.save(self, path, beside)
+        perfetto.save(self._with("perfetto", beside), path)
+
+    def _with(self, what: str, beside: "Timeline | None") -> "list[Timeline]":
+        both = [self] if beside is None else [self, beside]
+        are_timelines(f"{what}(beside=)", *both)
+        return both
 
     def to_json(self) -> str:
         """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.

@@ -10,7 +10,7 @@ import signal
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -220,6 +220,60 @@ def asked_by_jacfwd() -> bool:
         if by_jacfwd and callee.f_locals.get("level") == level:
             return True
     return False
+
+
+class FsdpGroup(NamedTuple):
+    """The settings of a parameter group of FSDP2. parameters: full names; reshard: after forward, or by how many ranks
+    it is kept then; forward, backward: other groups, by number, that it is told to prefetch."""
+
+    parameters: frozenset[str]
+    reshard: bool | int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+
+def fsdp_groups(module: Any) -> list[FsdpGroup]:
+    """Returns the groups of a module that `fully_shard` was applied to: no public method tells its settings. Raises
+    TypeError for one that it was not applied to."""
+    from torch.distributed.fsdp import FSDPModule  # brings much along
+
+    names = {id(each): name for name, each in module.named_modules()}
+    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)}
+    if not states:
+        raise TypeError(f"fsdp2({type(module).__name__}): expected a module that fully_shard was applied to")
+    each: list[tuple[Any, Any]] = []
+    for state in states.values():  # an older one has one group, None where it has no parameters
+        several = getattr(state, "_fsdp_param_groups", None)
+        of = [state._fsdp_param_group] if several is None else several
+        each += [(state, group) for group in of if group is not None]
+    numbers: dict[int, list[int]] = {id(state): [] for state in states.values()}
+    for number, (state, _) in enumerate(each):
+        numbers[id(state)].append(number)
+    found: list[FsdpGroup] = []
+    for state, group in each:
+        infos = [param._module_info for param in group.fsdp_params]
+        places = [(info.module, info.param_name) for info in infos]
+        places += [at for i in infos for at in zip(i.shared_modules, i.shared_param_names, strict=True)]
+        parameters = frozenset(f"{names[id(of)]}.{name}".removeprefix(".") for of, name in places)
+        # what it does by default, it finds out in the first forward: a root keeps its weights
+        root = (
+            state._auto_reshard_after_forward and isinstance(module, FSDPModule) and state is module._get_fsdp_state()
+        )
+        after = None if root else group.post_forward_mesh_info
+        reshard = after.shard_mesh_size if after is not None and after is not group.mesh_info else after is not None
+        lists = state._states_to_forward_prefetch, state._states_to_backward_prefetch
+        ahead = [tuple(n for other in states for n in numbers.get(id(other), ())) for states in lists]
+        found.append(FsdpGroup(parameters, reshard, *ahead))
+    return found
+
+
+def pipeline_rows(name: str, ranks: int, microbatches: int, per_rank: int) -> list[list[Any]]:
+    """Returns the rows of actions, without communication, of a class of torch.distributed.pipelining, by the name that
+    torch gives it: the classes write them only for stages that exist. Raises ValueError for another name."""
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    rows: list[list[Any]] = get_schedule_ops(name, ranks, microbatches, per_rank)
+    return rows
 
 
 # ---- torch.compile

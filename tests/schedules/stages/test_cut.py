@@ -85,6 +85,33 @@ def test_any_order_of_visits() -> None:
         verify(gpipe(zero2())(whole))
 
 
+def test_segments_begin_at_units_by_name() -> None:
+    """By hand: uneven, a unit that two segments use, and two segments on each stage."""
+    trace = step([[0], [1], [2], [3], [4], [0]])
+    for at, options, segments in (
+        (["u3"], {"stages": 2}, ((0, 3), (3, 6))),
+        (["u4"], {"stages": 2}, ((0, 4), (4, 6))),
+        (["u1", "u2", "u4"], {"stages": 2, "per_stage": 2, "shape": "v"}, ((0, 1), (1, 2), (2, 4), (4, 6))),
+    ):
+        assignment = assign(trace, at=at, **options)  # type: ignore[arg-type]
+        whole = cut(trace, assignment)
+        assert whole.split is not None and whole.split.segments == segments
+        assert assignment.units[0] == ((0, len(segments) - 1))
+        assert assignment.homes == (assign(trace, **options).homes)  # type: ignore[arg-type]
+    units = r"visited are u0, u1, u2, u3, u4"
+    for wrong, told in (
+        ([], r"at=\[\] begins at visits \[\]: expected 1 units, one for each of 2 segments but the first"),
+        (["u1", "u2"], r"begins at visits \[1, 2\]: expected 1 units"),
+        (["u0"], r"begins at visits \[0\]: expected 1 units"),
+        (["u9"], rf"expected a list of names of units, got u9; {units}"),
+        ("u1", rf"expected a list of names of units, got 'u1'; {units}"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            assign(trace, 2, at=wrong)
+    with pytest.raises(ValueError, match=r"begins at visits \[3, 1\]: expected 2 units"):
+        assign(trace, 3, at=["u3", "u1"])
+
+
 def test_what_no_visit_uses_is_where_the_assignment_has_it() -> None:
     trace = step([[0], [2]])  # and unit 1
     homes = (0, 1)

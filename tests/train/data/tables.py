@@ -1,15 +1,17 @@
-"""Small datasets on the disk, and what is read of them."""
+"""Small datasets on the disk, and what is read of them, also by several ranks."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pandas
+import torch
 
-from train.data.rows import Row
+from train.data.rows import Place, Position, Reader, Row, Rows, batches
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
@@ -57,3 +59,30 @@ def parquet(folder: Path, found: Sequence[str], files: int = 3) -> str:
     for k in range(files):
         pandas.DataFrame({"text": found[k::files]}).to_parquet(folder / f"part-{k}.parquet", row_group_size=7)
     return f"{folder}/part-*.parquet"
+
+
+def lists(row: Row) -> dict[str, list[int]]:
+    return {name: tensor.tolist() for name, tensor in row.items()}
+
+
+def rows_of(
+    one: Rows, position: Position, ranks: int, size: int, steps: int, read_ahead: bool
+) -> tuple[list[Row], Position]:
+    """What `ranks` ranks read together in so many steps, in order, and the position behind."""
+    parts: list[list[Row]] = []
+    positions = []
+    for rank in range(ranks):
+        place = Place(rank, ranks, torch.device("cpu"))
+        if read_ahead:  # two batches further, which are lost
+            with Reader(one, position, size, place, seed=3) as reader:
+                found = [reader.next() for _ in range(steps)]
+                positions.append(reader.position)
+        else:
+            some = list(islice(batches(one, position, size, place, seed=3), steps))
+            found = [batch for batch, _ in some]
+            positions.append(some[-1][1])
+        parts.append([{key: batch[key][i] for key in batch} for batch in found for i in range(size)])
+    assert all(each == positions[0] for each in positions)
+    step = ranks * size
+    rows = [parts[i % step // size][i // step * size + i % size] for i in range(steps * step)]
+    return rows, json.loads(json.dumps(positions[0]))

@@ -166,6 +166,16 @@ def test_each_conversation_is_learnt_once_also_one_of_three_and_a_half_rows(tmp_
     assert again.fingerprint() == rows.fingerprint() != other.fingerprint()
 
 
+def test_pieces_of_a_template_are_those_of_the_whole_conversation(learnt: Pretrained, tmp_path: Path) -> None:
+    chat = chat_of(learnt)
+    found = [TALK * 3, TALK, pair("One?", "Two. " * 30), TALK[1:3]]
+    for seq_len in (16, 41, 1000):
+        rows = Conversations.of("text", [Said(found)], learnt, chat, seq_len, tmp_path)
+        expected = [piece for messages in found for piece in plain(chat.encode(messages), seq_len)]
+        assert sorted(taken_apart(rows)) == sorted(expected)
+    assert len(list(tmp_path.glob("*/facts.json"))) == 4, "tokens once, and rows of each length"
+
+
 def test_conversations_come_one_by_one_and_no_more_are_held(tmp_path: Path) -> None:
     """A data set that does not fit into memory: of a thousand conversations of 64 KiB, few are there at once, and what
     is allocated at the most does not grow with their number."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.train.data.tables import jsonl, packed_by_hand, parquet, text_of, texts
+from tests.train.data.tables import jsonl, lists, packed_by_hand, parquet, rows_of, text_of, texts
 from train.config import ConfigError
 from train.data.documents import Table, TextFiles
-from train.data.rows import Place, Position, Reader, Row, batches
+from train.data.rows import Row
 from train.data.store import Packed, Packing, tokenised
 from train.data.stream import Stream
 from train.data.tokenizer import Bytes
@@ -26,10 +24,6 @@ def text_files(folder: Path, found: list[str]) -> TextFiles:
         paths.append(folder / f"{index:03}.txt")
         paths[-1].write_text(text)
     return TextFiles(tuple(paths))
-
-
-def lists(row: Row) -> dict[str, list[int]]:
-    return {name: tensor.tolist() for name, tensor in row.items()}
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 8, 50])
@@ -81,29 +75,6 @@ def test_an_unshuffled_stream_has_the_rows_of_the_store(tmp_path: Path, packing:
     cursor = one.cursor(0, seed=0)
     got = [lists(row) for row in islice(iter(cursor.next, None), stored.count)]
     assert got == [lists(stored.row(i)) for i in range(stored.count)]
-
-
-def rows_of(
-    one: Stream, position: Position, ranks: int, size: int, steps: int, read_ahead: bool
-) -> tuple[list[Row], Position]:
-    """What `ranks` ranks read together in so many steps, in order, and the position behind."""
-    parts: list[list[Row]] = []
-    positions = []
-    for rank in range(ranks):
-        place = Place(rank, ranks, torch.device("cpu"))
-        if read_ahead:  # two batches further, which are lost
-            with Reader(one, position, size, place, seed=3) as reader:
-                found = [reader.next() for _ in range(steps)]
-                positions.append(reader.position)
-        else:
-            some = list(islice(batches(one, position, size, place, seed=3), steps))
-            found = [batch for batch, _ in some]
-            positions.append(some[-1][1])
-        parts.append([{key: batch[key][i] for key in batch} for batch in found for i in range(size)])
-    assert all(each == positions[0] for each in positions)
-    step = ranks * size
-    rows = [parts[i % step // size][i // step * size + i % size] for i in range(steps * step)]
-    return rows, json.loads(json.dumps(positions[0]))
 
 
 @pytest.mark.parametrize("packing", ["documents", "stream"])

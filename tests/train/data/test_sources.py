@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,65 +39,6 @@ def epoch(rows: Rows) -> set[str]:
 
 def stop() -> bool:
     raise StopIteration
-
-
-def megatrons(prefix: Path, found: list[list[int]], kind: Any = np.uint16, code: int = 8, cut: int = 1) -> None:
-    """Writes a store by the published format. cut: sequences that a document is in"""
-    parts = [part for tokens in found for part in np.array_split(np.asarray(tokens, kind), cut)]
-    lengths = np.asarray([len(part) for part in parts], np.int32)
-    offsets = np.asarray([0, *np.cumsum(lengths)[:-1]], np.int64) * np.dtype(kind).itemsize
-    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(parts), len(found) + 1)
-    bounds = np.arange(0, len(parts) + 1, cut, dtype=np.int64)
-    prefix.with_suffix(".idx").write_bytes(head + lengths.tobytes() + offsets.tobytes() + bounds.tobytes())
-    prefix.with_suffix(".bin").write_bytes(b"".join(part.tobytes() for part in parts))
-
-
-@pytest.mark.parametrize(("kind", "code", "cut"), [(np.uint16, 8, 1), (np.int32, 4, 2), (np.uint8, 1, 3)])
-def test_megatrons_stores(tmp_path: Path, kind: Any, code: int, cut: int) -> None:
-    """Rows of a store are those of the same documents as text; the last documents are held out."""
-    found = texts(20)
-    prefix = tmp_path / "part_text_document"
-    megatrons(prefix, [[*text.encode(), 0] for text in found], kind, code, cut)
-    (tmp_path / "a.txt").write_text("\n".join(found[:15]))
-    training, heldout = opened(tmp_path, stores=(str(prefix),), heldout_fraction=0.25, packing="documents")
-    same, _ = opened(tmp_path, datasets=(str(tmp_path / "a.txt"),), heldout_fraction=0.0, packing="documents")
-    assert isinstance(training, Indexed) and isinstance(same, Indexed) and isinstance(heldout, Indexed)
-    assert training.count == same.count and heldout.count
-    for at in range(training.count):
-        own, other = training.row(at), same.row(at)
-        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
-    first = heldout.row(0)["tokens"].tolist()
-    assert bytes(first) == found[15].encode()[: len(first)]
-    assert training.fingerprint() != heldout.fingerprint()
-    mixed, _ = opened(tmp_path, stores=(str(prefix),), datasets=(str(tmp_path / "a.txt"),), weights=(1, 3))
-    assert isinstance(mixed, Mixed)
-
-
-def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
-    prefix = tmp_path / "part"
-    good = [[1, 2, 0], [3, 0]]
-    megatrons(prefix, good)
-    index, content = prefix.with_suffix(".idx").read_bytes(), prefix.with_suffix(".bin").read_bytes()
-    for written, message in (
-        ((b"TNTIDX" + index[6:], content), "begins with"),
-        ((index[:9] + b"\x02" + index[10:], content), "version 2"),
-        ((index[:-8], content), "one after the other"),
-        ((index[:-8] + index[-16:-8], content), "rising from 0"),
-        ((index[:34] + b"\x04" + index[35:], content), "one after the other"),
-        ((index, content[:-2]), "has 8 bytes, of another number"),
-    ):
-        for suffix, data in zip((".idx", ".bin"), written, strict=True):
-            prefix.with_suffix(suffix).write_bytes(data)
-        with pytest.raises(ConfigError, match=message):
-            opened(tmp_path, stores=(str(prefix),))
-    for bad in ([[1, 2], [3, 0]], [[1, 256, 0], [3, 0]]):
-        megatrons(prefix, bad)
-        with pytest.raises(ConfigError, match=r"below 256, and documents that end with 0, .* --append-eod"):
-            opened(tmp_path, stores=(str(prefix),))
-    with pytest.raises(ConfigError, match=r"none\.idx"):
-        opened(tmp_path, stores=(str(tmp_path / "none"),))
-    with pytest.raises(ConfigError, match="there is no text"):
-        opened(tmp_path, stores=(str(prefix),), heldout_files=("a.txt",))
 
 
 def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:

@@ -96,6 +96,12 @@ def emulate(cluster: str | Cluster, ranks: int = 64, rank: int = 0, *, move_byte
         real; needs CUDA and triton. On the CPU only the contents are copied
 
     Raises RuntimeError if there is a process group already, ValueError for a rank outside the ranks.
+
+    >>> def rank_3_of_64():
+    ...     with ya.planner.emulate("a100-80g", ranks=64, rank=3):
+    ...         return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    >>> ya.launch(rank_3_of_64, ranks=1)                       # in a process of its own
+    [(3, 64)]
     """
     where = named(cluster)
     if ranks < 1 or not 0 <= rank < ranks:

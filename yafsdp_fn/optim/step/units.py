@@ -77,12 +77,23 @@ def analysis(tx: Any, state: State = None) -> Analysis:
 
 
 def needs_norm(tx: Any) -> bool:
-    """Returns whether a step needs `grad_norm`: the first thing `tx` does is clip by it."""
+    """Returns whether a step needs `grad_norm`: the first thing `tx` does is clip by it.
+
+    >>> clipped = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), tx)
+    >>> ya.optim.needs_norm(clipped), ya.optim.needs_norm(tx)
+    (True, False)
+    """
     return bool(analysis(tx).clips)
 
 
 def why_not_unitwise(tx: Any) -> str | None:
-    """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can."""
+    """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can.
+
+    >>> ya.optim.why_not_unitwise(tx) is None
+    True
+    >>> ya.optim.why_not_unitwise(ya.optim.add_noise(0.01, 0.55, key=0))
+    'add_noise depends on where an element lies: it needs all units at once'
+    """
     return analysis(tx).whole
 
 
@@ -113,6 +124,11 @@ def parts_of(tx: Any, params: Tree) -> dict[int, int]:
     them.
 
     Units that are not named have one part.
+
+    >>> ya.optim.parts_of(tx, state.params)                    # adamw: one part each
+    {}
+    >>> ya.optim.parts_of(ya.optim.muon(0.02), state.params)   # layers: momentum, whole matrices, the step
+    {2: 3, 3: 3, 4: 3, 5: 3}
     """
     found: dict[int, int] = {}
     _, lanes, whole = analysis(tx)
@@ -168,6 +184,11 @@ class UnitSteps:
     Bits do not depend on how units are grouped, for every transformation of this package. The same holds for a foreign
     one if its operations round every element alike, wherever in a tensor it lies: of torch's on the CPU, `pow`,
     `sigmoid` and the like do not, in the last place.
+
+    >>> steps = ya.optim.UnitSteps(tx, w, g, tx.init(w))
+    >>> steps.run()
+    >>> w
+    tensor([ 0.9900, -1.9900])
     """
 
     def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
@@ -352,7 +373,14 @@ def step_(
     copies: Tree | None = None,
 ) -> State:
     """Takes one full step of `UnitSteps`, on trees that nobody keeps: updates `params` and `opt_state` in place, and
-    returns the latter."""
+    returns the latter.
+
+    The arguments are those of `UnitSteps` and its `run`.
+
+    >>> opt_state = ya.optim.step_(ya.optim.sgd(0.1), w, g, ya.optim.sgd(0.1).init(w))
+    >>> w                                                      # written in place
+    tensor([ 0.7000, -1.6000])
+    """
     steps = UnitSteps(tx, params, grads, opt_state, copies)
     steps.run(scale=scale, found_inf=found_inf, grad_norm=grad_norm, on_write=on_write)
     return steps.finish(found_inf)

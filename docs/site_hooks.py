@@ -1,10 +1,12 @@
 """What `make site` adds to mkdocs: pages of files beside docs/, and the library's docstrings as Markdown.
 
-README.md, CONTRIBUTING.md, ...   a page each, README the first one; links are those that work on GitHub, rewritten
-a linked *.py, *.ipynb, ...       a page with its source, or its cells
-::: ya.scan                       mkdocstrings' directive for where that name is defined
-"shape: ..." in a docstring       an entry of a list; ">>> ..." a block of code
-`ya.scan(...)` in prose           leads to its entry of the reference
+    README.md, CONTRIBUTING.md, ...   a page each, README the first
+    a linked *.py or *.ipynb          a page with its source, or its cells
+    ::: ya.scan                       mkdocstrings' directive for where that name is defined
+    "shape: ..." in a docstring       an entry of a list; ">>> ..." a block of code
+    `ya.scan(...)` in prose           a link to its entry of the reference
+
+Links are written as GitHub needs them, and rewritten here.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import posixpath
 import re
 from base64 import b64decode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)(?=[)#])")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.S | re.M)
 DIRECTIVE = re.compile(r"^::: (ya\.[\w.]+)$", re.M)
 NAMED = re.compile(r"<(?:a|pre|h\d)\b.*?</(?:a|pre|h\d)>|<code>(ya\.[\w.]+)[^<]*</code>", re.S)
+PICTURE = re.compile(r'(?<=<p>)<img ([^>]*?)src="([^"]+)"([^>]*)>')
 LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".toml": "toml"}
 
 
@@ -86,7 +90,9 @@ def contents(path: str, page: str) -> dict[str, str | bytes]:
     if path.endswith(".md"):
         return {page: text}
     if not path.endswith(".ipynb"):
-        return {page: f"# {Path(path).name}\n\n`{path}`\n\n````{LANGUAGES.get(Path(path).suffix, '')}\n{text}````\n"}
+        about, code = described(text) if path.endswith(".py") else ("", text)
+        block = f"````{LANGUAGES.get(Path(path).suffix, '')}\n{code}````"
+        return {page: f"# {Path(path).name}\n\n{about}\n\n`{path}`:\n\n{block}\n"}
     cells: list[str] = []
     pictures: dict[str, str | bytes] = {}
     for cell in json.loads(text)["cells"]:
@@ -102,21 +108,37 @@ def contents(path: str, page: str) -> dict[str, str | bytes]:
     return {page: "\n\n".join(cells), **pictures}
 
 
+def described(text: str) -> tuple[str, str]:
+    """Returns the docstring of a script, as Markdown, and the code below it."""
+    tree = ast.parse(text)
+    lines = text.splitlines(keepends=True)[(tree.body[0].end_lineno or 0) if ast.get_docstring(tree) else 0 :]
+    return markdown_of(ast.get_docstring(tree) or ""), "".join(lines).lstrip("\n")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     path = config.extra["paths"][page.file.src_uri]
     if path == "README.md":
         page.meta["hide"] = ["navigation"]  # it has no neighbours, and wide code
+    elif not path.endswith((".md", ".ipynb")):
+        page.meta["hide"] = ["navigation", "toc"]
+    elif path.startswith("docs/api/"):
+        page.meta["search"] = {"boost": 4}  # a name's own entry before all that mention it
     text = rewritten(markdown, path)
     return DIRECTIVE.sub(directive, text)
 
 
 @functools.cache
 def definitions(package: str) -> dict[str, str]:
-    """Returns where the names that a package imports from elsewhere are defined: name -> dotted path."""
+    """Returns where the names of a package are defined that it imports, at once or late: name -> dotted path."""
     file = ROOT / package.replace(".", "/") / "__init__.py"
-    tree = ast.parse(file.read_text() if file.is_file() else "")
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    found: dict[str, str] = {}
+    for node in ast.walk(ast.parse(file.read_text() if file.is_file() else "")):
+        match node:
+            case ast.ImportFrom(module=str(module), names=names):
+                found |= {alias.name: f"{module}.{alias.name}" for alias in names}
+            case ast.Assign(targets=[ast.Name("_LATE")]):
+                found |= {name: f"{module}.{name}" for name, module in ast.literal_eval(node.value).items()}
+    return found
 
 
 def defined(path: str) -> str:
@@ -141,7 +163,8 @@ def reference() -> dict[str, str]:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Makes links of public names in prose, outside of code blocks, headings and links."""
+    """Makes links of public names in prose, outside of code blocks, headings and links; and of pictures, to themselves:
+    timelines are wide."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1] or ""
@@ -152,28 +175,47 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         to = posixpath.relpath(reference()[name], posixpath.dirname(page.file.dest_uri) or ".")
         return f'<a href="{to}#{name}">{match[0]}</a>'
 
-    return NAMED.sub(link, html)
+    return PICTURE.sub(r'<a href="\2"><img loading="lazy" \1src="\2"\3></a>', NAMED.sub(link, html))
 
 
-FIELDS = re.compile(r"^(\w+(?:, \w+)*): ", re.M)
+FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.M)
 
 
 class Fields(griffe.Extension):
-    """Docstrings as Markdown: paragraphs of "shape: ..." become lists, and examples code."""
+    """Docstrings as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
             text = re.sub(r"\bdocs/(\w+)\.md", r"[docs/\1.md](../\1.md)", obj.docstring.value)
-            obj.docstring.value = "\n\n".join(map(paragraph, text.split("\n\n")))
+            if isinstance(obj, griffe.Function):
+                names = [each.name for each in obj.parameters]
+            else:
+                names = [name for name, each in obj.members.items() if not each.is_alias and each.is_attribute]
+            obj.docstring.value = markdown_of(text, names)
+
+
+def markdown_of(docstring: str, names: Sequence[str] = ()) -> str:
+    """Returns a docstring as Markdown. names: of its arguments or fields, which begin entries also within a line"""
+    if names:
+        entry = rf"(?=(?:{'|'.join(names)})(?:, (?:{'|'.join(names)}))*: )"
+        docstring = re.sub(rf"(?:;|(?<=\.))[ \n]\s*{entry}", "\n", docstring)
+    return "\n\n".join(map(paragraph, docstring.split("\n\n")))
 
 
 def paragraph(text: str) -> str:
-    """Returns a paragraph of a docstring as Markdown; lines that begin one lower-case word and a colon are fields."""
+    """Returns a paragraph of a docstring as Markdown: a line that begins with a name and a colon is an entry of
+    a list, to which the indented lines below it belong."""
     if text.startswith(">>>"):
         return f"```pycon\n{text}\n```"
-    lines = text.split("\n")
-    first = next((k for k, line in enumerate(lines) if re.match(r"[a-z_]\w*(, [a-z_]\w*)*: ", line)), len(lines))
-    if first == len(lines) or text.startswith("    "):
+    if text.startswith("    ") or not FIELD.search(text):
         return text
-    fields = FIELDS.sub(lambda match: f"- **{match[1]}**: ", "\n".join(lines[first:]))
-    return "\n".join([*lines[:first], "", fields] if first else [fields])
+    blocks: list[str] = []
+    for line in text.split("\n"):
+        entry, inside = FIELD.match(line), bool(blocks) and blocks[-1].startswith("- ")
+        if entry:
+            line = f"- **{entry[1]}**: {line[entry.end() :]}"
+        if blocks and (line.startswith("    ") if inside else not entry):
+            blocks[-1] += " " + line.strip()
+        else:
+            blocks.append(line)
+    return re.sub(r"^(- .*)\n\n(?=- )", r"\1\n", "\n\n".join(blocks), flags=re.M)

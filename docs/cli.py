@@ -1,0 +1,62 @@
+"""Makes docs/cli.md out of `--help`: `python docs/cli.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+
+from train.__main__ import main
+from train.subcommands import SUBCOMMANDS
+
+PAGE = Path(__file__).with_suffix(".md")
+TOLD = {
+    "clm": "running",
+    "sft": "data",
+    "tokenizer": "data",
+    "report": "running",
+    "sample": "models",
+    "eval": "models",
+    "export": "models",
+    "launch": "running",
+    "plan": "planner",
+    "published": "planner",
+    "predict": "planner",
+    "bench": "benchmarks",
+}
+"""The page that tells how a subcommand is used."""
+TEXT = """# The command line
+
+In a checkout, `python -m train SUBCOMMAND ...`: reference code that trains models of this repository, and looks at
+plans, runs and other libraries. `make train` is `launch clm`, `report` and `sample`.
+
+| subcommand | does | more |
+|---|---|---|
+{rows}
+
+What follows is their `--help`; `python docs/cli.py` makes this page.
+"""
+
+
+def page() -> str:
+    """Returns the page, with the help of every subcommand as a terminal of 100 columns shows it."""
+    os.environ |= {"COLUMNS": "100", "NO_COLOR": "1"}
+    rows = [
+        f"| [{name}](#{name}) | {text} | [{TOLD[name]}.md]({TOLD[name]}.md) |"
+        for name, (_, text) in SUBCOMMANDS.items()
+    ]
+    return TEXT.format(rows="\n".join(rows)) + "".join(
+        f"\n## {name}\n\n```\n{usage(name)}\n```\n" for name in SUBCOMMANDS
+    )
+
+
+def usage(name: str) -> str:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main([name, "--help"])
+    return "\n".join(line.rstrip() for line in said.getvalue().strip().splitlines())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,383 @@
+"""The library behind the page: what it asks, in JSON, and what it is answered. Needs no torch, and runs in a worker.
+
+    open(name, text)      a trace, or a whole program, as `Program.to_json` writes it
+    build(settings)       the program of a builder's options, on a cluster's mesh
+    check(stages)         lists of ops, as they have been edited: the rule that they break, or their time and picture
+    save(stages)          the program as JSON
+
+An op is a string of JSON, `["gather",[1],[0],"shard"]`, in the page and here: equal strings are one op, read once.
+"""
+
+import functools
+import inspect
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
+from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.plan import Plan, read_by
+from yafsdp_fn.planner.simulate import check_costs
+from yafsdp_fn.planner.space import Mesh, Order, arguments, arrangements
+from yafsdp_fn.program.json import NAMES, kinds, typed
+from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Forward, Op, Reduce
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.text import describe
+from yafsdp_fn.program.trace import Trace, chained_order
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.schedules import builders, pipelines
+from yafsdp_fn.timeline import stages_draw
+from yafsdp_fn.timeline.geometry import INSIDE, INSIDE_PART, OTHERWISE, PLAIN, Colour, Layout, Palette
+from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.text import because, idle, reasons, shown
+from yafsdp_fn.timeline.timeline import Timeline
+
+SEGMENTS = {"interleaved": 2, "v_shaped": 2}
+"""Segments of a stage, of orders that take more than one."""
+
+Colours = tuple[list[str], list[str]]
+"""Of weights, and of gradients, by unit."""
+
+ACROSS = 10.0
+"""Inches of a step. Pictures are sent in parts of it, and drawn as wide as the page is."""
+
+
+class Playground:
+    """One page: the traces that it has opened, and the step and the cluster of what it shows."""
+
+    def __init__(self) -> None:
+        self.opened: dict[str, tuple[Program, int]] = {}
+        self.trace: Trace | None = None
+        self.colours: Colours = ([], [])
+        self.rows: dict[tuple[type, Op], list[str]] = {}  # ops of two kinds can be equal as tuples
+        self.cluster: Cluster = named("a100-80g")
+        self.tokens = 0
+
+    def answer(self, method: str, given: str) -> str:
+        """Calls `method` with arguments in JSON; returns its result, or `{"error": ...}`, in JSON."""
+        try:
+            return json.dumps(getattr(self, method)(*json.loads(given)))
+        except (TypeError, ValueError) as error:
+            return json.dumps({"error": str(error)})
+
+    def choices(self) -> dict[str, Any]:
+        """The clusters, the builders with their options, the orders of pipelines, and the fields of each kind of op."""
+        return {
+            "clusters": list(CLUSTERS),
+            "builders": {name: _options(factory) for name, factory in builders.FACTORIES.items()},
+            "orders": list(pipelines.FACTORIES),
+            "ops": {name: [_field(op, field) for field in op._fields] for name, op in NAMES.items()},
+        }
+
+    def open(self, name: str, text: str, tokens: int = 0) -> dict[str, Any]:
+        """Reads a program, or one without ops for its trace. tokens: that a rank reads in a microbatch, 0: unknown"""
+        program = Program.from_json(text)
+        self.opened[name] = program, tokens
+        trace = program.trace
+        return {
+            "mesh": arguments(dict(trace.mesh)),
+            "gpus": trace.ranks * trace.replicas * trace.stages,
+            "microbatches": trace.microbatches,
+            "has ops": any(program.stages),
+        }
+
+    def meshes(self, settings: dict[str, Any]) -> list[str]:
+        """The meshes of so many GPUs that the builder can run on, inside of a stage."""
+        return [arguments(dict(mesh)) for mesh in self._meshes(settings)]
+
+    def _meshes(self, settings: dict[str, Any]) -> list[Mesh]:
+        gpus, stages, name = settings["gpus"], settings["stages"], settings["builder"]
+        if gpus < 1 or stages < 1 or gpus % stages:
+            raise ValueError(f"{stages} stages do not divide {gpus} GPUs")
+        ranks, node = gpus // stages, named(settings["cluster"]).gpus_per_node
+        if ranks > node and ranks % node:
+            raise ValueError(
+                f"{ranks} GPUs do not fill nodes of {node}: take {ranks // node * node} or {-(-ranks // node) * node}"
+            )
+        program, _ = self.opened[settings["trace"]]
+        if program.trace.split is not None:
+            raise ValueError(
+                "the step has been cut into stages already: show it as it was imported, or trace a whole one"
+            )
+        trace = program.trace.on((("shard", ranks),))
+        found = [mesh for of, mesh in arrangements(trace, named(settings["cluster"])) if of == name]
+        if name in ("zero1", "zero2", "zero3"):
+            return [(("shard", ranks),)]
+        if not found:
+            raise ValueError(f"{name} has no mesh of {ranks} GPUs in nodes of {node}; take zero3, or other numbers")
+        return found
+
+    def build(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """What a builder makes of a trace, with its ops; of an opened program with ops, and no builder, these."""
+        program, tokens = self.opened[settings["trace"]]
+        self.cluster = named(settings["cluster"])
+        if settings["builder"] == "":
+            found = program
+        else:
+            trace = self._step(program.trace, settings)
+            factory: Any = builders.FACTORIES[settings["builder"]]
+            schedule = factory(**settings["options"])
+            if settings["stages"] > 1:
+                schedule = pipelines.FACTORIES[settings["order"]](schedule)
+            found = schedule(trace)
+        palette, units = Palette(found.trace), range(len(found.trace.units))
+        light, dark = ([_hex(palette.of(unit, dark)) for unit in units] for dark in (False, True))
+        self.colours = light, dark
+        self.rows = {}
+        self.trace, self.tokens = found.trace, tokens * found.trace.microbatches * read_by(found.trace)
+        return {
+            "stages": [[_text(op) for op in ops] for ops in found.stages],
+            "units": [unit.name for unit in found.trace.units],
+            "visits": [visit.name for visit in found.trace.visits],
+            **self._shown(found),
+        }
+
+    def _step(self, trace: Trace, settings: dict[str, Any]) -> Trace:
+        meshes = self._meshes(settings)
+        mesh = next((each for each in meshes if arguments(dict(each)) == settings.get("mesh")), meshes[0])
+        count = settings["microbatches"]
+        if count < 1:
+            raise ValueError(f"{count} microbatches: expected one or more")
+        if settings["stages"] > 1:
+            order = Order(settings["order"], settings["stages"], SEGMENTS.get(settings["order"], 1), count)
+            return order.whole(trace, (("stage", settings["stages"]), *mesh))
+        return trace.on(mesh)._replace(microbatches=count, order=chained_order(trace.visits, count))
+
+    def check(self, stages: list[list[str]]) -> dict[str, Any]:
+        """The verdict on lists of ops for the step that was built last."""
+        return self._shown(self._program(stages))
+
+    def save(self, stages: list[list[str]]) -> str:
+        """The program as JSON, of version 1, which `Program.from_json` reads."""
+        return self._program(stages).to_json()
+
+    def _program(self, stages: list[list[str]]) -> Program:
+        if self.trace is None:
+            raise ValueError("nothing has been built yet")
+        return Program(self.trace, *[tuple(map(_op, ops)) for ops in stages])
+
+    # ---- what is shown of a program
+
+    def _shown(self, program: Program) -> dict[str, Any]:
+        rows = [[self._row(op, program.trace) for op in ops] for ops in program.stages]
+        try:
+            verify(program)
+        except Refused as refused:
+            return {"rows": rows, "refused": _refusal(refused)}
+        try:
+            check_costs(program.trace)
+            plan = Plan.of(program, self.cluster)._replace(tokens=self.tokens)
+        except ValueError as error:  # it is right, and its time cannot be told
+            return {"rows": rows, "unknown": str(error)}
+        timeline = plan.timeline
+        picture = _of_one(timeline, self.colours) if timeline.stage_count == 1 else _of_stages(timeline)
+        return {"rows": rows, "figures": _figures(plan), "picture": picture}
+
+    def _row(self, op: Any, trace: Trace) -> list[str]:
+        """Stream, words and colour: that of its first layer, grey where it has no unit, or is out of form."""
+        key = type(op), op
+        if key in self.rows:
+            return self.rows[key]
+        try:
+            units = trace.units_of(op)
+        except (AttributeError, IndexError, TypeError):
+            units = ()
+        known = [unit for unit in units if 0 <= unit < len(trace.units)]
+        colour = _hex(PLAIN)
+        if known and (len(units) <= 2 or hasattr(op, "visit")):
+            first = next((unit for unit in known if trace.units[unit].stack is not None), known[0])
+            colour = self.colours[isinstance(op, Backward | Reduce | AllReduce | Fetch)][first]
+        self.rows[key] = [op.stream, describe(op, trace), colour]
+        return self.rows[key]
+
+
+# ---- Ops as strings.
+
+
+@functools.cache
+def _op(text: str) -> Op:
+    """Reads an op. Raises ValueError that names the field that is wrong."""
+    name, *fields = json.loads(text)
+    try:
+        op: Op = typed(NAMES[name], fields)
+    except KeyError:
+        raise ValueError(f"there is no op {name!r}; there are {', '.join(NAMES)}") from None
+    except ValueError as error:
+        raise ValueError(f"{name}{error}") from None
+    return op
+
+
+def _text(op: Op) -> str:
+    return json.dumps([type(op).__name__.lower(), *op], separators=(",", ":"))  # as the page writes it
+
+
+def _hex(colour: Colour | str) -> str:
+    return colour if isinstance(colour, str) else "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+
+
+def _options(factory: Any) -> list[list[Any]]:
+    """`[name, default]` of a builder's options; of one without a default 1."""
+    each = inspect.signature(factory).parameters.values()
+    return [[one.name, 1 if one.default is one.empty else one.default] for one in each]
+
+
+def _field(op: Any, field: str) -> list[Any]:
+    """`[name, how it is edited, default]` of a field: by an example of the values that it takes, or by its choices."""
+    kind = kinds(op)[field]
+    default = op._field_defaults.get(field)
+    if get_origin(kind) is Literal:
+        return [field, list(get_args(kind)), default]
+    how = {int: "number", bool: "truth", int | None: "number or none"}.get(kind, "numbers")
+    return [field, "units" if field == "units" else "visit" if field == "visit" else how, default]
+
+
+def _refusal(refused: Refused) -> dict[str, Any]:
+    """The rule, its sentence, and the lines of the message: what is wrong, and the uses of what two ops want."""
+    sentence = refused.__notes__[0].split(" says: ", 1)[1]
+    head, *uses = str(refused).splitlines()
+    against = next((re.search(r"op (\d+)", use) for use in uses if use.endswith("<- against this")), None)
+    of = {"rule": refused.rule, "op": refused.op, "stage": refused.stage or 0, "against": against and int(against[1])}
+    return {
+        **of,
+        "sentence": sentence,
+        "why": head.split(f"rule {refused.rule!r}: ", 1)[1],
+        "at": head.split(": rule ")[0],
+        "uses": uses,
+    }
+
+
+# ---- Figures and pictures.
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    timeline, memory = plan.timeline, plan.memory
+    wire: dict[str, int] = {}
+    for part in plan.program.parts:  # of a pipeline, the stage that sends most of each kind
+        for name, nbytes in part.wire_bytes().items():
+            wire[name] = max(nbytes, wire.get(name, 0))
+    sent = Counter[int]()
+    for crossing in timeline.crossings:
+        sent[crossing.source] += crossing.nbytes
+    wire["to other stages"] = max(sent.values(), default=0)
+    one = timeline.stage_count == 1
+    waits = (
+        ", ".join(f"{shown(s)} {because(why)}" for why, s in reasons(timeline).most_common(2))
+        if one
+        else idle(timeline)
+    )
+    return {
+        "step_s": plan.step_s,
+        "step": shown(plan.step_s),
+        "tokens_per_s": plan.tokens_per_s,
+        "bound": plan.bound,
+        "headroom": plan.headroom,
+        "busy": timeline.compute_s / plan.step_s if one else 1 - timeline.bubble,
+        "bubble": None if one else timeline.bubble,
+        "idle": waits or "never",
+        "peak": memory.peak_bytes,
+        "budget": plan.budget,
+        "at": memory.at,
+        "memory": [[name.replace("_", " "), nbytes] for name, nbytes in memory.itemised().items() if nbytes],
+        "wire": [[name, nbytes] for name, nbytes in wire.items() if nbytes],
+    }
+
+
+def _of_one(timeline: Timeline, colours: Colours) -> dict[str, Any]:
+    """The picture of one stage: lanes in inches, boxes in parts of the step, as `timeline.geometry` lays them out.
+
+    boxes: `[kind, start, end, top, height, colour, text, op]`. op: its number, None where it is no op
+    """
+    layout = Layout(timeline, ACROSS, timeline.seconds)
+    boxes: list[list[Any]] = []
+
+    def box(
+        kind: str, start: float, end: float, top: float, height: float, colour: Any, text: str, op: int | None
+    ) -> None:
+        boxes.append(
+            [kind, *_parts(start, end, timeline.seconds), round(top, 3), round(height, 3), _hex(colour), text, op]
+        )
+
+    for lane, bars in layout.strips:
+        for bar in bars:
+            box("strip", bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, None)
+    for stream, lane in layout.lanes.items():
+        for bar in layout.idle() if stream == "compute" else []:
+            box("idle", bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, None)
+        for span in timeline.on(stream):
+            bar = layout.bar(span)
+            kind = "again" if bar.hatched else "op"
+            box(kind, bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, span.number)
+        if stream == "compute":
+            low = INSIDE_PART * lane.height
+            for call in timeline.inside:
+                box("inside", call.start, call.end, lane.top + lane.height - low, low, INSIDE, call.name, None)
+    for rows, held, dark in layout.rows:
+        for each in held:
+            lane, text = rows[each.slot], layout.label(each.unit)[0]
+            box("slot", each.start, each.end, lane.top, lane.height, colours[dark][each.unit], text, None)
+            if each.ready > each.start:
+                box("filling", each.start, each.ready, lane.top, lane.height, "", text, None)
+    named = [*layout.lanes.values(), *layout.named, *(lane for lane, _ in layout.strips)]
+    lanes = [[lane.name, round(lane.top, 3), round(lane.height, 3), lane.name in layout.lanes] for lane in named]
+    path = _outlines(timeline, lambda span: (layout.lanes[span.stream].top, layout.lanes[span.stream].height))
+    return _picture(timeline, layout.height, lanes, boxes, path)
+
+
+def _of_stages(timeline: Timeline) -> dict[str, Any]:
+    """The picture of a pipeline: its calls, stage under stage, as `timeline.stages_draw` has them."""
+    used = {span.stream for span in timeline.spans if span.seconds}
+    rows = {name: streams for name, streams in stages_draw.ROWS.items() if used & set(streams)}
+    tall, row = stages_draw.TALL, stages_draw.ROW
+    pitch = tall + row * len(rows) + stages_draw.GAP
+    homes = timeline.trace.split.homes  # type: ignore[union-attr]
+    segments, boxes, lanes = max(map(homes.count, homes)), [], []
+    for stage, own in enumerate(timeline.parts):
+        top = stage * pitch
+        lanes.append([f"stage {stage}", round(top, 3), tall, True])
+        first = {span.start: span.number for span in own.on("compute") if isinstance(span.op, Forward | Backward)}
+        found: list[tuple[str, float, float, float, float, Any, str, int | None]] = []
+        for gap in timeline.idle_of(stage):
+            colour = stages_draw.TINTS.get(gap.why, OTHERWISE)
+            found.append(("idle", gap.start, gap.end, top, tall, colour, because(gap.why), None))
+        for call in stages_draw.calls(timeline, stage):
+            update = call.segment is None
+            shade = PLAIN if update else stages_draw.shade(call.kind, call.segment or 0, segments)
+            text = "update" if update else str(call.microbatch)
+            found.append(("op", call.start, call.end, top, tall, shade, text, first.get(call.start)))
+        for number, (name, streams) in enumerate(rows.items()):
+            for span in (span for stream in streams for span in own.on(stream) if span.seconds):
+                at = top + tall + row * number + 0.01
+                found.append(("thin", span.start, span.end, at, row - 0.01, stages_draw.THIN[name], "", span.number))
+        boxes += [
+            [kind, *_parts(start, end, timeline.seconds), round(at, 3), round(height, 3), _hex(colour), text, op, stage]
+            for kind, start, end, at, height, colour, text, op in found
+        ]
+    path = _outlines(timeline, lambda span: (span.stage * pitch, tall), "compute")
+    return _picture(timeline, pitch * timeline.stage_count, lanes, boxes, path)
+
+
+def _picture(timeline: Timeline, height: float, lanes: Any, boxes: Any, path: Any) -> dict[str, Any]:
+    return {
+        "title": timeline.title,
+        "seconds": timeline.seconds,
+        "height": round(height, 3),
+        "lanes": lanes,
+        "boxes": boxes,
+        "path": path,
+    }
+
+
+def _outlines(timeline: Timeline, row: Any, *streams: str) -> list[list[float]]:
+    """The critical path: `[start, end, top, height]` of what follows each other in one row."""
+    spans: Sequence[Span] = [s for s in timeline.critical_path() if not streams or s.stream in streams]
+    runs: Iterator[tuple[tuple[float, float], list[Span]]]
+    runs = ((at, list(run)) for at, run in itertools.groupby(spans, row))
+    return [[*_parts(run[0].start, run[-1].end, timeline.seconds), *(round(x, 3) for x in at)] for at, run in runs]
+
+
+def _parts(start: float, end: float, seconds: float) -> list[float]:
+    return [round(start / seconds, 6), round(end / seconds, 6)]

@@ -1,0 +1,83 @@
+"""Orders of calls: runs in light and in simulation agree; search keeps within memory and above its bound."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from train.published.bubbles import KEPT, calls_of, published, rows, settings, simulated, split_of, zero_bubble_2
+from yafsdp_fn.planner.orders import Search, evaluate, least
+from yafsdp_fn.schedules import pipelines
+
+ROW = rows()[0]
+ORDERS = {
+    "1f1b": (1, False, pipelines.one_f_one_b_calls),
+    "interleaved": (3, False, pipelines.interleaved_calls),
+    "h1": (1, False, pipelines.zero_bubble_calls),
+    "h2": (1, False, zero_bubble_2),
+    "v": (2, True, pipelines.v_shaped_calls),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_run_of_calls_is_the_simulation_of_their_program(name: str) -> None:
+    per_stage, v, order = ORDERS[name]
+    row = ROW._replace(stages=4, microbatches=9)
+    split = split_of(4, per_stage, v=v) if not v else split_of(4, v=True)
+    calls = calls_of(row, split)
+    run = evaluate(calls, order(split, 9))
+    _, bubble = simulated(calls, split, order(split, 9))
+    assert bubble == pytest.approx(run.bubble(calls), abs=1e-9)
+    for span in (False, True):
+        assert least(calls, max(run.memory), span=span)[0] <= (run.span if span else run.seconds) * (1 + 1e-9)
+
+
+DAILY = rows()[::3]
+
+
+@pytest.mark.parametrize(
+    "row", [row if row in DAILY[:2] else pytest.param(row, marks=pytest.mark.nightly) for row in rows()], ids=str
+)
+def test_the_bubbles_that_the_paper_gives(row: object) -> None:
+    for name, (paper, ours) in published(row).items():  # type: ignore[arg-type]
+        exact = name in ("1F1B", "ZB_H1", "ZB_H2", "ZB_1p")
+        assert ours == pytest.approx(paper, abs=1e-4 if exact else 0.005), name
+
+
+@pytest.mark.parametrize("v", [False, True])
+@pytest.mark.parametrize("memory", [4, 6])
+def test_what_is_found(v: bool, memory: int) -> None:
+    split = split_of(4, v=v)
+    calls = calls_of(ROW._replace(stages=4, microbatches=6), split)
+    start = (pipelines.v_shaped_calls if v else pipelines.zero_bubble_calls)(split, 6)
+    search, lines = Search(calls, memory, starts=[start]), list[float]()
+    assert search.run(400, report=lambda found: lines.append(found.seconds))
+    assert lines == sorted(lines, reverse=True) and (not lines or lines[-1] == search.seconds)
+    run, (program, _) = evaluate(calls, search.rows), simulated(calls, split, search.rows)
+    assert run.seconds == search.seconds <= evaluate(calls, start).seconds
+    assert search.least[0] <= search.seconds and max(run.memory) <= memory * (1 + 1e-6)
+    assert type(program).from_json(program.to_json()) == program
+    same = Search(calls, memory, starts=[start])
+    same.run(150)
+    assert not same.run(10**6, seconds=0.0) or same.done
+    same.run(max(0, 400 - same.moves))
+    assert same.rows == search.rows
+
+
+def test_rows_that_wait_for_each_other() -> None:
+    split = split_of(2)
+    calls = calls_of(ROW._replace(stages=2, microbatches=1), split)
+    good = pipelines.one_f_one_b_calls(split, 1)
+    with pytest.raises(ValueError, match=r"the calls wait for each other: stage . for ever"):
+        evaluate(calls, [good[0][::-1], good[1]])
+
+
+def test_the_orders_that_are_kept() -> None:
+    """Never worse than what is known, and better wherever the bound leaves room."""
+    kept = json.loads(KEPT.read_text())
+    wanted = [(row.model, row.microbatches, memory) for row, memory in settings()]
+    assert [(one["model"], one["microbatches"], one["memory"]) for one in kept] == wanted
+    for one in kept:
+        assert one["bound"] - 1e-4 <= one["found"] <= one["known"], one
+        assert one["found"] < one["known"] or one["known"] - one["bound"] < 1e-3, one

@@ -1,0 +1,76 @@
+"""Programs that were written: proved, no slower than the builder's, above the bound, and the same for a seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.planner.test_bound import ROUNDING
+from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
+from yafsdp_fn.planner import Written, predict_memory, search, simulate
+from yafsdp_fn.planner.space import Point, arrangements
+from yafsdp_fn.planner.synthesize import Draft
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.schedules import verify
+
+
+def test_drafts_of_builders_are_their_programs() -> None:
+    for microbatches in (1, 2):
+        trace = traced(microbatches=microbatches)
+        for builder, mesh in arrangements(trace, SLOW):
+            for options in ({}, {"remat": 2, "prefetch": 2}, {"kept": 3}, {"kept": 2, "defer": True, "remat": 6}):
+                point = Point(builder, mesh)._replace(**options)
+                if builder == "ddp":
+                    point = Point(builder, mesh, remat=point.remat)
+                program = point.program(trace)
+                made = Draft.of(point, program.trace).program(program.trace)
+                assert simulate(made, SLOW).seconds == simulate(program, SLOW).seconds, point
+                assert predict_memory(made).peak_bytes == predict_memory(program).peak_bytes
+                assert made == program or point.kept + 1 > CONFIG.layers, point
+
+
+def written(microbatches: int = 2, moves: int = 60, **options: object) -> Written:
+    trace = traced(microbatches=microbatches)
+    found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)  # type: ignore[arg-type]
+    assert found.written is not None and found.program == found.written.program == found(found.program.trace)
+    assert str(found.written) in str(found)
+    return found.written
+
+
+def expect_right(made: Written) -> None:
+    assert verify(made.program) == Program.from_json(made.program.to_json())
+    assert simulate(made.program, SLOW).seconds == pytest.approx(made.step_s)
+    assert predict_memory(made.program).peak_bytes == made.peak_bytes
+    assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
+
+
+def test_a_step_without_stages() -> None:
+    lines: list[str] = []
+    made = written(report=lines.append)
+    expect_right(made)
+    assert made.step_s < made.builder_s and made.differences and not made.early
+    assert len(lines) >= 1 and all(line.startswith("move ") and "above the bound" in line for line in lines)
+    again = written()
+    assert again.program == made.program and again.moves == made.moves
+    more = made.more(60)
+    expect_right(more)
+    assert more.step_s <= made.step_s and more.moves > made.moves
+    assert made.more(10**6, seconds=0.0).early
+
+
+def test_a_pipeline() -> None:
+    trace = traced(microbatches=4)
+    memory = 4 * needs(trace, Point("zero3", trace.mesh, kept=CONFIG.layers))
+    found = search(trace, FAST, memory=memory, stages=(4,), ranks=4, synthesize=600, moves=600)
+    made = found.written
+    assert made is not None and verify(made.program) == Program.from_json(made.program.to_json())
+    assert made.program == found(found.program.trace)
+    assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
+    assert simulate(made.program, FAST).seconds == pytest.approx(made.step_s)
+    assert found.stages is not None and found.stages.stages == 4
+
+
+def test_z3_finds_nothing_wrong() -> None:
+    pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
+    from tests.schedules.z3_orders import opinion
+
+    assert opinion(written(moves=30).program) is None

@@ -1,0 +1,411 @@
+"""Reads what other libraries have prepared: their stores of tokens, and their pipelines, which make rows on the way.
+
+training, heldout = stored("part.ds", ...)                     # Megatron-LM's, datatrove's
+rows = Pipeline(..., "data.py:rows", ...)                       # grain's, torchdata's
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import re
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from itertools import accumulate
+from operator import length_hint
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from train.config import ConfigError, own_function, require
+from train.data.documents import fingerprint
+from train.data.rows import Cursor, Indexed, Position, Row, count
+from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, digest_of, read
+from train.data.stream import Gathered
+from train.data.tokenizer import Tokenizer
+
+
+def stored(source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, packing: Packing) -> tuple[Indexed, ...]:
+    """`(training, held-out)` rows of a store: PREFIX of PREFIX.bin and PREFIX.idx, FILE.ds, or a folder of such files.
+    Held out is the last `fraction` of each file's documents. Raises ConfigError for files of another form, or for
+    documents that do not end as the tokenizer's do: the first `AT_ONCE` are looked at."""
+    path = Path(source).expanduser()
+    paths = sorted(path.glob("*.ds")) if path.is_dir() else [path]
+    require(bool(paths), f"data.stores: {source} is a folder without files that end in .ds, datatrove's")
+    sides: tuple[list[Packed], list[Packed]] = ([], [])
+    for each in paths:
+        found, made_with = (
+            (_datatroves(each), "an eos_token") if each.suffix == ".ds" else (_megatrons(each), "--append-eod")
+        )
+        some = found.tokens[: found.ends[:AT_ONCE][-1]] if len(found.ends) else found.tokens
+        rising = bool((np.diff(found.ends, prepend=0) > 0).all())
+        require(rising, f"data.stores: {each}: expected documents of a token or more, whose ends rise from above 0")
+        ended = (found.tokens[found.ends[:AT_ONCE] - 1] == tokenizer.end).all()
+        if not ended or (some < 0).any() or (some >= tokenizer.vocab).any():
+            raise ConfigError(
+                f"data.stores: {each}: expected tokens below {tokenizer.vocab}, and documents that end with "
+                f"{tokenizer.end}, as those of data.tokenizer do: name the tokenizer that made them, with {made_with}"
+            )
+        halves = found.halves(round(len(found.ends) * (1 - fraction)))
+        for side, name, half in zip(sides, ("training text", "held-out text"), halves, strict=True):
+            side.append(Packed(name, half, seq_len, packing))
+    return tuple(side[0] if len(side) == 1 else Joined(side[0].name, tuple(side)) for side in sides)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined(Indexed):
+    """The rows of several stores, as of one source."""
+
+    name: str
+    parts: tuple[Packed, ...]
+
+    @cached_property
+    def _firsts(self) -> list[int]:
+        return [0, *accumulate(part.count for part in self.parts)]
+
+    @property
+    def count(self) -> int:
+        return self._firsts[-1]
+
+    def row(self, index: int) -> Row:
+        at = bisect_right(self._firsts, index) - 1
+        return self.parts[at].row(index - self._firsts[at])
+
+    def describe(self) -> str:
+        tokens, documents = (sum(len(getattr(part.store, of)) for part in self.parts) for of in ("tokens", "ends"))
+        return f"{tokens / 1e6:.2f}M tokens in {documents:,} documents, {len(self.parts)} files"
+
+    def fingerprint(self) -> str:
+        return digest_of(*(part.fingerprint() for part in self.parts))
+
+
+# ---- Stores of Megatron-LM (its indexed dataset, version 1):
+#
+#     PREFIX.bin    all sequences, one after the other; a document is one or several
+#     PREFIX.idx    "MMIDIDX", version, dtype, numbers of sequences S and of documents + 1
+#                   int32 [S] lengths, int64 [S] offsets in bytes, int64 [documents + 1] first sequences
+
+MAGIC = b"MMIDIDX\x00\x00"
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def _megatrons(base: Path) -> Store:
+    """The documents in PREFIX.bin and PREFIX.idx, read where they lie."""
+    index, content = (base.with_name(f"{base.name}{suffix}") for suffix in (".idx", ".bin"))
+    try:
+        with open(index, "rb") as stream:
+            head = stream.read(34)
+            if head[:9] != MAGIC or len(head) < 34:
+                raise ValueError(f"expected an index that begins with {MAGIC!r}, got {head[:9]!r}")
+            version, code, sequences, bounds = struct.unpack("<QBQQ", head[9:])
+            if version != 1 or code not in DTYPES or max(sequences, bounds) > index.stat().st_size:
+                raise ValueError(f"it has version {version}, dtype {code}, {sequences} sequences, {bounds} bounds")
+            lengths = np.frombuffer(stream.read(4 * sequences), np.int32)
+            offsets, first = (np.frombuffer(stream.read(8 * n), np.int64) for n in (sequences, bounds))
+        dtype, ends = np.dtype(DTYPES[code]), np.cumsum(lengths, dtype=np.int64)
+        whole = len(lengths) == len(offsets) == sequences and len(first) == bounds
+        if not whole or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize) or (lengths < 0).any():
+            raise ValueError("expected sequences one after the other, each with its length and offset")
+        if not bounds or first[0] != 0 or first[-1] != sequences or (np.diff(first) < 1).any():
+            raise ValueError("expected the first sequence of each document, rising from 0 to the number of sequences")
+        tokens = read(content, dtype)
+        if len(tokens) != (ends[-1] if sequences else 0) or content.stat().st_size % dtype.itemsize:
+            raise ValueError(f"{content} has {content.stat().st_size:,} bytes, of another number of tokens")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.stores: {index}: {error}") from error
+    return Store(tokens, ends[first[1:] - 1], fingerprint(str(base), [index, content]), Notes())
+
+
+# ---- Stores of datatrove (its DocumentTokenizer):
+#
+#     FILE.ds            all documents, one after the other, tokens of 2 or 4 bytes
+#     FILE.ds.index      uint64 [documents]: where each ends, in tokens
+#     FILE.ds.metadata   "TOKENIZER|2", the number of tokens, the same for people; not always there
+#     FILE.ds.loss       a byte a token, where its tokenizer masks some
+
+
+def _datatroves(content: Path) -> Store:
+    """The documents in FILE.ds, read where they lie."""
+    index, about, mask = (content.with_name(f"{content.name}{suffix}") for suffix in (".index", ".metadata", ".loss"))
+    try:
+        size, raw = content.stat().st_size, index.read_bytes()
+        ends = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8").astype(np.int64)
+        if len(raw) % 8:
+            raise ValueError(f"{index}: expected ends of documents, of 8 bytes each, got {len(raw)} bytes")
+        last = int(ends[-1]) if len(ends) else 0
+        width = int(about.read_text().partition("\n")[0].rpartition("|")[2]) if about.exists() else size // max(1, last)
+        if (size and width not in (2, 4)) or size != width * last:
+            raise ValueError(f"it has {size:,} bytes for {last:,} tokens of {width} bytes each: expected 2 or 4")
+        if mask.exists():
+            raise ValueError(f"{mask.name} leaves tokens out of the loss, and rows of text cannot: write it without")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"data.stores: {content}: {error}") from error
+    return Store(read(content, np.dtype(f"<u{width or 2}")), ends, fingerprint(str(content), [index, content]), Notes())
+
+
+# ---- Pipelines of grain and torchdata
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Rows that a pipeline of another library makes, in its order.
+
+        def NAME(*, split, epoch, seed, seq_len):       # split: "training" or "heldout"
+            return a grain MapDataset, IterDataset or DataLoader, or a torchdata StatefulDataLoader or nodes.Loader
+
+    It gives `{"tokens": [S], "targets": [S]}`, with "documents" [S] where packing is `documents`; or several rows at
+    once, [n, S]. Where it ends, the function makes that of the next epoch.
+
+    Every rank runs the whole pipeline and keeps its part of each step, as for streams; of a MapDataset each makes its
+    own rows alone. A position is the pipeline's own state, and means the same on any number of ranks. A pipeline that
+    differs between ranks, since it deals out rows itself, is refused: the first row is part of the fingerprint.
+    """
+
+    name: str
+    source: str
+    """FILE.py:NAME"""
+    split: str
+    seq_len: int
+    packing: Packing
+    vocab: int
+
+    @cached_property
+    def _function(self) -> Callable[..., Any]:
+        return own_function(self.source, "data.pipelines", "one that makes a pipeline of grain or torchdata")
+
+    @property
+    def label(self) -> str:
+        return f"data.pipelines {self.source}, {self.split}"
+
+    def feed(self, epoch: int, seed: int, state: Any) -> Feed:
+        """The pipeline of an epoch, from `state` on, as JSON; None: its beginning."""
+        with self.naming("it cannot be made"):
+            made = self._function(split=self.split, epoch=epoch, seed=seed, seq_len=self.seq_len)
+            require(made is not None, "it is None; for no evaluation, --eval-every 0")
+        with self.naming("it cannot be gone on with from the checkpoint" if state else "it cannot begin"):
+            return feed_of(made, from_json(state))
+
+    @contextlib.contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Errors of somebody's code, by the pipeline's name."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(f"{self.label}: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"{self.label}: {what}: {type(error).__name__}: {error}") from error
+
+    def cursor(self, position: Position, seed: int) -> Cursor:
+        return _Passing(self, *_place(position), seed)
+
+    @cached_property
+    def _known_as(self) -> str:
+        path, _, name = self.source.rpartition(":")
+        first = self.first(1).fingerprint()
+        return digest_of(fingerprint(self.source, [Path(path)]), name, self.split, self.seq_len, self.packing, first)
+
+    def fingerprint(self) -> str:
+        return self._known_as
+
+    def first(self, most: int) -> Gathered:
+        """The first rows, none a second time."""
+        cursor, rows = self.cursor(0, 0), list[Row]()
+        while len(rows) < most and cursor.position["place"][0] == 0:
+            row = cursor.next()
+            assert row is not None, "it was wanted"
+            rows.append(row)
+        return Gathered(self.name, tuple(rows), self.source)
+
+    def require(self, rows: int, why: str) -> None:
+        """Nobody knows how many there are; fewer come again."""
+
+    def describe(self) -> str:
+        return f"rows of {self.source}"
+
+    def rows(self, element: Any) -> list[Row]:
+        """The rows of what the pipeline gave."""
+        names = ("tokens", "targets", *(("documents",) if self.packing == "documents" else ()))
+        if not isinstance(element, Mapping) or set(element) != set(names):
+            there = sorted(map(str, element)) if isinstance(element, Mapping) else type(element).__name__
+            raise ConfigError(
+                f"it gives {there}: expected a dict of {', '.join(names)}, as data.packing is {self.packing}"
+            )
+        given = {name: torch.as_tensor(np.asarray(element[name])) for name in names}
+        # copies: what comes next is asked for before these are used, and may be written into the same arrays
+        found = {name: each.to(torch.int64, copy=True) for name, each in given.items()}
+        tokens, targets = found["tokens"], found["targets"]
+        shapes = {name: tuple(each.shape) for name, each in found.items()}
+        sizes = set(shapes.values())
+        require(
+            len(sizes) == 1 and tokens.ndim in (1, 2) and tokens.shape[-1] == self.seq_len and tokens.numel() > 0,
+            f"it gives {shapes}: expected [{self.seq_len}] each, or [n, {self.seq_len}], as data.seq_len has it",
+        )
+        require(
+            not any(each.is_floating_point() or each.is_complex() for each in given.values()),
+            f"it gives {', '.join(str(each.dtype) for each in given.values())}: expected integers",
+        )
+        wrong = (tokens < 0) | (tokens >= self.vocab) | ((targets < 0) & (targets != -100)) | (targets >= self.vocab)
+        require(
+            not bool(wrong.any()),
+            f"it gives tokens {tokens.min()} to {tokens.max()}, targets {targets.min()} to {targets.max()}: those of "
+            f"data.tokenizer are below {self.vocab}, and -100 is no target",
+        )
+        if self.packing == "documents":
+            steps = torch.diff(found["documents"], prepend=torch.zeros_like(tokens[..., :1]))
+            require(bool(((steps == 0) | (steps == 1)).all()), "its documents are not 0, 1, ... in their order")
+        rows = zip(*(each.reshape(-1, self.seq_len) for each in found.values()), strict=True)
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+class Feed(NamedTuple):
+    """A pipeline under way."""
+
+    next: Callable[[], Any]
+    """Returns what comes next: a row, several, or a function that makes a row. Raises StopIteration at the end."""
+    state: Callable[[], Any]
+    """Returns the state before what comes next."""
+
+
+def feed_of(made: Any, state: Any) -> Feed:
+    """A pipeline of a library that can say where it is, from `state` on."""
+
+    def has(thing: Any, *names: str) -> bool:
+        return all(hasattr(thing, name) for name in names)
+
+    if has(made, "__getitem__", "__len__", "to_iter_dataset"):  # grain's MapDataset: rows have numbers
+        numbers = iter(range(count(state or 0, "the number of rows passed"), len(made)))
+        return Feed(lambda: partial(made.__getitem__, next(numbers)), lambda: len(made) - length_hint(numbers))
+    if has(made, "state_dict", "load_state_dict"):  # torchdata's; a dataset of Hugging Face's, too
+        if state is not None:
+            made.load_state_dict(state)
+        return Feed(iter(made).__next__, made.state_dict)
+    rows = iter(made)
+    if not has(rows, "get_state", "set_state"):  # grain's IterDataset and DataLoader
+        raise ConfigError(
+            f"it is a {type(made).__name__}, which cannot say where it is: expected grain's MapDataset, IterDataset or "
+            "DataLoader, or torchdata's StatefulDataLoader or nodes.Loader"
+        )
+    if state is not None:
+        rows.set_state(state)
+    return Feed(rows.__next__, rows.get_state)
+
+
+class _Passing:
+    """A place in a pipeline: {"place": [epoch, state before what is being passed, rows of it that are passed]}.
+
+    What comes next is asked for before it is wanted: only so is it known whether an epoch has ended, and of a pipeline
+    that has ended libraries do different things.
+    """
+
+    def __init__(self, rows: Pipeline, epoch: int, state: Any, passed: int, seed: int) -> None:
+        self._rows, self._seed = rows, seed
+        self._epoch, self._state, self._passed = epoch, state, passed
+        self._feed: Feed | None = None
+        self._under_way: Sequence[Row | Callable[[], Any]] = ()
+
+    @property
+    def position(self) -> Position:
+        return {"place": [self._epoch, self._state, self._passed]}
+
+    def next(self, wanted: bool = True) -> Row | None:
+        if self._feed is None:
+            self._advance(self._rows.feed(self._epoch, self._seed, self._state), self._passed)
+        row = self._under_way[self._passed]
+        if not isinstance(row, dict):
+            row = self._of_number(row) if wanted else {}
+        self._passed += 1
+        if self._passed == len(self._under_way):
+            assert self._feed is not None
+            with self._rows.naming("it cannot say where it is"):
+                self._state = to_json(self._feed.state())
+            self._advance(self._feed, 0)
+        return row if wanted else None
+
+    def _advance(self, feed: Feed, passed: int) -> None:
+        """Takes what comes next of a pipeline; where it has ended, of that of the next epoch."""
+        while (taken := self._taken(feed)) is None:
+            require(self._state is not None, f"{self._rows.label}: it gives no rows")
+            self._epoch, self._state, passed = self._epoch + 1, None, 0
+            feed = self._rows.feed(self._epoch, self._seed, None)
+        require(passed < len(taken), f"{self._rows.label}: the position is behind the rows that it gives")
+        self._feed, self._under_way, self._passed = feed, taken, passed
+
+    def _taken(self, feed: Feed) -> Sequence[Row | Callable[[], Any]] | None:
+        with self._rows.naming("it fails"):
+            try:
+                element = feed.next()
+            except StopIteration:
+                return None
+            return [element] if callable(element) else self._rows.rows(element)
+
+    def _of_number(self, make: Callable[[], Any]) -> Row:
+        with self._rows.naming("it fails"):
+            found = make()
+            require(found is not None, "its MapDataset leaves rows out: return its .to_iter_dataset()")
+            rows = self._rows.rows(found)
+            require(len(rows) == 1, "its MapDataset has several rows at a number: return its .to_iter_dataset()")
+            return rows[0]
+
+
+def _place(position: Position) -> tuple[int, Any, int]:
+    if type(position) is int and position == 0:
+        return 0, None, 0
+    place = position.get("place") if isinstance(position, dict) and len(position) == 1 else None
+    if not isinstance(place, list) or len(place) != 3:
+        raise ConfigError(f"expected a place of a pipeline, got {position!r:.60}")
+    epoch, state, passed = place
+    return count(epoch, "its epoch"), state, count(passed, "the number of rows passed")
+
+
+ADDRESS = re.compile(r"\S+( object)? at 0x[0-9a-f]+")
+
+
+def to_json(state: Any, where: str = "its state") -> Any:
+    """A pipeline's state as JSON; tensors, arrays, bytes and tuples by their kind. Nothing is pickled: checkpoints come
+    from other people."""
+    if state is None or isinstance(state, bool | int | float | str):
+        # grain's DataLoader keeps the repr of what it reads, and goes on with the same one alone
+        if isinstance(state, str) and (address := ADDRESS.search(state)):
+            raise ConfigError(f"{where} has an address in memory, {address[0]}: give that object a __repr__")
+        return state
+    if isinstance(state, dict) and all(isinstance(key, str) and key[:1] != "#" for key in state):
+        return {key: to_json(each, f"{where}.{key}") for key, each in state.items()}
+    if isinstance(state, list):
+        return [to_json(each, f"{where}[{i}]") for i, each in enumerate(state)]
+    if isinstance(state, tuple):
+        return {"#tuple": to_json(list(state), where)}
+    if isinstance(state, bytes):
+        to_json(state.decode(errors="replace"), where)
+        return {"#bytes": base64.b64encode(state).decode()}
+    if isinstance(state, np.ndarray) and not state.dtype.hasobject:
+        return {"#array": [state.dtype.str, list(state.shape), base64.b64encode(state.tobytes()).decode()]}
+    if isinstance(state, torch.Tensor) and not state.is_complex():
+        kind, raw = str(state.dtype).removeprefix("torch."), state.cpu().flatten().contiguous()
+        content = to_json(raw.view(torch.uint8).numpy() if len(raw) else np.zeros(0, np.uint8))
+        return {"#tensor": [kind, list(state.shape), content]}
+    odd = " with keys that are no text or begin with #" * isinstance(state, dict)
+    raise ConfigError(f"{where} is a {type(state).__name__}{odd}: checkpoints keep JSON, bytes, arrays and tensors")
+
+
+def from_json(kept: Any) -> Any:
+    """Returns what `to_json` was given. Raises errors of many kinds where it was not."""
+    if isinstance(kept, list):
+        return [from_json(each) for each in kept]
+    if not isinstance(kept, dict):
+        return kept
+    match kept:
+        case {"#tuple": values}:
+            return tuple(map(from_json, values))
+        case {"#bytes": text}:
+            return base64.b64decode(text)
+        case {"#array": [kind, shape, content]}:
+            return np.frombuffer(base64.b64decode(content), np.dtype(kind)).reshape(shape).copy()
+        case {"#tensor": [kind, shape, content]}:
+            raw, dtype = torch.from_numpy(from_json(content)), getattr(torch, kind)
+            return (raw.view(dtype) if len(raw) else torch.empty(0, dtype=dtype)).reshape(shape)
+    return {key: from_json(each) for key, each in kept.items()}

@@ -1,0 +1,293 @@
+"""The options of `python -m train plan`, and the step that they describe: traced, on the mesh of a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+import models
+import yafsdp_fn as ya
+from models.parts.axes import NONE, Axes
+from models.parts.config import Shape
+from train.bench import names
+from yafsdp_fn.lab import peers
+from yafsdp_fn.planner import Cluster, trace
+from yafsdp_fn.planner.cluster import cluster, nearest
+from yafsdp_fn.planner.plan import axes
+from yafsdp_fn.schedules import Trace, assign, chained_order, cut, pipelines
+
+Reduce = Literal["fp32", "bf16", "bf16-summed-in-fp32"]
+PRECISIONS: dict[str, ya.Precision] = {
+    "fp32": ya.Precision(compute=torch.bfloat16),
+    "bf16": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
+    "bf16-summed-in-fp32": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
+}
+Factory = Callable[..., ya.schedules.Schedule]
+"""A factory of schedules; takes `remat`."""
+
+YAFSDP = "yafsdp"
+ZERO3 = "zero3"
+SAID_BY_FILE = (
+    *(
+        "model",
+        "seq_len",
+        "batch",
+        "microbatches",
+        "mesh",
+        "ckpt_layers",
+        "schedule",
+        "schedules",
+        "replicate",
+        "search",
+    ),
+    *("reduce", "gpu_hour_price"),
+)
+"""Options of a step that the file of a job has in their place, or nothing to do with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    tensor: int = 1
+    """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a node."""
+    sequence: bool = False
+    """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
+    context: int = 1
+    """Ranks that each sequence is split over."""
+
+    def __post_init__(self) -> None:
+        if min(self.tensor, self.context) < 1 or (self.sequence and self.tensor == 1):
+            raise ValueError(
+                f"--mesh: expected ranks of at least 1, and sequence with two or more of tensor; got {self}"
+            )
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes as `ya.mesh` takes them; those of one rank are left out."""
+        return {name: ranks for name in ("context", "tensor") if (ranks := getattr(self, name)) > 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    model: str = ""
+    """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
+    gpus: int = 0
+    """Ranks. With --torchtitan they may be left out where the file has the number of shards."""
+    torchtitan: Path | None = None
+    """The TOML file of a torchtitan job, in place of a model and all that is said of its step: the program that the job
+    runs, proved and predicted, beside the fastest of this toolkit."""
+    csv: Path | None = None
+    """File to write the order of the fastest pipeline to, for torchtitan's pipeline_parallel_schedule_csv; of a
+    --torchtitan job with stages."""
+    cluster: str = "a100-80g"
+    """a100-80g, h100-80g, h200-141g: nodes of eight GPUs. local: two ranks on two CPU cores."""
+    seq_len: int = 2048
+    """Tokens in a sequence."""
+    batch: int = 1
+    """Sequences per rank, over all its microbatches; ranks of --mesh.tensor and --mesh.context share theirs."""
+    microbatches: int = 1
+    """Parts that a rank's sequences are cut into."""
+    mesh: Inside = Inside()
+    ckpt_layers: int | None = None
+    """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
+    schedule: str = ZERO3
+    """A builder of this toolkit, with options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp. Or
+    yafsdp: ZeRO-3 as YaFSDP runs it, on a100-80g with what nothing explains of its published times."""
+    schedules: tuple[str, ...] = ()
+    """Compare several, as --schedule names them, in one table and one picture. Pipelines too: an order, stages,
+    segments of each, and what a stage does, as one_f_one_b-stages4-zero1 or interleaved-stages4-segments2-zero3. The
+    ranks of a stage read as many more sequences, in as many more microbatches: all are steps of the same tokens."""
+    replicate: int | None = None
+    """Copies of the state, for hsdp. Not given: one per node."""
+    search: bool = False
+    """Find the fastest schedule of this toolkit that fits, instead of --schedule, on the mesh that suits it: also with
+    layers over tensor, and long sequences over context."""
+    synthesize: float = 0.0
+    """Seconds for writing a program that no builder has, from what --search finds."""
+    reduce: Reduce = "fp32"
+    """Dtype of gradients on the wire."""
+    memory_gib: float | None = None
+    """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
+    gpu_hour_price: float = 2.0
+    """Dollars."""
+    timeline: Path | None = Path("plan.png")
+    """File to draw the step to: .png, .svg or .pdf. `None`: nowhere."""
+    perfetto: Path | None = None
+    """File to write the step to as trace events (.json), for https://ui.perfetto.dev."""
+    json: bool = False
+    """One JSON object on stdout, and nothing else."""
+
+    def __post_init__(self) -> None:
+        in_file = SAID_BY_FILE if self.torchtitan is not None else ()
+        if given := [name for name in in_file if getattr(self, name) != getattr(Options, name)]:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"--torchtitan {self.torchtitan}: the file says what the step is; leave out {flags}")
+        if self.csv is not None and self.torchtitan is None:
+            raise ValueError(f"--csv {self.csv}: it is for the stages of a job: give --torchtitan, too")
+        if self.torchtitan is None and self.model not in models.CONFIGS:
+            raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(models.CONFIGS))}")
+        cluster(self.cluster)
+        for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
+            value = getattr(self, name)
+            if value is not None and value < (name != "gpus" or self.torchtitan is None):
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
+        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
+            raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
+        if not 0 <= self.gpu_hour_price < math.inf:
+            raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
+        layers = models.CONFIGS[self.model].layers if self.torchtitan is None else 0
+        if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
+            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
+        if self.synthesize < 0 or (self.synthesize and not self.search):
+            raise ValueError(f"--synthesize {self.synthesize}: expected seconds, with --search")
+        own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
+        if self.search and (own or self.ckpt_layers is not None):
+            raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
+        words = {} if self.schedule == YAFSDP else names.parse(self.schedule, "--schedule")[1]
+        if "remat" in words:
+            raise ValueError(
+                f"--schedule {self.schedule}: instead of -remat, --ckpt-layers {layers} recomputes all layers"
+            )
+        if "chunk" in words and self.ckpt_layers:
+            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
+        if self.schedule == YAFSDP and self.mesh != Inside():
+            raise ValueError("--schedule yafsdp: YaFSDP has no axes inside of layers; leave --mesh out")
+        self._check_schedules()
+        shown = self.schedules or (self.schedule,)
+        if self.replicate is not None and not any("hsdp" in name for name in shown):
+            raise ValueError(f"--replicate is for --schedule hsdp, not {', '.join(shown)}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, over all ranks."""
+        return self.gpus * self.batch * self.seq_len // (self.mesh.tensor * self.mesh.context)
+
+    def _check_schedules(self) -> None:
+        if not self.schedules:
+            return
+        if self.search or self.schedule != ZERO3:
+            raise ValueError("--schedules compares what it names: leave --search and --schedule out")
+        for name in self.schedules:
+            words = names.parse(Pipeline.read(name).sharding, "--schedules")[1]
+            if "remat" in words:
+                raise ValueError(
+                    f"--schedules {name}: instead of -remat, --ckpt-layers recomputes that many layers of each"
+                )
+            if "chunk" in words:
+                raise ValueError(f"--schedules {name}: chunks are other microbatches than those of the others")
+
+
+class Pipeline(NamedTuple):
+    """A schedule by name. order: of calls on stages, with segments on each, "" without stages; sharding: of a stage"""
+
+    order: str
+    stages: int
+    segments: int
+    sharding: str
+
+    @staticmethod
+    def read(name: str) -> Pipeline:
+        """`one_f_one_b-stages4-zero1`, or the name of a schedule without stages. Raises ValueError."""
+        order, *words = name.split("-")
+        if order not in pipelines.FACTORIES:
+            return Pipeline("", 1, 1, name)
+        several = {"interleaved": 2, "v_shaped": 2}
+        numbers = {"stages": 0, "segments": several.get(order, 1)}
+        while words and (found := re.fullmatch("(stages|segments)([0-9]+)", words[0])):
+            numbers[found[1]] = int(found[2])
+            del words[0]
+        if numbers["stages"] < 2 or numbers["segments"] < 1:
+            raise ValueError(f"--schedules {name}: expected two or more stages, as {order}-stages4-zero1")
+        return Pipeline(order, numbers["stages"], numbers["segments"], "-".join(words) or "zero2")
+
+    def factory(self, inside: Factory) -> Factory:
+        """The factory of the pipeline. inside: that of what a stage does"""
+        return lambda remat: pipelines.FACTORIES[self.order](inside(remat=remat))
+
+    def cut(self, trace: Trace) -> Trace:
+        """The step on stages. trace: on the ranks of one of them"""
+        parts, shape = trace.microbatches * self.stages, "v" if self.order == "v_shaped" else "loop"
+        moved = trace.on((("stage", self.stages), *trace.mesh))
+        moved = moved._replace(microbatches=parts, order=chained_order(moved.visits, parts))
+        return cut(moved, assign(moved, self.stages, per_stage=self.segments, shape=shape))  # type: ignore[arg-type]
+
+
+# ---- The step, traced.
+
+
+def schedule_of(options: Options, config: Shape, where: Cluster, name: str) -> tuple[Trace, Factory]:
+    """The trace on the mesh of the schedule called `name`, and its factory."""
+    if name == YAFSDP:
+        return traced(options, config, axes(options.gpus)), peers.yafsdp
+    stages = Pipeline.read(name)
+    if options.gpus % stages.stages:
+        raise ValueError(f"--schedules {name}: {options.gpus} GPUs are not a multiple of {stages.stages} stages")
+    builder, words = names.parse(stages.sharding)
+    of, ranks = options.mesh, options.gpus // stages.stages
+    mesh = axes(ranks, **_mesh(builder, ranks, options, where), **of.inside)
+    over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
+    here = traced(options, config, mesh, words.get("chunk", 1), over)
+    factory = partial(names.make, stages.sharding, config.layers)
+    return (stages.cut(here), stages.factory(factory)) if stages.order else (here, factory)
+
+
+LONG = 8192
+"""Tokens of a sequence that a rank of `context` has at least, where a search splits sequences."""
+
+
+def over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trace]:
+    """The step without axes inside layers, and over each that the model and the ranks allow: tensor inside of a node,
+    with sequence parallelism, and context where sequences are long."""
+    most = max(1, options.seq_len // LONG)
+    for context, tensor in itertools.product(_doubling(most), _doubling(where.gpus_per_node)):
+        over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
+        inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
+        with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
+            over.check(config, options.seq_len // context, inside)
+            yield traced(options, config, axes(options.gpus, **inside), over=over)
+
+
+def _doubling(most: int) -> Iterator[int]:
+    return (2**k for k in range(most.bit_length()))
+
+
+def traced(
+    options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1, over: Axes = NONE
+) -> Trace:
+    ranks = dict(mesh).get("context", 1)
+    over.check(config, options.seq_len // ranks, dict(mesh))
+    if options.seq_len % (2 * ranks) and ranks > 1:
+        raise ValueError(
+            f"--seq-len {options.seq_len}: not a multiple of {2 * ranks}, two parts for each rank of context"
+        )
+    tokens = torch.empty((options.batch, options.seq_len // ranks), dtype=torch.int64, device="meta")
+    return trace(
+        models.of(config).loss(config, chunks=chunks, axes=over),
+        models.of(config).params(config, **over.options),
+        {"tokens": tokens, "targets": tokens},
+        mesh=mesh,
+        precision=PRECISIONS[options.reduce],
+        microbatches=options.microbatches,
+        tx=ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(3e-4)),
+    )
+
+
+def _mesh(builder: str, ranks: int, options: Options, where: Cluster) -> dict[str, int]:
+    """Arguments of `ya.mesh` for a builder on so many ranks."""
+    match builder:
+        case "hsdp":
+            return {"replicate": options.replicate or max(1, ranks // where.gpus_per_node)}
+        case "ddp":
+            return {"replicate": ranks}
+        case "hpz":
+            return {"local": min(where.gpus_per_node, ranks)}
+        case _:
+            return {}

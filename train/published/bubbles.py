@@ -1,0 +1,255 @@
+"""Bubbles of published pipeline schedules, and orders that search finds for the same times.
+
+    rows()           the table of the zero-bubble paper: seconds of F, B, W and messages, and its bubble rates
+    published(row)   the rates of our programs: 1F1B, interleaved, ZB-H1, ZB-H2, and, for ZB-1p and ZB-2p, of
+                     orders that search finds within the memory of p and of 2 p microbatches
+    orders()         p = 8: the least bubble there can be, that of known orders, and that of what search finds
+
+A rate is the part of the longest stage, from its first call to its last, in which its calls do not run. Memory is
+counted as there: a forward adds an activation, the backward of inputs leaves of it what that of weights needs.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+from train.machine import ROOT
+from yafsdp_fn.planner import Cluster, simulate
+from yafsdp_fn.planner.orders import Calls, Search, evaluate, least
+from yafsdp_fn.program.split import Call, Flow, Split
+from yafsdp_fn.program.trace import Argument, Cost, UnitSpec, Visit
+from yafsdp_fn.schedules import Program, Trace, chained_order, pipelines, staged, verify, zero1
+
+TABLE = ROOT / "docs" / "benchmarks" / "published_bubbles.csv"
+KEPT = ROOT / "docs" / "benchmarks" / "orders.json"
+
+
+class Row(NamedTuple):
+    """A setting of the paper. Milliseconds of a stage's calls in a microbatch, and the bubbles that it gives."""
+
+    model: str
+    stages: int
+    microbatches: int
+    T_F_ms: float
+    T_B_ms: float
+    T_W_ms: float
+    T_comm_ms: float
+    bubble_1F1B: float
+    bubble_1F1B_I: float
+    bubble_ZB_H1: float
+    bubble_ZB_H2: float
+    bubble_ZB_1p: float
+    bubble_ZB_2p: float
+    source: str
+
+
+class Model(NamedTuple):
+    """A model of the paper. segments: of each stage, where it is interleaved: a layer each, with one for the embedding
+    and one for the head; between: the part of an activation that the backward of inputs leaves."""
+
+    segments: int
+    between: float
+
+
+def _model(layers: int, heads: int, width: int, stages: int, positions: int = 1024) -> Model:
+    # bytes per token and feature: 32 of 34 + 5 heads positions / width
+    return Model((layers + 2) // stages, 32 / (34 + 5 * heads * positions / width))
+
+
+MODELS = {
+    "1.5B": _model(22, 24, 2304, 8),
+    "6.2B": _model(30, 32, 4096, 8),
+    "14.6B": _model(46, 40, 5120, 16),
+    "28.3B": _model(62, 48, 6144, 32),
+}
+SEARCHED = 100
+"""Moves for an order of the paper's table."""
+
+
+def rows() -> list[Row]:
+    with TABLE.open(newline="") as file:
+        kinds = get_type_hints(Row)
+        return [Row(**{name: kinds[name](value) for name, value in row.items()}) for row in csv.DictReader(file)]
+
+
+# ---- A row's calls, the orders of them, and programs of these.
+
+
+def split_of(stages: int, per_stage: int = 1, *, v: bool = False) -> Split:
+    """Segments of a visit each, in a loop over the stages or forth and back."""
+    homes = (*range(stages), *reversed(range(stages))) if v else (*range(stages),) * per_stage
+    flows = tuple(Flow(k, k + 1, 8, 8) for k in range(len(homes) - 1))
+    return Split(tuple((k, k + 1) for k in range(len(homes))), homes, flows)
+
+
+def calls_of(row: Row, split: Split) -> Calls:
+    """A row's calls on the segments of `split`, which share a stage evenly; memory in activations of a stage."""
+    count, parts = len(split.homes), len(split.homes) // split.stages
+    forward, inputs, weights = ((seconds / parts / 1e3,) * count for seconds in (row.T_F_ms, row.T_B_ms, row.T_W_ms))
+    held = (1 / parts,) * count
+    between = (MODELS[row.model].between / parts,) * count
+    return Calls(split.homes, row.microbatches, forward, inputs, weights, row.T_comm_ms / 1e3, held, between)
+
+
+def zero_bubble_2(split: Split, microbatches: int) -> list[list[Call]]:
+    """The calls of ZB-H2: up to 2 P - 1 forwards before the first backward; stage s is 2 s weights late."""
+    out = []
+    for s in range(split.stages):
+        row = [Call("forward", s, m) for m in range(min(microbatches, 2 * (split.stages - s) - 1))]
+        ahead = len(row)
+        for m in range(microbatches):
+            row += [Call("inputs", s, m), *[Call("weights", s, m - 2 * s)] * (m >= 2 * s)]
+            row += [Call("forward", s, m + ahead)] * (m + ahead < microbatches)
+        out.append([*row, *(Call("weights", s, m) for m in range(max(0, microbatches - 2 * s), microbatches))])
+    return out
+
+
+def trace_of(calls: Calls, split: Split) -> tuple[Trace, Cluster]:
+    """A step whose calls take as long as `calls` on the cluster beside it, where all else takes no time."""
+    flops = 1e12
+    units, visits = [], []
+    for k, (forward, inputs, weights) in enumerate(zip(calls.forward, calls.inputs, calls.weights, strict=True)):
+        products, rest = min(forward, inputs), (max(forward - inputs, 0.0), max(inputs - forward, 0.0))
+        cost = Cost(
+            flops=round(flops * products),
+            bwd_flops=round(flops * (products + weights)),
+            attention_flops=round(flops * rest[0]),
+            bwd_attention_flops=round(flops * rest[1]),
+            arguments=(Argument(0, k, (k - 1,), 8, 8),) if k else (),
+        )
+        units.append(UnitSpec(k, f"segment {k}", None, 0, 8, 32, 32, True))
+        visits.append(Visit(k, f"segment {k}", (k,), (k,), cost))
+    order = chained_order(visits, calls.microbatches)
+    mesh = (("stage", split.stages), ("shard", 1))
+    trace = Trace(tuple(units), tuple(visits), order, mesh, calls.microbatches, split=split, loss_of=(len(visits) - 1,))
+    cluster = Cluster(
+        name="as measured",
+        gpus_per_node=1,
+        matmul_flops=flops,
+        attention_flops=flops,
+        memory_bandwidth=1e30,
+        memory_bytes=2**40,
+        node_bandwidth=1e30,
+        network_bandwidth=1e30,
+        node_latency=0.0,
+        network_latency=calls.message,
+    )
+    return trace, cluster
+
+
+def simulated(calls: Calls, split: Split, order: Sequence[Sequence[Call]]) -> tuple[Program, float]:
+    """The program of an order, proved, and its bubble in simulation."""
+    trace, cluster = trace_of(calls, split)
+    program = verify(staged(lambda *_: [[*row] for row in order], zero1(), pace=calls.pace)(trace))
+    timeline = simulate(program, cluster)
+    spans = [[(span.start, span.end) for span in stage.on("compute")] for stage in timeline.parts]
+    longest = max(stage[-1][1] - stage[0][0] for stage in spans)
+    return program, 1 - max(map(calls.work, range(calls.stages))) / longest
+
+
+# ---- The paper's table.
+
+
+def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]:
+    """Schedule -> the paper's bubble, and that of our order."""
+    p, m = row.stages, row.microbatches
+    loop, several = split_of(p), split_of(p, MODELS[row.model].segments)
+    calls, of_several = calls_of(row, loop), calls_of(row, several)
+    h1, h2 = pipelines.zero_bubble_calls(loop, m), zero_bubble_2(loop, m)
+    found = {
+        "1F1B": evaluate(calls, pipelines.one_f_one_b_calls(loop, m)).bubble(calls),
+        "1F1B_I": evaluate(of_several, pipelines.interleaved_calls(several, m)).bubble(of_several),
+        "ZB_H1": evaluate(calls, h1).bubble(calls),
+        "ZB_H2": evaluate(calls, h2).bubble(calls),
+    }
+    for name, memory in (("ZB_1p", p), ("ZB_2p", 2 * p)):
+        search = Search(calls, memory, starts=[h1, h2], span=True)
+        search.run(moves)
+        found[name] = evaluate(calls, search.rows).bubble(calls)
+    return {name: (getattr(row, f"bubble_{name}"), bubble) for name, bubble in found.items()}
+
+
+def show_bubbles() -> None:
+    """Prints the paper's rates beside ours, in percent."""
+    table = [(row, published(row)) for row in rows()]
+    names = [*table[0][1]]
+    print(f"{'model':<6}{'p':>4}{'m':>5}  " + "".join(f"{name.replace('_', '-'):>16}" for name in names))
+    print(f"{'':<15}  " + "".join(f"{'paper    ours':>16}" for _ in names))
+    for row, rates in table:
+        cells = "".join(f"{100 * paper:9.2f}{100 * ours:7.2f}" for paper, ours in rates.values())
+        print(f"{row.model:<6}{row.stages:>4}{row.microbatches:>5}  {cells}")
+    away = [abs(100 * (ours - paper)) for _, rates in table for paper, ours in rates.values()]
+    print(f"\n{sum(each <= 0.5 for each in away)} of {len(away)} within 0.5 points; the largest is {max(away):.2f}")
+
+
+# ---- What search finds for these times.
+
+
+def settings() -> Iterator[tuple[Row, float]]:
+    """Rows of eight stages with their memory, in activations: p, 1.5 p and 2 p. m = 8 has the times of m = 24."""
+    for model in ("1.5B", "6.2B"):
+        of_model = {row.microbatches: row for row in rows() if row.model == model}
+        for row in (of_model[24]._replace(microbatches=8), *of_model.values()):
+            for memory in (1.0, 1.5, 2.0):
+                yield row, memory * row.stages
+
+
+def ordered(row: Row, memory: float, moves: int) -> dict[str, Any]:
+    """The bound, the best known order, and the one that is found, on one segment a stage and V-shaped."""
+    p, m, began = row.stages, row.microbatches, time.monotonic()
+    best: tuple[float, str] = 1.0, ""
+    known: tuple[float, str] = 1.0, ""
+    bound, tried = 1.0, 0
+    for shape, split in (("loop", split_of(p)), ("V", split_of(p, v=True))):
+        calls = calls_of(row, split)
+        orders = (
+            {"ZB-V": pipelines.v_shaped_calls}
+            if shape == "V"
+            else {"1F1B": pipelines.one_f_one_b_calls, "ZB-H1": pipelines.zero_bubble_calls, "ZB-H2": zero_bubble_2}
+        )
+        starts = {name: order(split, m) for name, order in orders.items()}
+        runs = {name: evaluate(calls, start) for name, start in starts.items()}
+        fitting = [(run.bubble(calls), name) for name, run in runs.items() if max(run.memory) <= memory + 1e-9]
+        if shape == "loop" and memory == 2 * p and m > p:
+            fitting.append((row.bubble_ZB_2p, "ZB-2p"))
+        known = min([known, *fitting])
+        search = Search(calls, memory, starts=[*starts.values()], span=True)
+        search.run(moves)
+        run = evaluate(calls, search.rows)
+        _, simulation = simulated(calls, split, search.rows)
+        assert abs(simulation - run.bubble(calls)) < 1e-3 and max(run.memory) <= memory + 1e-6
+        best = min(best, (run.bubble(calls), shape))
+        bound = min(bound, 1 - max(map(calls.work, range(p))) / least(calls, memory, span=True)[0])
+        tried += search.moves
+    return {
+        "model": row.model,
+        "microbatches": m,
+        "memory": memory,
+        "bound": max(0.0, round(bound, 5)),
+        "known": round(known[0], 5),
+        "known_order": known[1],
+        "found": round(best[0], 5),
+        "shape": best[1],
+        "moves": tried,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def show_orders(moves: int = 4000, path: Path = KEPT) -> None:
+    """Searches an order for each setting, prints them, and writes them to `path`."""
+    table = []
+    print("model    m  memory    least    known             found            moves  seconds")
+    for row, memory in settings():
+        table.append(one := ordered(row, memory, moves))
+        print(
+            f"{one['model']:<6}{one['microbatches']:>4}{one['memory']:>8.0f}{100 * one['bound']:>8.2f}%"
+            f"{100 * one['known']:>8.2f}% {one['known_order']:<8}{100 * one['found']:>8.2f}% {one['shape']:<6}"
+            f"{one['moves']:>7}{one['seconds']:>9.1f}",
+            flush=True,
+        )
+    path.write_text(json.dumps(table, indent=1) + "\n")

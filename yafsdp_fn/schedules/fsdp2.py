@@ -1,0 +1,296 @@
+"""The program that torch's `fully_shard` runs, from its settings, or from a module that it was applied to.
+
+    gather   | r 0 1 2 3     3 2 1 0  |      a group is gathered when its forward begins, and freed after it
+    compute  |   e 0 1 2 3 h h 3 2 1 0 e|    its backward gathers it again, and the group before it
+    reduce   |                 3 2 1 0 r|    r: what no module inside was wrapped for, as one, is held to the end
+
+A group is what one call of `fully_shard` gathers at once: a unit, or several.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Reduce, Stash
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.trace import Trace, reads_of, writes_of
+from yafsdp_fn.schedules.build import alternating_slots, own_slots, sums_over_stages
+from yafsdp_fn.schedules.builders import Schedule
+from yafsdp_fn.schedules.remat import Offloading, Remat, policy
+
+if TYPE_CHECKING:  # programs are built where there is no torch
+    from torch import nn
+
+    from yafsdp_fn.util.torch_private import FsdpGroup
+
+
+class Group(NamedTuple):
+    """Units that are gathered and reduced together.
+
+    reshard: whether they are freed after their forward; a number: kept by as many ranks, and gathered from these
+    forward, backward: other groups, by number, that are gathered ahead when its own forward, or backward, begins; None:
+        of a backward, those of the compute that comes next, if that is one
+    """
+
+    units: tuple[int, ...]
+    reshard: bool | int = True
+    forward: tuple[int, ...] = ()
+    backward: tuple[int, ...] | None = None
+
+
+def fsdp2(
+    module: "nn.Module | None" = None,
+    *,
+    reshard_after_forward: bool | int = True,
+    wrap: Literal["layers", "all"] = "layers",
+    prefetch: int | None = None,
+    remat: Remat | str = "none",
+    defer: bool = False,
+) -> Schedule:
+    """FSDP2: torch's `fully_shard`, on each layer and on the whole.
+
+    Gathers, with L layers, U other units, M microbatches: M (2 L + U), of g (R - 1) / R each; without resharding after
+    forward M (L + U). Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R each.
+
+    module: one that `fully_shard` was applied to, of any number of ranks: its groups, what each does after its forward,
+        and its lists of modules to prefetch are read, in place of the next three arguments. Units are found by their
+        names: `layers[3]` of a trace is `layers.3` of the module, as `ya.functionalize` names them
+    reshard_after_forward: free layers after their forward. A number, as torch takes it: keep them in the ranks of a
+        node, as many as that, and gather them from there; the mesh has axes `node` and `local`
+    wrap: "layers": `fully_shard` was called with each layer and with the whole, which has all other units as one group,
+        held from the first forward of a microbatch to its last backward. "all": with every other unit, too; the last
+        one visited is held, as torchtitan does, which knows that its backward comes next
+    prefetch: groups that are gathered ahead by lists for forward and backward, as
+        `set_modules_to_forward_prefetch` does; None: without lists, where a backward gathers the next group, and a
+        forward none (a GPU's gathers overlap all the same, since its host runs ahead)
+    remat: as of all builders: what is checkpointed in the module
+    defer: gradients are added up unreduced, and weights stay after a backward, as torch's pipelines do with stages
+
+    A unit's slot is one of two, or `prefetch + 1`, that take turns; its own where it is held, or gathered with others.
+
+    >>> freed, kept = (ya.schedules.fsdp2(reshard_after_forward=after)(trace) for after in (True, False))
+    >>> freed.count(ya.schedules.Gather), kept.count(ya.schedules.Gather)
+    (10, 6)
+    """
+    counted = prefetch is None or (type(prefetch) is int and prefetch >= 0)
+    if type(reshard_after_forward) not in (bool, int) or not counted:
+        raise ValueError(
+            f"fsdp2(reshard_after_forward={reshard_after_forward!r}, prefetch={prefetch!r}): expected True, False or a "
+            "number of ranks, and a number of groups of at least 0"
+        )
+    if wrap not in ("layers", "all"):
+        raise ValueError(f"fsdp2(wrap={wrap!r}): expected 'layers' or 'all'")
+    found: list[FsdpGroup] | None = None
+    if module is not None:
+        from yafsdp_fn.util.torch_private import fsdp_groups
+
+        found = fsdp_groups(module)
+
+    def schedule(trace: Trace) -> Program:
+        if found is not None:
+            groups = _of_module(trace, found)
+        else:
+            groups = groups_of(trace, reshard_after_forward, wrap, prefetch)
+        return program_of(trace, groups, policy(remat), defer=defer)
+
+    return schedule
+
+
+# ---- groups
+
+SPLIT = re.compile(r"\.split\(.*\)")
+"""The part of a unit's name that says over which axes inside of blocks it is split."""
+
+
+def _visited(trace: Trace) -> list[int]:
+    return [*dict.fromkeys(unit for visit in trace.visits for unit in visit.units)]
+
+
+def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None) -> list[Group]:
+    """The groups that settings make of a trace's units, in the order of their visits."""
+    modules: dict[str, list[int]] = {}  # what is split over an axis inside of blocks is a unit of the same module
+    for unit in _visited(trace):
+        modules.setdefault(SPLIT.sub("", trace.units[unit].name), []).append(unit)
+    each = [*map(tuple, modules.values())]
+    outside = [units for units in each if trace.units[units[0]].stack is None]
+    if wrap == "layers":
+        whole = tuple(unit for units in outside for unit in units)
+        groups = [
+            *[Group(whole, False)] * bool(whole),
+            *[Group(units, reshard) for units in each if units not in outside],
+        ]
+    else:
+        held = each[-1] if each and each[-1] in outside else None
+        groups = [Group(units, reshard if units != held else False) for units in each]
+    if prefetch is None:
+        return groups
+    count = range(len(groups))
+    return [
+        group._replace(
+            forward=tuple(n for n in range(at + 1, at + 1 + prefetch) if n in count),
+            backward=tuple(n for n in range(at - 1, at - 1 - prefetch, -1) if n in count),
+        )
+        for at, group in enumerate(groups)
+    ]
+
+
+def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
+    """The groups that hold the parameters of the trace's units, in the order of its visits."""
+    of = {name: number for number, group in enumerate(found) for name in group.parameters}
+    units: dict[int, list[int]] = {}
+    for unit in _visited(trace):
+        prefix = re.sub(r"\[(\d+)\]$", r".\1", trace.units[unit].name)
+        inside = {number for name, number in of.items() if name == prefix or name.startswith(f"{prefix}.")}
+        if len(inside) != 1:
+            some = (
+                "no parameter of it is in the module" if not inside else f"its parameters are in {len(inside)} groups"
+            )
+            raise ValueError(
+                f"fsdp2: unit {trace.units[unit].name} of the trace: {some}; expected those of {prefix!r}, of a trace "
+                "of ya.functionalize(module, layers) say, in one group of fully_shard"
+            )
+        units.setdefault(inside.pop(), []).append(unit)
+    number = {group: at for at, group in enumerate(units)}
+
+    def listed(groups: Iterable[int]) -> tuple[int, ...]:
+        return tuple(number[group] for group in groups if group in number)
+
+    return [
+        Group(tuple(own), found[at].reshard, listed(found[at].forward), listed(found[at].backward) or None)
+        for at, own in units.items()
+    ]
+
+
+# ---- ops
+
+
+def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool = False, hold: bool = False) -> Program:
+    """The program of groups. hold: none is freed after its backward"""
+    if isinstance(remat, Offloading):
+        raise ValueError(
+            "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
+        )
+    kept = next((group.reshard for group in groups if type(group.reshard) is int), trace.local_ranks)
+    if kept != trace.local_ranks or (kept != trace.ranks and "local" not in dict(trace.mesh)):
+        raise ValueError(
+            f"fsdp2: {kept} ranks keep weights after forward, on the mesh {dict(trace.mesh)}: build the state on "
+            f"ya.mesh(local={kept})"
+        )
+    builder, recompute = _Builder(trace, groups, defer, hold), remat(trace)
+    for i, now in enumerate(trace.order):
+        visit = trace.visits[now.visit]
+        builder.gather(i)
+        at = tuple(builder.slots[unit] for unit in reads_of(now, trace))
+        if now.kind == "forward":
+            builder.ops.append(Forward(visit.id, at, visit.id not in recompute, now.microbatch))
+        else:
+            into = tuple(builder.grad_slots[unit] for unit in writes_of(now, trace))
+            half = "both" if now.kind == "backward" else now.kind
+            builder.ops.append(Backward(visit.id, at, into, now.microbatch, half=half))
+        builder.free(i)
+        builder.reduce(i)
+    return Program(trace, (*builder.ops, *sums_over_stages(trace)))
+
+
+class _Builder:
+    def __init__(self, trace: Trace, groups: list[Group], defer: bool, hold: bool) -> None:
+        self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold
+        self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
+        ahead = max((len(group.forward + (group.backward or (0,))) for group in groups), default=0)
+        visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
+        uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
+        whole = [
+            (g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}
+        ]  # in a visit
+        self.slots = _in_turns(trace, [group.units for group, _ in whole if group.reshard], max(2, 1 + ahead))
+        once = [group.units for group, times in whole if len(times) == 1]
+        self.grad_slots = own_slots(trace.units) if defer else _in_turns(trace, once, 2)
+        self.ops: list[Op] = []
+        self.held: dict[int, int] = {}  # slot -> unit
+        self.stashed: set[int] = set()
+        # (group, microbatch, whether it is forward) -> the first compute on the group, and the last
+        self.begins: dict[tuple[int, int, bool], int] = {}
+        self.ends: dict[tuple[int, int, bool], int] = {}
+        self.written: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the last compute that writes its gradient
+        for i, now in enumerate(trace.order):
+            for unit in trace.visits[now.visit].units:
+                at = self.of[unit], now.microbatch, now.kind == "forward"
+                self.begins.setdefault(at, i)
+                self.ends[at] = i
+            self.written |= {(unit, now.microbatch): i for unit in writes_of(now, trace)}
+
+    def gather(self, i: int) -> None:
+        """Gathers the groups of compute `i`, and those that are prefetched for it."""
+        now, *after = self.trace.order[i : i + 2]
+        own = dict.fromkeys(self.of[unit] for unit in reads_of(now, self.trace))
+        ahead: dict[int, None] = {}
+        for group in own:
+            if len(self.groups[group].units) > 1 and self.begins[group, now.microbatch, now.kind == "forward"] != i:
+                continue  # its lists are of the module with all of its units, which is entered once
+            listed = self.groups[group].forward if now.kind == "forward" else self.groups[group].backward
+            if listed is None:
+                following = [c for c in after if c.kind in ("backward", "inputs")]
+                listed = tuple(self.of[unit] for c in following for unit in reads_of(c, self.trace))
+            ahead |= dict.fromkeys(listed)
+        busy = {self.slots[unit] for unit in reads_of(now, self.trace)}
+        for group in own:
+            self._gather(group)
+        for group in ahead:
+            slots = {self.slots[unit] for unit in self.groups[group].units}
+            if group not in own and slots.isdisjoint(busy):
+                self._gather(group)
+                busy |= slots
+
+    def _gather(self, number: int) -> None:
+        units = self.groups[number].units
+        slots = tuple(self.slots[unit] for unit in units)
+        if any(self.held.get(slot) != unit for unit, slot in zip(units, slots, strict=True)):
+            self.ops.append(Gather(units, slots, "node" if number in self.stashed else "shard"))
+            self.held.update(zip(slots, units, strict=True))
+            if type(self.groups[number].reshard) is int and number not in self.stashed:
+                self.ops.append(Stash(units, slots))
+                self.stashed.add(number)
+
+    def free(self, i: int) -> None:
+        """Frees the groups of compute `i`, after their forward or their last backward of the microbatch."""
+        now = self.trace.order[i]
+        forward = now.kind == "forward"
+        for number in {self.of[unit]: None for unit in self.trace.visits[now.visit].units}:
+            units = self.groups[number].units
+            last = self.ends[number, now.microbatch, forward] == i
+            if forward:
+                freed = bool(self.groups[number].reshard) and (last or len(units) == 1)
+            else:
+                freed = last and not self.defer and not self.hold
+                self.stashed -= {number} if freed else set()
+            if freed:
+                self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}
+
+    def reduce(self, i: int) -> None:
+        """Reduces the groups whose gradients are complete after compute `i`."""
+        now = self.trace.order[i]
+        last = self.trace.microbatches - 1
+        for number in {self.of[unit]: None for unit in writes_of(now, self.trace)}:
+            units = tuple(unit for unit in self.groups[number].units if (unit, now.microbatch) in self.written)
+            if max(self.written[unit, now.microbatch] for unit in units) != i:
+                continue
+            complete = all(self.written[unit, m] <= i for unit in units for m in range(last + 1))
+            if complete or not self.defer:
+                self.ops.append(Reduce(units, tuple(self.grad_slots[unit] for unit in units)))
+            if complete and self.trace.replicas > 1:
+                self.ops.append(AllReduce(units))
+
+
+def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[int, int]:
+    """Unit -> slot: those of `groups` take turns with `width` slots, or sets of slots; others have their own."""
+    slots: dict[int, int] = {}
+    for turn, units in enumerate(groups):
+        by_size = sorted(units, key=lambda unit: -trace.units[unit].gather_bytes)
+        slots |= {unit: place * width + turn % width for place, unit in enumerate(by_size)}
+    several = [[slots[unit] for unit in visit.units if unit in slots] for visit in trace.visits]
+    if any(len(set(at)) < len(at) for at in several):
+        lanes = alternating_slots(trace.visits, trace.units, width=width)
+        slots = {unit: lanes[unit] for unit in slots}
+    first = max(slots.values(), default=-1) + 1
+    return slots | {unit.id: first + at for at, unit in enumerate(u for u in trace.units if u.id not in slots)}
