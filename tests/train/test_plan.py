@@ -81,7 +81,7 @@ def test_small_models_have_no_part_that_nothing_explains(capsys: pytest.CaptureF
     assert main(["--model", "gpt2-xl", "--gpus", "8", "--seq-len", "1024", "--timeline", "None"]) == 0
     time, others = capsys.readouterr().out.split("others, ")
     assert "overhead 0.000 s" in time and "unit_overhead" not in time and "nothing explains" not in time
-    assert "YaFSDP as fitted, 0.3 s unexplained" in others and '"saved" leaves out' in others
+    assert "YaFSDP as fitted, 0.30 s unexplained" in others and '"saved" leaves out' in others
 
 
 def test_over_axes_inside_of_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ class Argument(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a pass moves through memory beside attention, in bytes, and by how many kernels.
+    """The bytes that a pass moves through memory beside attention, and by how many kernels.
 
     products: operands and results of matrix products; eager, eager_kernels: inputs and outputs of every other kernel,
     as eager torch launches them; fused, fused_kernels: the same where kernels that feed each other are one, as

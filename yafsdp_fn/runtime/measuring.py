@@ -402,7 +402,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def moved(self) -> Moved:
-        """What moved so far. A kernel belongs to those whose results it reads; of what these write, others than
+        """Returns what moved so far. A kernel belongs to those whose results it reads; of what these write, others than
         themselves read, or hold now, is written."""
         root = [*range(len(self._kernels))]
 
@@ -463,7 +463,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._watch(leaf)
         if schema is None or schema.name in ALLOCATING:
             return
-        given = [x for x in optree.tree_leaves([args, kwargs]) if isinstance(x, Tensor)]
+        leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+        given = [x for x in leaves if isinstance(x, Tensor)]
         made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
         if not schema.is_mutable and {memory_key(x) for x in made} <= {memory_key(x) for x in given}:
             return  # a view, or nothing at all
