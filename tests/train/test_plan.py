@@ -56,7 +56,7 @@ def test_what_a_plan_answers_to(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_nothing_explains_is_in_published_runs_alone(capsys: pytest.CaptureFixture[str]) -> None:
     base, as_run = planned(capsys), planned(capsys, "--schedule", "yafsdp")
     elsewhere = planned(capsys, "--schedule", "yafsdp", "--cluster", "h100-80g")
-    unexplained = 18 * 5.9e-3  # embedding, norm (with the head tied to the first), 16 layers
+    unexplained = 18 * 6e-3  # embedding, norm (with the head tied to the first), 16 layers
     assert base["overhead_s"] == 0.0 and as_run["overhead_s"] == pytest.approx(unexplained)
     assert base["unexplained_s"] == pytest.approx({"fsdp": unexplained, "fsdp2": 0, "yafsdp": unexplained, "zero3": 0})
     assert not any(elsewhere["unexplained_s"].values()) and elsewhere["overhead_s"] == 0.0
@@ -81,7 +81,7 @@ def test_small_models_have_no_part_that_nothing_explains(capsys: pytest.CaptureF
     assert main(["--model", "gpt2-xl", "--gpus", "8", "--seq-len", "1024", "--timeline", "None"]) == 0
     time, others = capsys.readouterr().out.split("others, ")
     assert "overhead 0.000 s" in time and "unit_overhead" not in time and "nothing explains" not in time
-    assert "YaFSDP as fitted, 0.29 s unexplained" in others and '"saved" leaves out' in others
+    assert "YaFSDP as fitted, 0.30 s unexplained" in others and '"saved" leaves out' in others
 
 
 def test_over_axes_inside_of_layers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,7 +173,6 @@ def test_the_fit_finds_the_figures_that_made_the_times() -> None:
     made = {
         "matmul_flops": 150e12,
         "network_bandwidth": 40e9,
-        "network_latency": 60e-6,
         "unit_overhead": 2e-3,
     }
     measured = {row: fit.yafsdp_s(row, made) for row in TABLE}

@@ -69,21 +69,26 @@ class Options:
     """Predict the same runs on 16 to 512 GPUs, as a CSV."""
     axes: bool = False
     """Predict published runs with tensor, context and pipeline parallelism."""
+    sources: bool = False
+    """Predict the committed runs of other frameworks, each without a fit to its source."""
     bubbles: bool = False
     """Show the bubbles of published pipeline schedules beside those of our programs, for the measured times."""
     orders: bool = False
     """Search orders of calls for these times under three memories, and keep them in docs/benchmarks/orders.json."""
     json: bool = False
-    """Print JSON, with --rows, --fit or --axes."""
+    """Print JSON, with --rows, --fit, --axes or --sources."""
 
     def __post_init__(self) -> None:
         given = [
             name
-            for name in ("better", "variants", "rows", "fit", "register", "axes", "bubbles", "orders")
+            for name in ("better", "variants", "rows", "fit", "register", "axes", "sources", "bubbles", "orders")
             if getattr(self, name)
         ]
         require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
-        require(not self.json or given in (["rows"], ["fit"], ["axes"]), "--json goes with --rows, --fit or --axes")
+        require(
+            not self.json or given in (["rows"], ["fit"], ["axes"], ["sources"]),
+            "--json goes with --rows, --fit, --axes or --sources",
+        )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,6 +100,8 @@ def main(argv: Sequence[str]) -> int:
             predicted.show_fit(options.json)
         elif options.axes:
             over_axes.show(options.json)
+        elif options.sources:
+            runs.show(runs.TABLE, options.json, sources=True)
         elif options.bubbles:
             bubbles.show_bubbles()
         elif options.orders:

@@ -219,18 +219,22 @@ def mpt_config(model: str, seq_len: int) -> gpt2.Config:
     return gpt2.Config(vocab=50_368, embed=embed, ffn=4 * embed, layers=layers, heads=heads, max_length=seq_len)
 
 
-def mpt_loss(config: gpt2.Config) -> Callable[[Any, Any], ya.Mean]:
-    """`loss_fn(params, batch)`: the cross entropy of logits [B, S, V] that are kept for the backward."""
-    body, scores = gpt2.DECODER.block(config), gpt2.DECODER.head(config)
+def mpt_loss(
+    config: Any, decoder: Any = gpt2.DECODER, logits: torch.dtype | None = None
+) -> Callable[[Any, Any], ya.Mean]:
+    """`loss_fn(params, batch)`: the cross entropy of logits [B, S, V] that are kept for the backward. decoder: of the
+    family that `config` is of; logits: the dtype that they are cast to"""
+    body, scores = decoder.block(config), decoder.head(config)
 
     def head(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
-        logits = scores(weights, x).flatten(0, 1)
-        return ya.Mean(F.cross_entropy(logits, targets.flatten(), reduction="sum").float(), (targets != -100).sum())
+        found = scores(weights, x).flatten(0, 1)
+        found = found if logits is None else found.to(logits)
+        return ya.Mean(F.cross_entropy(found, targets.flatten(), reduction="sum").float(), (targets != -100).sum())
 
     def loss_fn(params: Any, batch: Any) -> ya.Mean:
-        x = gpt2.DECODER.embedded(config, params, batch["tokens"], 0, None)
+        x = decoder.embedded(config, params, batch["tokens"], 0, None)
         x, _ = ya.scan(body, x, params.layers)
-        found: ya.Mean = ya.apply(head, gpt2.DECODER.head_unit(config, params), x, batch["targets"])
+        found: ya.Mean = ya.apply(head, decoder.head_unit(config, params), x, batch["targets"])
         return found
 
     return loss_fn

@@ -32,10 +32,9 @@ from train.machine import ROOT
 from train.published.foundry import FP8_RATE
 from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate, trace
-from yafsdp_fn.planner.costs import MOVED
 from yafsdp_fn.planner.plan import axes as mesh_of
 from yafsdp_fn.planner.space import Order
-from yafsdp_fn.program.trace import Visit
+from yafsdp_fn.program.trace import Cost, Moved, Visit
 from yafsdp_fn.schedules import Program, Trace, pipelines, remat
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_axes.csv"
@@ -136,7 +135,7 @@ def _as_run(row: Row, layer: Visit) -> Visit:
     """
     cost, config = layer.cost, config_of(row)
     tokens = row.sequences // row.microbatches * row.seq_len // row.context
-    kept, flops, bwd_flops = cost.kept_bytes, cost.flops, cost.bwd_flops
+    moved, flops, bwd_flops = 0, cost.flops, cost.bwd_flops
     if row.uneven:
         most = 2 - 1 / row.context  # of the mean
         attention, bwd_attention = int(cost.attention_flops * most), int(cost.bwd_attention_flops * most)
@@ -145,15 +144,37 @@ def _as_run(row: Row, layer: Visit) -> Visit:
         bwd_flops += flops // 2
     if row.precision == "fp8":
         flops, bwd_flops = int(flops / FP8_RATE), int(bwd_flops / FP8_RATE)
-        kept += cast_bytes(config, tokens) // row.tensor // sum(MOVED)
+        moved += cast_bytes(config, tokens) // row.tensor
         calls = [[_in_fp8(call) for call in each] for each in (layer.collectives, layer.adjoints)]
         layer = layer._replace(collectives=tuple(calls[0]), adjoints=tuple(calls[1]))
+    cost = moving(cost, moved)._replace(flops=flops, bwd_flops=bwd_flops)
     if row.precision == "fp16":
-        products = 2 * cost.attention_flops
-        flops, bwd_flops = flops + products, bwd_flops + 2 * products
-        kept += 5 * tokens * row.seq_len * config.heads // row.tensor
-        cost = cost._replace(attention_flops=0, bwd_attention_flops=0)
-    return layer._replace(cost=cost._replace(kept_bytes=kept, flops=flops, bwd_flops=bwd_flops))
+        cost = with_scores(cost, tokens, row.seq_len, config.heads // row.tensor)
+    return layer._replace(cost=cost)
+
+
+def with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
+    """`cost` with attention by products of whole squares, whose scores are kept: as they are, masked and dropped, 5
+    bytes each (Korthikanti et al. 2022), and move six times."""
+    products, scores = 2 * cost.attention_flops, tokens * seq_len * heads
+    cost = cost._replace(
+        flops=cost.flops + products,
+        bwd_flops=cost.bwd_flops + 2 * products,
+        attention_flops=0,
+        bwd_attention_flops=0,
+        kept_bytes=cost.kept_bytes + 5 * scores,
+        inner_bytes=cost.inner_bytes + 5 * scores,
+    )
+    return moving(cost, 30 * scores)
+
+
+def moving(cost: Cost, nbytes: int) -> Cost:
+    """`cost` with so many bytes more through memory, a third of them in forward."""
+
+    def more(moved: Moved, part: int) -> Moved:
+        return moved._replace(eager=moved.eager + part, fused=moved.fused + part)
+
+    return cost._replace(moved=more(cost.moved, nbytes // 3), bwd_moved=more(cost.bwd_moved, nbytes - nbytes // 3))
 
 
 def cast_bytes(config: Any, tokens: int) -> int:

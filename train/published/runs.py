@@ -28,13 +28,14 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import gpt2, llama
+from models.parts import layers
 from train.config import ConfigError
 from train.machine import ROOT
-from train.published.foundry import FP8_RATE
-from train.published.over_axes import cast_bytes
+from train.published.foundry import FP8_RATE, mpt_loss
+from train.published.over_axes import cast_bytes, moving, with_scores
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Memory, predict_memory, simulate, trace
-from yafsdp_fn.planner.costs import MOVED
+from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Assignment, Program, Trace, chained_order, pipelines, remat
@@ -65,7 +66,9 @@ class Run(NamedTuple):
     """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None if
     it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
     order: of a pipeline; recompute: "none", "half" of the products, "every 2nd" layer, or "all"; kernels: of what is no
-    product, "eager" or "fused"; trained: "all", or "adapters"; param, reduce: dtypes of master and reductions
+    product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is
+    products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist
+    as a whole, in fp32; param, reduce: dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
     they are known; measured_bytes: memory, math.inf where it ran out; reserved: by the allocator, not by tensors
     """
@@ -83,6 +86,8 @@ class Run(NamedTuple):
     recompute: str
     kernels: str
     trained: str
+    scores: bool
+    logits: bool
     fp8: bool
     param: str
     reduce: str
@@ -136,11 +141,12 @@ def _read(line: Line, at: str) -> Run:
     micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
     seq_len = _number(line, "seq_len", "the length of sequences is not stated")
     name, config = model_of(line)
-    framework, replicas, order, stages = _scheme(scheme, line.get("schedule", "").lower(), config, gpus)
+    framework, replicas, order, stages = _scheme(scheme, line.get("schedule", "").lower(), words, config, gpus)
     data = gpus // stages
     accumulation = int(line.get("microbatches") or 0)
+    sequences = int(line.get("global_batch_seqs") or 0)
     if not accumulation:
-        accumulation = max(1, int(line.get("global_batch_seqs") or 0) // (micro_batch * data))
+        accumulation = max(1, sequences // (micro_batch * data))
     precision = line["precision"].lower()
     fused = line.get("compile") == "yes" or re.search(
         r"liger|fast-kernels|megatron|internevo|simumax|zero-bubble", words
@@ -159,6 +165,8 @@ def _read(line: Line, at: str) -> Run:
         recompute=_recompute(line.get("ac", "").lower(), config),
         kernels="fused" if fused else "eager",
         trained="adapters" if "lora" in words else "all",
+        logits=not re.search(r"liger|fusion", line.get("notes", "").lower()),
+        scores="zero-bubble" in words or "ptd-p" in words,
         fp8=bool(re.search(r"fp8|float8|fp4", precision)),
         param="bfloat16" if "pure bf16" in precision else "float32",
         reduce="bfloat16" if framework in ("fsdp1", "zero1", "zero2", "zero3") and stages == 1 else "float32",
@@ -201,7 +209,7 @@ def model_of(line: Line) -> tuple[str, Any]:
 FRAMEWORKS = ("fsdp1", "fsdp2", "zero1", "zero2", "zero3", "ddp")
 
 
-def _scheme(scheme: str, schedule: str, config: Any, gpus: int) -> tuple[str, int, str, int]:
+def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> tuple[str, int, str, int]:
     """Framework, replicas of the state, order of a pipeline, stages."""
     stages = int(found[1]) if (found := re.search(r"\bpp\s*=?\s*(\d+)", scheme)) else 1
     if stages > 1:
@@ -213,23 +221,19 @@ def _scheme(scheme: str, schedule: str, config: Any, gpus: int) -> tuple[str, in
     replicas = 1
     if ("hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9)) or "inside the node" in scheme:
         replicas = max(1, gpus // 8)
-    kinds = {
-        "zero-1": "zero1",
-        "zero-2": "zero2",
-        "grad_op": "zero2",
-        "zero-3": "zero3",
-        "fsdp1": "fsdp1",
-        "hsdp": "fsdp1",
-        "fsdp": "fsdp2",
-        "ddp": "ddp",
-    }
-    found_kinds = [kind for words, kind in kinds.items() if words in scheme]
-    if gpus > 1 and not found_kinds:
+    newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
+    kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3", "ddp": "ddp"}
+    kind = next((kind for name, kind in kinds.items() if name in scheme), None)
+    if kind is None and (gpus == 1 or re.search(r"[fh]sdp", scheme)):
+        kind = "fsdp2" if newer else "fsdp1"
+    if kind is None:
         raise Refused("this parallelism is not known")
-    return (found_kinds or ["fsdp2"])[0], replicas, "", 1
+    return kind, replicas, "", 1
 
 
 def _gpu(text: str) -> str:
+    if "power limited" in text.lower():
+        raise Refused("its GPUs are held to a power that is not stated")
     for kind in ("A100", "H100", "H200", "B200", "MI300X", "MI325X"):
         if kind.lower() in text.lower():
             low = kind == "H100" and re.search(r"hbm2e|95gib", text.lower())
@@ -310,7 +314,6 @@ def _memory(line: Line) -> dict[str, Any]:
 
 # ---- The clusters, and the program of a run.
 
-A100, H100, H200 = (CLUSTERS[name] for name in ("a100-80g", "h100-80g", "h200-141g"))
 CARD = {
     "A100": 79.1,
     "A100 40GB": 39.4,
@@ -322,14 +325,27 @@ CARD = {
     "MI300X": 191.0,
 }
 """GiB that a process may take of a card."""
+A100, H100, H200 = (CLUSTERS[name] for name in ("a100-80g", "h100-80g", "h200-141g"))
+
+
+def _by_data_sheet(flops: float, memory: float, node: float) -> Cluster:
+    """A GPU that no figure was fitted to: half of its products, a third in attention, 80% of its memory."""
+    return H200.replace(
+        matmul_flops=flops / 2, attention_flops=flops / 3, memory_bandwidth=0.8 * memory, node_bandwidth=node
+    )
+
+
 KINDS: dict[str, Cluster] = {
-    "A100": A100,
-    "A100 40GB": A100,
+    "A100": A100.replace(network_bandwidth=170e9),
+    "A100 40GB": A100.replace(network_bandwidth=170e9, memory_bandwidth=A100.memory_bandwidth * 1.55 / 2.04),
     "H100": H100,
     "H100 HBM2e": H100.replace(memory_bandwidth=H100.memory_bandwidth * 2.4 / 3.35),
     "H200": H200,
+    "B200": _by_data_sheet(2250e12, 8e12, 700e9),
+    "MI300X": _by_data_sheet(1307e12, 5.3e12, 300e9),
+    "MI325X": _by_data_sheet(1307e12, 6e12, 300e9),
 }
-"""Kind of GPU -> nodes of eight."""
+"""Kind of GPU -> nodes of eight: the presets, and data sheets."""
 ACHIEVED = 0.85
 """Part of the stated bandwidth of network cards that rings reach."""
 
@@ -374,8 +390,8 @@ def program(run: Run, microbatches: int) -> Program:
     schedules: dict[str, Callable[[], Any]] = {
         "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
         "fsdp2": lambda: peers.fsdp2(remat=again),
-        "zero1": lambda: ya.schedules.zero1(remat=again),
-        "zero2": lambda: ya.schedules.zero2(remat=again),
+        "zero1": lambda: peers.zero(1, remat=again),
+        "zero2": lambda: peers.zero(2, remat=again),
         "zero3": lambda: peers.fsdp(remat=again, growth=0.0),
         "ddp": lambda: ya.schedules.ddp(remat=again),
     }
@@ -395,8 +411,13 @@ def _traced(run: Run) -> Trace:
     if run.trained == "adapters":
         params = ya.lora(params, 16, where=lambda path, param: "attn" in path)
     tokens = torch.empty(run.micro_batch, run.seq_len, dtype=torch.int64, device="meta")
+    loss = (
+        mpt_loss(config, gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder(), torch.float32)
+        if run.logits
+        else family.loss(config)
+    )
     found = trace(
-        family.loss(config),
+        loss,
         params,
         {"tokens": tokens, "targets": tokens},
         ranks=max(1, run.gpus // run.stages // run.replicas),
@@ -405,18 +426,19 @@ def _traced(run: Run) -> Trace:
         ),
         tx=ya.optim.adamw(1e-4),
     )
-    layers = remat.layer_visits(found)
+    inside = remat.layer_visits(found)
     visits = []
     for visit in found.visits:
         cost = visit.cost
-        if visit.id in layers and run.recompute == "half":
-            cost = cost._replace(bwd_flops=cost.bwd_flops + cost.flops // 2)
-        if visit.id in layers and run.fp8:
+        if visit.id in inside and run.scores:
+            cost = with_scores(cost, run.micro_batch * run.seq_len, run.seq_len, config.heads)
+        if visit.id in inside and run.fp8:
             flops, back = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops))
-            moved = cast_bytes(config, run.micro_batch * run.seq_len) // sum(MOVED)
-            cost = cost._replace(flops=flops, bwd_flops=back, kept_bytes=cost.kept_bytes + moved)
+            moved = cast_bytes(config, run.micro_batch * run.seq_len)
+            cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back)
         visits.append(visit._replace(cost=cost))
-    return found._replace(visits=tuple(visits))
+    found = found._replace(visits=tuple(visits), kernels=run.kernels)
+    return by_ops(found, "op") if run.recompute == "half" else found
 
 
 def seconds(run: Run, cluster: Cluster) -> float:
@@ -456,7 +478,65 @@ def predict(run: Run) -> Predicted:
     return Predicted(run, seconds(run, cluster_of(run)), memory(run).peak_bytes)
 
 
+# ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.
+
+FAMILIES = {"A100": ("A100", "A100 40GB"), "H100": ("H100", "H100 HBM2e", "H200")}
+"""The GPUs that share a fit: of one factor on the rate of their products. Other kinds have theirs from data sheets."""
+FACTORS = np.linspace(0.6, 1.6, 401)
+
+
+def left_out(found: list[Predicted]) -> tuple[dict[str, dict[str, float]], list[tuple[Predicted, float]]]:
+    """(Factors on the rate of products by family and source left out, "" for none; each measured run with its error in
+    percent when its source is left out). Sources count alike, whatever their rows; absolute logarithms of errors."""
+    factors: dict[str, dict[str, float]] = {}
+    errors: dict[int, float] = {}
+    for family, kinds in FAMILIES.items():
+        own = [one for one in found if one.run.gpu in kinds and one.run.measured_s is not None]
+        if not own:
+            continue
+        measured = np.array([one.run.measured_s for one in own])
+        now = np.array([one.seconds for one in own])
+        slower = np.array([seconds(one.run, _slower(cluster_of(one.run))) for one in own])
+        times = now + (slower - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
+        sources = [one.run.source for one in own]
+        weights = np.array([1 / sources.count(source) for source in sources])
+        factors[family] = {}
+        for source in ["", *dict.fromkeys(sources)]:
+            kept = weights * np.array([other != source for other in sources])
+            cost = np.abs(np.log(times / measured)) @ kept
+            at = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
+            factors[family][source] = round(float(FACTORS[at]), 4)
+            for each, of, seen in zip(own, times[at], measured, strict=True):
+                if each.run.source == source:
+                    errors[id(each)] = 100 * (seen / of - 1)
+    rest = {id(one): one.error for one in found if one.error is not None}
+    return factors, [(one, errors.get(id(one), rest[id(one)])) for one in found if id(one) in rest]
+
+
+def _slower(cluster: Cluster) -> Cluster:
+    return cluster.replace(matmul_flops=cluster.matmul_flops / 1.1)
+
+
+def interval(errors: list[tuple[Predicted, float]], part: float = 0.8) -> tuple[float, float]:
+    """Measured over predicted seconds, between which `part` of the runs are."""
+    low, high = np.quantile([1 + error / 100 for _, error in errors], [(1 - part) / 2, (1 + part) / 2])
+    return round(float(low), 3), round(float(high), 3)
+
+
 # ---- Prints the errors.
+
+MARGIN = 1.06
+"""The bytes that an allocator holds over those of tensors, at the least: of torch's own figures 1.03 to 1.12."""
+
+
+def fitting(found: list[Predicted]) -> tuple[int, int]:
+    """(Runs of which it is said rightly whether they fit, all whose memory is known)."""
+    known = [one for one in found if one.run.measured_bytes is not None]
+    right = [
+        (one.peak_bytes * MARGIN <= CARD[one.run.gpu] * 2**30) == (one.run.measured_bytes != float("inf"))
+        for one in known
+    ]
+    return sum(right), len(right)
 
 
 def spread(errors: Iterable[float]) -> dict[str, float]:
@@ -497,8 +577,9 @@ def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
     return runs, refused
 
 
-def show(file: Path, as_json: bool) -> None:
-    """Predicts the rows of a file. Raises ConfigError where none can be."""
+def show(file: Path, as_json: bool, sources: bool = False) -> None:
+    """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
+    be."""
     try:
         runs, refused = table(file)
     except (OSError, ValueError, csv.Error) as error:
@@ -510,23 +591,29 @@ def show(file: Path, as_json: bool) -> None:
         found.append(one := predict(run))
         if not as_json:
             print(_line(one), flush=True)
-    measured = [one for one in found if one.error is not None]
-    groups = {"all": {"all": measured}} if measured else {}
+    factors, apart = left_out(found) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
+    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [off for _, off in apart]}} if apart else {}
     for name, key in GROUPS.items():
-        groups[name] = {of: [one for one in measured if key(one.run) == of] for of in {key(o.run) for o in measured}}
-    spreads = {
-        name: {of: spread(one.error or 0.0 for one in each) for of, each in sorted(group.items())}
-        for name, group in groups.items()
-    }
+        groups[name] = {}
+        for one, off in sorted(apart, key=lambda each: key(each[0].run)):
+            groups[name].setdefault(key(one.run), []).append(off)
+    spreads = {name: {of: spread(each) for of, each in group.items()} for name, group in groups.items()}
+    right, known = fitting(found)
+    told: dict[str, Any] = {"fits or not": {"right": right, "of": known}}
+    if sources and apart:
+        told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
     if as_json:
         rows = [{**one.run._asdict(), "config": str(one.run.config), "seconds": one.seconds} for one in found]
-        print(json.dumps({"spreads": spreads, "rows": rows, "not predicted": refused}, indent=1))
+        listed = {} if sources else {"rows": rows}
+        print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
         return
     for name, group in spreads.items():
         print(f"\nby {name}" if name != "all" else "")
         for of, each in group.items():
             words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
             print(f"{of:<34} {each['rows']:>4} rows   {words}")
+    for name, what in told.items():
+        print(f"{name}: {what}")
     for why in refused:
         print(f"not predicted: {why}")
 

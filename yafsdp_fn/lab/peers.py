@@ -24,19 +24,22 @@ from yafsdp_fn.program.ops import Backward, Buffer, Forward, Gather, Op, Reduce,
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules.build import alternating_slots, build
-from yafsdp_fn.schedules.builders import Schedule
+from yafsdp_fn.schedules.builders import Schedule, zero1, zero2
 from yafsdp_fn.schedules.fsdp2 import groups_of, program_of
 from yafsdp_fn.schedules.remat import Remat, policy
 
 COMMUNICATOR: Buffer = ("communicator",)
-FSDP_GROWTH = 50.0
+FSDP_GROWTH = 48.0
 """Extra bytes per element of `fsdp` for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
 in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were, for an unknown
 reason. See docs/planner.md."""
 
-AS_RUN = dataclasses.replace(A100, name="a100-80g as in YaFSDP's runs", unit_overhead=5.9e-3)
+AS_RUN = dataclasses.replace(
+    A100, name="a100-80g as in YaFSDP's runs", matmul_flops=248e12, network_bandwidth=95.7e9, unit_overhead=6e-3
+)
 """The preset with the extra time of YaFSDP's published runs, on 8 to 32 nodes: so many seconds per unit and step,
-fitted to docs/benchmarks/published_yafsdp.csv together with the preset. Its cause is unknown, and LLM Foundry's runs on
+fitted to docs/benchmarks/published_yafsdp.csv together with its products and network. Its cause is unknown, and LLM
+Foundry's runs on
 one node of the same GPUs do not have it: use it only for comparisons with those runs. See docs/planner.md."""
 
 
@@ -120,6 +123,33 @@ def fsdp2(module: nn.Module | None = None, **settings: Any) -> Schedule:
         computed=lambda size: size.gather + size.reduce,
         reduced=lambda size: 0.0,
     )
+
+
+def zero(stage: int, *, remat: Remat | str = "none") -> Schedule:
+    """ZeRO-1 or ZeRO-2 as DeepSpeed, InternLM and Megatron's distributed optimizer run it by default: the weights are
+    gathered as a whole after the update, before anything computes; gradients are reduced beside the backward.
+
+    stage 1 reduces once a step, 2 in every microbatch. The compute stream adds each gradient to its bucket, 2 c + r.
+    """
+    if stage not in (1, 2):
+        raise ValueError(f"zero({stage}): expected stage 1 or 2; fsdp() is ZeRO-3")
+    schedule = (zero1 if stage == 1 else zero2)(remat=remat)
+
+    def build_zero(trace: Trace) -> Program:
+        ops = schedule(trace).ops
+        gathers = [op for op in ops if isinstance(op, Gather)]
+        slots = tuple(("slot", 0, slot) for op in gathers for slot in op.slots)
+        whole = Copy((), "compute", 0, reads=slots)
+        rest = [op for op in ops if not isinstance(op, Gather)]
+        program = _with_copies(
+            Program(trace, tuple(rest)),
+            gathered=lambda size: 0.0,
+            computed=lambda size: 2 * size.gather + size.reduce,
+            reduced=lambda size: 0.0,
+        )
+        return Program(trace, cast("tuple[Op, ...]", (*gathers, *[whole] * bool(gathers), *program.ops)))
+
+    return build_zero
 
 
 class Size(NamedTuple):

@@ -22,6 +22,7 @@ from yafsdp_fn.planner.plan import Plan, axes, read_by
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Arguments
+from yafsdp_fn.runtime.measuring import in_pieces
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.tracer import trace_call
@@ -56,18 +57,26 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
     return out
 
 
+RMS_NORM = (34, 64)
+"""Bytes an element of bf16 that RMSNorm in pieces moves beyond one kernel, in forward and backward: a cast to fp32,
+squares, their mean, a product, a cast back, the gain; and the same from behind. Eager torch ran it so up to 2.7, and
+models that write it out do."""
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         rows = x.shape[: x.ndim - weight.ndim]
         scale = x.new_empty(*rows, *[1] * weight.ndim, dtype=torch.float32)
         ctx.save_for_backward(x, weight, scale)
-        return torch.empty_like(x)
+        in_pieces(x.numel() * RMS_NORM[0], kernels=6)
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        in_pieces(x.numel() * RMS_NORM[1], kernels=13)
+        return x + grad, torch.empty_like(weight)
 
 
 # ---- ya.planner.trace: the visits of a loss and what they cost, from abstract parameters: no ranks, no memory, any
@@ -184,6 +193,7 @@ def plan(
     local: int | None = None,
     has_aux: bool = False,
     skip_nonfinite: bool = True,
+    kernels: Literal["eager", "fused"] = "fused",
     **inside: int,
 ) -> Plan:
     """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
@@ -193,6 +203,8 @@ def plan(
         tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
     replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
     memory: bytes that a rank may fill, by default the cluster's
+    kernels: of norms, rotary positions, casts, losses and the optimizer: each of eager torch's own, or those that feed
+        each other as one, as `torch.compile` or a library of kernels has them
     inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
 
     Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
@@ -203,12 +215,14 @@ def plan(
     >>> plan.fits, plan.tokens
     (True, 512)
     """
+    if kernels not in ("eager", "fused"):
+        raise ValueError(f'plan: kernels={kernels!r}, expected "eager" or "fused"')
     both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
     count = stages if isinstance(stages, int) else max(stages.homes) + 1
     if count < 1 or ranks % count:
         raise ValueError(f"stages={count} does not divide {ranks} ranks")
     mesh = axes(ranks // count, replicate, local, **inside)
-    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)
+    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)._replace(kernels=kernels)
     if count > 1:
         found = found.on((("stage", count), *mesh))
         found = cut(found, assign(found, count) if isinstance(stages, int) else stages)

@@ -6,6 +6,12 @@ A collective over n ranks of a vector of b bytes, k of the ranks in each node, o
     over m = n / k nodes       (n - m) node_latency + (m - 1) network_latency + b (n - 1) / n / B
                                B = min(node_bandwidth, network_bandwidth k / K)
 
+NCCL has three protocols, of which the fastest counts, and for an all-reduce, beside two rings, a tree (`PROTOCOLS`,
+`TREE`): the latency of a ring grows with its nodes, that of a tree with their logarithm.
+
+The slowest of m nodes decides: a step takes 1 + jitter E(m) times as long, E(m) the mean of the largest of m normal
+deviates, for nodes whose own times differ by `jitter`, relative standard deviation.
+
 A ring over whole nodes enters and leaves each node once, so that B is what the node's network cards carry together;
 groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
 
@@ -18,6 +24,7 @@ A message of b bytes from each rank of a node to one of another stage of a pipel
 import dataclasses
 import difflib
 import math
+import statistics
 from typing import NamedTuple
 
 
@@ -39,7 +46,31 @@ class Group(NamedTuple):
     per_node: int
 
 
-COSTS = ("node_latency", "network_latency", "contention", "step_overhead", "unit_overhead")
+class Protocol(NamedTuple):
+    """A protocol of NCCL. base: latency of a collective; node, network: of a hop; bandwidth: all as parts of those of
+    "Simple", which are the cluster's"""
+
+    base: float
+    node: float
+    network: float
+    bandwidth: float
+
+
+PROTOCOLS = (Protocol(1.0, 1.0, 1.0, 1.0), Protocol(1.67, 0.56, 0.29, 0.765), Protocol(0.79, 0.18, 0.36, 0.1))
+"""Simple, LL128 and LL: what NCCL 2.27 itself expects on H100 (docs/benchmarks/nccl_h100_tuning.csv)."""
+TREE = 0.63
+"""Bandwidth of an all-reduce by a tree over that of two rings, from the same figures (NVLS inside nodes: 0.83)."""
+
+COSTS = (
+    "node_latency",
+    "network_latency",
+    "contention",
+    "step_overhead",
+    "unit_overhead",
+    "kernel_latency",
+    "jitter",
+    "collective_latency",
+)
 """Figures of a cluster of which less is better; of the others more is."""
 
 
@@ -53,7 +84,11 @@ class Cluster:
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
+    collective_latency: seconds in which NCCL begins a collective between nodes; 0: rings alone, as of gloo
     contention: compute takes 1 + contention times as long while another stream runs something
+    kernel_latency: seconds from the end of a kernel to the work of the next one
+    jitter: relative standard deviation of the times of nodes that do the same: what stragglers cost grows with their
+        number
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
     host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
         issue order begins after it
@@ -78,6 +113,9 @@ class Cluster:
     contention: float = 0.0
     step_overhead: float = 0.0
     unit_overhead: float = 0.0
+    kernel_latency: float = 0.0
+    collective_latency: float = 0.0
+    jitter: float = 0.0
     host_computes: bool = False
 
     def __post_init__(self) -> None:
@@ -111,9 +149,39 @@ class Cluster:
             return ()
         if nodes == 1:
             return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
-        latency = (n - nodes) * self.node_latency + (nodes - 1) * self.network_latency
         bandwidth = min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
-        return self._phases(latency, nbytes * (n - 1) / n / bandwidth, "network")
+        hops = (n - nodes) * self.node_latency, (nodes - 1) * self.network_latency
+        return min(
+            self._protocols(hops, nbytes * (n - 1) / n / bandwidth), key=lambda each: sum(p.seconds for p in each)
+        )
+
+    def all_reduce(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+        """Two rings, or a tree over nodes, whichever is faster."""
+        ring, (n, k) = self.ring(nbytes, group) * 2, group
+        nodes = math.ceil(n / k)
+        if nodes <= 2 or not self.collective_latency:
+            return ring
+        bandwidth = TREE * min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
+        hops = 2 * (k - 1) * self.node_latency, 2 * math.ceil(math.log2(nodes)) * self.network_latency
+        return min(ring, *self._protocols(hops, 2 * nbytes / bandwidth), key=lambda each: sum(p.seconds for p in each))
+
+    def _protocols(self, hops: tuple[float, float], seconds: float) -> list[tuple[Phase, ...]]:
+        """The phases by each protocol. hops: latency of all hops inside nodes and between them"""
+        if not self.collective_latency:
+            return [self._phases(sum(hops), seconds, "network")]
+        return [
+            self._phases(
+                each.base * self.collective_latency + hops[0] * each.node + hops[1] * each.network,
+                seconds / each.bandwidth,
+                "network",
+            )
+            for each in PROTOCOLS
+        ]
+
+    def straggling(self, nodes: int) -> float:
+        """The part by which the slowest of so many nodes takes longer than one: the mean of the largest of m normal
+        deviates (Blom 1958), times `jitter`."""
+        return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25)) if nodes > 1 else 0.0
 
     def all_to_all(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
         """Every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per rank."""
@@ -144,41 +212,49 @@ def nearest(name: str, known: list[str]) -> str:
 A100 = Cluster(
     name="a100-80g",
     gpus_per_node=8,
-    matmul_flops=229e12,
+    matmul_flops=220e12,
     attention_flops=175e12,
     memory_bandwidth=1.6e12,
     memory_bytes=62 * 2**30,
     node_bandwidth=230e9,
     network_bandwidth=94.2e9,
-    node_latency=3e-6,
-    network_latency=32e-6,
+    node_latency=3.4e-6,
+    network_latency=14e-6,
     host_bandwidth=25e9,
     contention=0.1,
+    kernel_latency=3e-6,
+    jitter=0.015,
+    collective_latency=8.4e-6,
 )
-"""Matrix products and network are fitted to published times of YaFSDP, which tell next to nothing about contention; the
-overhead that those runs had, and such GPUs do not, is in `lab.peers.AS_RUN`. memory_bytes is what its published numbers
-of recomputed layers imply; attention is FlashAttention-2's forward and backward at head dim 128; host_bandwidth is what
+"""Products are fitted to the runs of five sources (`python -m train published --sources`), the network to YaFSDP's,
+whose overhead is in `lab.peers.AS_RUN`. memory_bytes is what YaFSDP's numbers of recomputed layers imply; attention is
+FlashAttention-2's forward and backward at head dim 128; hops and the start of a collective are what NCCL 2.27 expects
+(docs/benchmarks/nccl_h100_tuning.csv); jitter is from InternLM's runs on 8 to 1024 GPUs (1.7%) and torchtitan's on 8
+and 128 (1.3%); kernel_latency and contention are guesses that the times tell little about; host_bandwidth is what
 nvbandwidth shows of one such GPU alone over PCIe 4.0 x16 (forums.developer.nvidia.com, thread 352186; two that share a
-switch may get half); the rest what such nodes are known to reach. See docs/planner.md."""
+switch may get half). See docs/planner.md."""
 
 H100 = Cluster(
     name="h100-80g",
     gpus_per_node=8,
-    matmul_flops=500e12,
+    matmul_flops=555e12,
     attention_flops=350e12,
     memory_bandwidth=2.7e12,
     memory_bytes=62 * 2**30,
     node_bandwidth=360e9,
     network_bandwidth=340e9,
-    node_latency=3e-6,
-    network_latency=33e-6,
+    node_latency=3.4e-6,
+    network_latency=14e-6,
     host_bandwidth=55e9,
     contention=0.1,
+    kernel_latency=3e-6,
+    jitter=0.015,
+    collective_latency=8.4e-6,
 )
-"""Not fitted to anything: products at about half of the data sheet's 989e12, as published 8B runs reach them,
-FlashAttention-2 at head dim 128, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as
-nvbandwidth's examples show them over PCIe 5.0 x16; latency, contention and the part of memory that tensors may fill as
-on A100. Measure yours with `ya.planner.calibrate`."""
+"""Products are fitted to the runs of five sources, with those of H200; the rest is not fitted: FlashAttention-2 at head
+dim 128, 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the
+host as nvbandwidth's examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with
+`ya.planner.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""

@@ -1,6 +1,7 @@
 """The cost of each op of a program on a cluster, run alone: phases on resources.
 
-Forward      flops / rate, matrix products and attention apart; and what else it moves through memory, see `MOVED`
+Forward      flops / rate, matrix products and attention apart; what products and all other kernels move through memory,
+             and the start of each kernel, as eager torch launches them or fused (`Trace.kernels`)
 Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
              inputs has as many products as the forward, attention and all else, that of weights the other products
 both         and the collectives of their visit, and of the loss after it, over axes inside blocks: rings, messages
@@ -23,16 +24,12 @@ from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
-from yafsdp_fn.program.trace import Collectives, Cost, Trace, UnitSpec
+from yafsdp_fn.program.trace import Collectives, Cost, Moved, Trace, UnitSpec
 
-UPDATE_BYTES = 30
-"""Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy: gradient 4 read;
-master, two moments 12 read and written; working copy 2 written."""
-
-MOVED = (2, 4)
-"""Bytes through memory per byte that a visit's graph saves, in forward and in backward, by all that is no matrix
-product or attention. In forward a saved value is written and read; in backward it is read, its gradient written and
-read, and where two paths meet read and written again. A rule of thumb, not a count."""
+UPDATE_BYTES = {"fused": 30, "eager": 90}
+"""Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy. In one kernel:
+gradient 4 read; master, two moments 12 read and written; working copy 2 written. Eager, a kernel for each operation on
+all leaves (`foreach`): decay 8, first moment 12, second 8 and 16, root 8, correction 8, epsilon 8, step 16; copy 6."""
 
 NO_COSTS = (
     "the trace has no costs: it was learnt from a real step, which measures none. Take it from ya.planner.trace, or "
@@ -106,11 +103,13 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
     match op:
         case ops.Forward(visit, carry_slot=slot):
             saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
-            computed = phases_of_compute(cluster, trace.visits[visit].cost, forward=True, backward=False)
+            computed = phases_of_compute(
+                cluster, trace.visits[visit].cost, forward=True, backward=False, kernels=trace.kernels
+            )
             return computed + _calls(op, trace, cluster, recompute) + through_memory(cluster, saved)
         case ops.Backward(visit, half=half):
             cost = half_of(trace.visits[visit].cost, half)
-            computed = phases_of_compute(cluster, cost, forward=recompute, backward=True)
+            computed = phases_of_compute(cluster, cost, forward=recompute, backward=True, kernels=trace.kernels)
             return computed + _calls(op, trace, cluster, recompute)
         case ops.Offload(visit) | ops.Fetch(visit):
             seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
@@ -128,7 +127,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
         case ops.AllReduce(over="stages"):
             assert trace.split is not None
             of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
-            return cluster.ring(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), of_stages) * 2
+            return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), of_stages)
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
         case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
@@ -143,7 +142,10 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
             return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
-            shares = [UPDATE_BYTES * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
+            shares = [
+                UPDATE_BYTES[trace.kernels] * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2)
+                for u in units
+            ]
             nbytes = sum(shares)
         case ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
@@ -167,9 +169,44 @@ def half_of(cost: Cost, half: str) -> Cost:
     if half == "both":
         return cost
     inputs = min(cost.flops, cost.bwd_flops)
+    part = inputs / cost.bwd_flops if cost.bwd_flops else 1.0
+    both = cost.bwd_moved
+    own = Moved(int(both.products * part), int(both.product_kernels * part), *both[2:])
     if half == "inputs":
-        return cost._replace(bwd_flops=inputs)
-    return Cost(bwd_flops=cost.bwd_flops - inputs)
+        return cost._replace(bwd_flops=inputs, bwd_moved=own)
+    rest = Moved(both.products - own.products, both.product_kernels - own.product_kernels)
+    return Cost(bwd_flops=cost.bwd_flops - inputs, bwd_moved=rest)
+
+
+def by_ops(trace: Trace, policy: str) -> Trace:
+    """`trace` with layers that recompute by ops in their backward, whatever the program is.
+
+    policy: "op", torchtitan's: every second product, and all that is no product or attention; "selective", Megatron's:
+        attention alone. What is kept beside carries: for "op" two fifths, as counted for Llama's layers; for
+        "selective" all, since attention's kernel keeps no scores
+
+    Raises ValueError for another policy.
+    """
+    if policy not in ("op", "selective"):
+        raise ValueError(f'by_ops: {policy!r}, expected "op" or "selective"')
+
+    def again(cost: Cost) -> Cost:
+        if policy == "selective":
+            return cost._replace(bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops)
+        once, back = cost.moved, cost.bwd_moved
+        half = once._replace(products=once.products // 2, product_kernels=once.product_kernels // 2)
+        return cost._replace(
+            bwd_flops=cost.bwd_flops + cost.flops // 2,
+            bwd_moved=Moved(*(a + b for a, b in zip(back, half, strict=True))),
+            inner_bytes=cost.inner_bytes * 2 // 5,
+            bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes * 3 // 5,
+        )
+
+    layers = {unit.id for unit in trace.units if unit.stack is not None}
+    visits = (
+        visit._replace(cost=again(visit.cost)) if layers.intersection(visit.units) else visit for visit in trace.visits
+    )
+    return trace._replace(visits=tuple(visits))
 
 
 def _calls(op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool) -> tuple[Phase, ...]:
@@ -197,7 +234,7 @@ def calls_of(
         group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
         match kind:
             case "psum" | "pmax":
-                each = cluster.ring(nbytes, group) * 2
+                each = cluster.all_reduce(nbytes, group)
             case "all_gather" | "psum_scatter":
                 each = cluster.ring(nbytes, group)
             case "ppermute" if group.ranks <= group.per_node:
@@ -219,11 +256,19 @@ def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
     return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
 
 
-def phases_of_compute(cluster: Cluster, cost: Cost, *, forward: bool, backward: bool) -> tuple[Phase, ...]:
+def phases_of_compute(
+    cluster: Cluster, cost: Cost, *, forward: bool, backward: bool, kernels: str = "fused"
+) -> tuple[Phase, ...]:
+    """The phases of a pass, or of both. kernels: "eager" or "fused", as `Trace.kernels`"""
     matmul = cost.flops * forward + cost.bwd_flops * backward
     attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward
-    moved = cost.kept_bytes * (MOVED[0] * forward + MOVED[1] * backward)
-    seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops + moved / cluster.memory_bandwidth
+    seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops
+    for moved, runs in (cost.moved, forward), (cost.bwd_moved, backward):
+        others, launched = (
+            (moved.eager, moved.eager_kernels) if kernels == "eager" else (moved.fused, moved.fused_kernels)
+        )
+        nbytes, count = moved.products + others, moved.product_kernels + launched
+        seconds += runs * (nbytes / cluster.memory_bandwidth + count * cluster.kernel_latency)
     return (Phase("compute", seconds),) if seconds else ()
 
 
@@ -248,6 +293,6 @@ def _reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> t
 def _all_reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
     part = unit.reduce_bytes / trace.ranks_of(unit)
     if not unit.sum_bytes:
-        return cluster.ring(part, places.replicate) * 2
+        return cluster.all_reduce(part, places.replicate)
     gathered = cluster.ring(unit.sum_bytes / trace.ranks_of(unit), places.replicate)
     return cluster.all_to_all(part, places.replicate) + gathered

@@ -39,6 +39,22 @@ class Argument(NamedTuple):
     dtype: str = "float32"
 
 
+class Moved(NamedTuple):
+    """The bytes that a pass moves through memory beside attention, and by how many kernels.
+
+    products: operands and results of matrix products; eager, eager_kernels: inputs and outputs of every other kernel,
+    as eager torch launches them; fused, fused_kernels: the same where kernels that feed each other are one, as
+    `torch.compile` or a library of kernels makes them: what they hand on to each other is not written
+    """
+
+    products: int = 0
+    product_kernels: int = 0
+    eager: int = 0
+    eager_kernels: int = 0
+    fused: int = 0
+    fused_kernels: int = 0
+
+
 class Cost(NamedTuple):
     """The cost of one visit. Zero, or empty, where nothing has measured it.
 
@@ -56,6 +72,7 @@ class Cost(NamedTuple):
     of another dtype, one for all visits.
 
     arguments: what other visits have made of what it is given: what travels where the step is cut into stages
+    moved, bwd_moved: through memory, by forward and by backward
     """
 
     flops: int = 0
@@ -76,6 +93,8 @@ class Cost(NamedTuple):
     scratch_bytes: int = 0
     unsaved: tuple[int, ...] = ()
     arguments: tuple[Argument, ...] = ()
+    moved: Moved = Moved()
+    bwd_moved: Moved = Moved()
 
     @property
     def carry_slot_bytes(self) -> int:
@@ -219,6 +238,8 @@ class Trace(NamedTuple):
         whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
         number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
     between: collectives between visits
+    kernels: of what is no matrix product or attention: "eager", each of torch's own, or "fused", as torch.compile or a
+        library makes them: which of `Moved` a prediction takes
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
 
     >>> trace.mesh, trace.microbatches, len(trace.units), len(trace.visits), len(trace.order)
@@ -239,6 +260,7 @@ class Trace(NamedTuple):
     stage: int | None = None
     loss_of: tuple[int, ...] = ()
     between: tuple[Between, ...] = ()
+    kernels: str = "fused"
 
     @property
     def ranks(self) -> int:

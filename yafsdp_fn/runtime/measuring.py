@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from yafsdp_fn.dist.ranks import AxisCollective, Ranks
 from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
-from yafsdp_fn.program.trace import Collectives, Cost
+from yafsdp_fn.program.trace import Collectives, Cost, Moved
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.placement import Placement
@@ -294,9 +294,10 @@ def measure(
     places = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
     for leaf, place in zip(large, places, strict=True):
         setattr(leaf, DESTINATION, place)
-    with lives, _Counter(rule) as forward, noting(placement.comms) as called:
+    slots = [held for place in places for held in place._held]
+    with lives, _Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
-    matmul, attention = forward.matmul, forward.attention
+    matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
     saved = saved_by(outs)
@@ -310,10 +311,11 @@ def measure(
     task = Task(roots)
     for place in places:
         place.begin(task)
-    with lives, _Counter(rule) as backward, noting(placement.comms) as back:
+    with lives, _Counter(rule, slots) as backward, noting(placement.comms) as back:
         found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
         inputs_wanted = sum(x.requires_grad for x in inputs)
         fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
+        bwd_moved = backward.moved()
         del found
     factors = {of if isinstance(of, int) else id(of): nbytes for place in places for of, nbytes in place.factors}
     cost = Cost(
@@ -328,6 +330,8 @@ def measure(
         bwd_peak_bytes=lives.peak - sum(own.values()),
         between_bytes=sum(factors.values()) + fresh + sum(place.formed for place in places),
         scratch_bytes=placement.largest_leaf * max((place.scratch_bytes for place in places), default=0),
+        moved=moved,
+        bwd_moved=bwd_moved,
     )
     return Measured(
         call.structure,
@@ -351,18 +355,138 @@ def noting(ranks: Ranks) -> Iterator[list[tuple[AxisCollective, bool]]]:
         ranks.called = before
 
 
+ALLOCATING = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
+"""Operations that launch nothing."""
+BY_ROWS = {"aten::embedding", "aten::index_select", "aten::index", "aten::gather"}
+"""Operations that read no more of their first tensor than they return."""
+ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
+"""Operations that read and write no more of their first tensor than the others have."""
+
+
+class _Kernel(NamedTuple):
+    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; a number of what
+    it reads; bytes. writes: storages and bytes"""
+
+    reads: tuple[tuple[int | None, int, int], ...]
+    writes: tuple[tuple[weakref.ref[Any], int], ...]
+
+
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the FLOPs of operations, matrix products and attention separately.
+    """Counts the FLOPs of operations, matrix products and attention separately, and what moves through memory.
 
     torch's own FlopCounterMode holds gradients for longer than autograd does, which would show in the peaks.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, rule: AttentionRule) -> None:
+    def __init__(self, rule: AttentionRule, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rule, self._before = rule, rule.flops
+        self._ignored = {memory_key(x) for x in ignored}
         self.matmul = self._by_kernel = 0
+        self._products = self._product_kernels = 0
+        self._kernels: list[_Kernel] = []
+        self._writer: dict[int, int] = {}  # memory -> the kernel that wrote it last
+        self._version: dict[int, int] = {}  # memory -> what tells its content from what was there before
+        self._deaths: dict[int, weakref.ref[Any]] = {}
+        self._serial = 0
+        self._escaped: set[int] = set()  # kernels whose results a product or attention has read
+        self._apart: tuple[int, int] = (0, 0)
+
+    def __enter__(self) -> "_Counter":
+        _counting.append(self)
+        return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
+
+    def __exit__(self, *raised: Any) -> None:
+        _counting.remove(self)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def moved(self) -> Moved:
+        """Returns what moved so far. A kernel belongs to those whose results it reads; of what these write, others than
+        themselves read, or hold now, is written."""
+        root = [*range(len(self._kernels))]
+
+        def of(number: int) -> int:
+            while root[number] != number:
+                number = root[number]
+            return number
+
+        for number, kernel in enumerate(self._kernels):
+            for writer, _, _ in kernel.reads:
+                if writer is not None:
+                    root[of(number)] = of(writer)
+        fused = 0
+        outside: set[tuple[int, int]] = set()
+        for number, kernel in enumerate(self._kernels):
+            for writer, key, nbytes in kernel.reads:
+                if writer is None and (of(number), key) not in outside:
+                    outside.add((of(number), key))
+                    fused += nbytes
+            fused += sum(nbytes for storage, nbytes in kernel.writes if storage() is not None)
+        fused += sum(
+            nbytes
+            for number, kernel in enumerate(self._kernels)
+            for storage, nbytes in kernel.writes
+            if storage() is None and number in self._escaped
+        )
+        eager = sum(
+            sum(nbytes for _, _, nbytes in kernel.reads) + sum(nbytes for _, nbytes in kernel.writes)
+            for kernel in self._kernels
+        )
+        groups = len({of(number) for number in range(len(self._kernels))})
+        more, launched = self._apart
+        return Moved(self._products, self._product_kernels, eager + more, len(self._kernels) + launched, fused, groups)
+
+    def in_pieces(self, nbytes: int, kernels: int) -> None:
+        """Counts what eager torch moves beyond the one kernel that stands here for several."""
+        self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
+
+    def _next(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _watch(self, x: Tensor) -> None:
+        """Forgets the memory of `x` when it is freed: another tensor may get its address."""
+        key = memory_key(x)
+
+        def died(_: Any) -> None:
+            for of in (self._writer, self._version, self._deaths):
+                of.pop(key, None)
+
+        if key not in self._deaths:
+            self._deaths[key] = weakref.ref(x.untyped_storage(), died)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, product: bool) -> None:
+        schema = getattr(func, "_schema", None)
+        for leaf in optree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._watch(leaf)
+        if schema is None or schema.name in ALLOCATING:
+            return
+        leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+        if not schema.is_mutable and {memory_key(x) for x in made} <= {memory_key(x) for x in given}:
+            return  # a view, or nothing at all
+        if product:
+            self._products += sum(map(_bytes_of, [*given, *made]))
+            self._product_kernels += 1
+            self._escaped.update(self._writer[key] for x in given if (key := memory_key(x)) in self._writer)
+            for x in made:
+                self._writer.pop(memory_key(x), None)
+                self._version[memory_key(x)] = self._next()
+            return
+        if any(memory_key(x) in self._ignored for x in made):
+            return
+        most = sum(map(_bytes_of, given[1:] if schema.name in ADDING else made))
+        reads = []
+        for at, x in enumerate(given):
+            nbytes = min(_bytes_of(x), most) if schema.name in (*BY_ROWS, *ADDING) and at == 0 else _bytes_of(x)
+            key = memory_key(x)
+            reads.append((self._writer.get(key), self._version.setdefault(key, self._next()), nbytes))
+        writes = [(weakref.ref(x.untyped_storage()), min(most, _bytes_of(x))) for x in made]
+        self._kernels.append(_Kernel(tuple(reads), tuple(writes)))
+        self._writer.update((memory_key(x), len(self._kernels) - 1) for x in made)
 
     @property
     def attention(self) -> int:
@@ -371,12 +495,29 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        count = flop_registry.get(getattr(func, "_overloadpacket", func))
         if "scaled_dot_product" in str(func):  # a kernel that the rule does not see: in F.multi_head_attention_forward
             self._by_kernel += kernel_flops(func, args, kwargs)
-        elif count := flop_registry.get(getattr(func, "_overloadpacket", func)):
+        elif count:
             flops = count(*args, **kwargs, out_val=out)
             if "flex_attention" in str(func):
                 self._by_kernel += flops
             else:
                 self.matmul += flops
+        self._note(func, args, kwargs, out, product="scaled_dot_product" in str(func) or count is not None)
         return out
+
+
+_counting: list[_Counter] = []
+"""The counters that are active, the innermost last."""
+
+
+def in_pieces(nbytes: int, kernels: int) -> None:
+    """Tells what counts around it that eager torch moves so much more than the kernel that stands here for several."""
+    for counter in _counting[-1:]:
+        counter.in_pieces(nbytes, kernels)
+
+
+def _bytes_of(x: Tensor) -> int:
+    """Bytes that a kernel reads of it, or writes: those of its memory, where it is expanded."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())

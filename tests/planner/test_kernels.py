@@ -1,0 +1,75 @@
+"""What a pass moves beside products, eager and fused; layers that recompute by ops; trees and stragglers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+from yafsdp_fn.planner.abstract_trace import plan, trace
+from yafsdp_fn.planner.cluster import A100, Group, Phase
+from yafsdp_fn.planner.costs import by_ops
+from yafsdp_fn.program.trace import Trace
+
+S, E = 8, 16
+PARAMS = {"layers": ya.Stacked({"w": ya.Param((3, E, E))})}
+WORD = S * E * 4
+
+
+def loss(params: Any, batch: Tensor) -> Tensor:
+    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
+        return F.silu(F.linear(x, w["w"]) + 1.0) * 2.0, None
+
+    return ya.scan(block, batch, params["layers"])[0].sum()  # type: ignore[no-any-return]
+
+
+def traced() -> Trace:
+    return trace(loss, PARAMS, torch.empty(S, E), ranks=2)
+
+
+def test_fused_kernels_write_only_what_others_read() -> None:
+    moved = traced().visits[0].cost.moved
+    assert (moved.products, moved.product_kernels) == (2 * WORD + E * E * 4, 1)
+    # x + 1, silu, times 2: each reads and writes; as one, they read the product, write what silu saves and the result
+    assert (moved.eager, moved.eager_kernels) == (6 * WORD, 3)
+    assert (moved.fused, moved.fused_kernels) == (3 * WORD, 1)
+    back = traced().visits[0].cost.bwd_moved
+    assert back.eager > back.fused > 0
+    assert traced() == traced()  # whatever addresses memory has
+
+
+def test_a_plan_says_its_kernels_and_its_range() -> None:
+    given: Any = {"tx": ya.optim.adamw(1e-3), "ranks": 2, "cluster": "a100-80g"}
+    eager, fused = (plan(loss, PARAMS, torch.empty(S, E), **given, kernels=kind) for kind in ("eager", "fused"))
+    assert eager.step_s > fused.step_s
+    assert "eager torch's kernels" in str(eager) and "fused as torch.compile does" in str(fused)
+    low, high = fused.range_s
+    assert low < fused.step_s < high and f"({low:.3g} to {high:.3g})" in str(fused)
+    with pytest.raises(ValueError, match=r'kernels=.*expected "eager" or "fused"'):
+        plan(loss, PARAMS, torch.empty(S, E), **given, kernels="some")
+
+
+def test_layers_recompute_by_ops() -> None:
+    whole = traced()
+    before, after = whole.visits[0].cost, by_ops(whole, "op").visits[0].cost
+    assert after.bwd_flops == before.bwd_flops + before.flops // 2
+    assert after.bwd_moved.eager == before.bwd_moved.eager + before.moved.eager
+    assert after.inner_bytes < before.inner_bytes
+    assert by_ops(whole, "selective").visits[0].cost.bwd_flops == before.bwd_flops
+    with pytest.raises(ValueError, match=r"'all', expected"):
+        by_ops(whole, "all")
+
+
+def test_small_sums_take_a_tree_and_stragglers_cost_more_on_more_nodes() -> None:
+    def seconds(phases: Iterable[Phase]) -> float:
+        return sum(phase.seconds for phase in phases)
+
+    many = Group(1024, 8)
+    assert seconds(A100.all_reduce(1e4, many)) < seconds(A100.ring(1e4, many)) * 2
+    assert seconds(A100.ring(1e10, many)) == pytest.approx(1e10 / A100.network_bandwidth, rel=0.05)
+    assert A100.straggling(1) == 0.0 < A100.straggling(2) < A100.straggling(128) < 4 * A100.jitter
