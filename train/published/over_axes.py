@@ -32,6 +32,7 @@ from train.machine import ROOT
 from train.published.foundry import FP8_RATE
 from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate, trace
+from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost, Moved, Visit
@@ -122,32 +123,31 @@ def _traced(row: Row) -> Trace:
         tx=ya.optim.adamw(1e-4),
     )
     layers = remat.layer_visits(found)
-    return found._replace(visits=tuple(_as_run(row, v) if v.id in layers else v for v in found.visits))
+    found = found._replace(visits=tuple(_as_run(row, v) if v.id in layers else v for v in found.visits))
+    policy = {"half": "op", "all": "checkpoint" if row.run == "torchtitan" else None}.get(row.recompute)
+    return by_ops(found, policy) if policy else found
 
 
 def _as_run(row: Row, layer: Visit) -> Visit:
     """A layer as `row` runs it.
 
-    half      half of its products again
     fp8       products at `FP8_RATE`; casts, through memory; gathers over tensor after them
     fp16      attention of 2021: products of whole squares, whose scores are kept: as they are, masked and dropped, 5
               bytes each
     """
     cost, config = layer.cost, config_of(row)
     tokens = row.sequences // row.microbatches * row.seq_len // row.context
-    moved, flops, bwd_flops = 0, cost.flops, cost.bwd_flops
+    moved, products = 0, {name: getattr(cost, name) for name in ("flops", "bwd_flops", "last_flops")}
     if row.uneven:
         most = 2 - 1 / row.context  # of the mean
         attention, bwd_attention = int(cost.attention_flops * most), int(cost.bwd_attention_flops * most)
         cost = cost._replace(attention_flops=attention, bwd_attention_flops=bwd_attention)
-    if row.recompute == "half":
-        bwd_flops += flops // 2
     if row.precision == "fp8":
-        flops, bwd_flops = int(flops / FP8_RATE), int(bwd_flops / FP8_RATE)
+        products = {name: int(flops / FP8_RATE) for name, flops in products.items()}
         moved += cast_bytes(config, tokens) // row.tensor
         calls = [[_in_fp8(call) for call in each] for each in (layer.collectives, layer.adjoints)]
         layer = layer._replace(collectives=tuple(calls[0]), adjoints=tuple(calls[1]))
-    cost = moving(cost, moved)._replace(flops=flops, bwd_flops=bwd_flops)
+    cost = moving(cost, moved)._replace(**products)
     if row.precision == "fp16":
         cost = with_scores(cost, tokens, row.seq_len, config.heads // row.tensor)
     return layer._replace(cost=cost)
@@ -193,7 +193,7 @@ def _in_fp8(call: AxisCollective) -> AxisCollective:
 def step(row: Row, microbatches: int) -> Program:
     """The program of `row` in so many microbatches. Across stages weights are gathered once and gradients reduced once
     a step; without, weights are gathered for each half of it (FSDP)."""
-    again = "all" if row.recompute == "all" else "none"
+    again = "all" if row.recompute == "all" and row.run != "torchtitan" else "none"
     one = _traced(row._replace(measured=0.0, async_tensor="no"))
     if row.stages == 1:
         return ya.schedules.zero3(remat=again, prefetch=2)(one)

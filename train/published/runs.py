@@ -94,6 +94,7 @@ class Run(NamedTuple):
     seq_len: int
     micro_batch: int
     accumulation: int
+    reentrant: bool = False
     measured_s: float | None = None
     measured_bytes: float | None = None
     reserved: bool = False
@@ -102,6 +103,17 @@ class Run(NamedTuple):
     def parallelism(self) -> str:
         words = {"": f"{self.framework}{' x replicas' * (self.replicas > 1)}"}
         return words.get(self.order, f"{self.stages} stages, {self.order}") if self.gpus > 1 else "one GPU"
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether layers are recomputed by torch's checkpoint, which stops at the last that is saved: reentrant ones, of
+        Megatron, DeepSpeed, InternLM and transformers, do not."""
+        return (
+            self.framework in ("fsdp1", "fsdp2")
+            and self.recompute in ("every 2nd", "all")
+            and not self.order
+            and not self.reentrant
+        )
 
     @property
     def tokens(self) -> int:
@@ -149,13 +161,13 @@ def _read(line: Line, at: str) -> Run:
         accumulation = max(1, sequences // (micro_batch * data))
     precision = line["precision"].lower()
     fused = line.get("compile") == "yes" or re.search(
-        r"liger|fast-kernels|megatron|internevo|simumax|zero-bubble", words
+        r"liger|fast-kernels|megatron|internevo|simumax|zero-bubble|primus", words
     )
     run = Run(
         source=line.get("file", at).removesuffix(".csv"),
         name=name,
         config=config,
-        gpu=_gpu(line["gpu"]),
+        gpu=_gpu(line["gpu"], words),
         gpus=gpus,
         network=_network(line.get("inter_node", "")),
         framework=framework,
@@ -173,6 +185,7 @@ def _read(line: Line, at: str) -> Run:
         seq_len=seq_len,
         micro_batch=micro_batch,
         accumulation=accumulation,
+        reentrant=bool(re.search(r"fms_acceleration|deepspeed|internevo|megatron", words)),
     )
     if re.search(r"nvfp4|mxfp", precision):
         raise Refused("mxfp8 and nvfp4 are not modelled")
@@ -231,12 +244,12 @@ def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> t
     return kind, replicas, "", 1
 
 
-def _gpu(text: str) -> str:
+def _gpu(text: str, words: str) -> str:
     if "power limited" in text.lower():
         raise Refused("its GPUs are held to a power that is not stated")
     for kind in ("A100", "H100", "H200", "B200", "MI300X", "MI325X"):
         if kind.lower() in text.lower():
-            low = kind == "H100" and re.search(r"hbm2e|95gib", text.lower())
+            low = kind == "H100" and re.search(r"hbm2e|95gib|torchtitan|pytorch/ao", text.lower() + words)
             return "H100 HBM2e" if low else "A100 40GB" if kind == "A100" and "40" in text else kind
     raise Refused(f"no figures for a GPU of kind {text!r}")
 
@@ -373,6 +386,8 @@ def program(run: Run, microbatches: int) -> Program:
         again: Any = remat.every(2)
     else:
         again = "all" if run.recompute == "all" else "none"
+    if run.stops_early:
+        again = "none"
     shard = run.gpus // run.stages // run.replicas
     outer = (("replicate", run.replicas),) if run.replicas > 1 else ()
     mesh = (*outer, ("shard", shard))
@@ -433,12 +448,16 @@ def _traced(run: Run) -> Trace:
         if visit.id in inside and run.scores:
             cost = with_scores(cost, run.micro_batch * run.seq_len, run.seq_len, config.heads)
         if visit.id in inside and run.fp8:
-            flops, back = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops))
+            flops, back, last = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops, cost.last_flops))
             moved = cast_bytes(config, run.micro_batch * run.seq_len)
-            cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back)
+            cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back, last_flops=last)
         visits.append(visit._replace(cost=cost))
     found = found._replace(visits=tuple(visits), kernels=run.kernels)
-    return by_ops(found, "op") if run.recompute == "half" else found
+    if run.recompute == "half":
+        return by_ops(found, "op")
+    if run.stops_early:
+        return by_ops(found, "checkpoint", 2 if run.recompute == "every 2nd" else 1)
+    return found
 
 
 def seconds(run: Run, cluster: Cluster) -> float:

@@ -178,33 +178,43 @@ def half_of(cost: Cost, half: str) -> Cost:
     return Cost(bwd_flops=cost.bwd_flops - inputs, bwd_moved=rest)
 
 
-def by_ops(trace: Trace, policy: str) -> Trace:
-    """`trace` with layers that recompute by ops in their backward, whatever the program is.
+def by_ops(trace: Trace, policy: str, every: int = 1) -> Trace:
+    """`trace` with every so many-th layer recomputed in its backward by ops, whatever the program is.
 
     policy: "op", torchtitan's: every second product, and all that is no product or attention; "selective", Megatron's:
-        attention alone. What is kept beside carries: for "op" two fifths, as counted for Llama's layers; for
-        "selective" all, since attention's kernel keeps no scores
+        attention alone; "checkpoint", torch's `checkpoint(use_reentrant=False)`: all, as far as something is saved: not
+        a layer's last product. What is kept beside carries: for "op" two fifths, as counted for Llama's layers; for
+        "selective" all, since attention's kernel keeps no scores; for "checkpoint" nothing
 
     Raises ValueError for another policy.
     """
-    if policy not in ("op", "selective"):
-        raise ValueError(f'by_ops: {policy!r}, expected "op" or "selective"')
+    if policy not in ("op", "selective", "checkpoint"):
+        raise ValueError(f'by_ops: {policy!r}, expected "op", "selective" or "checkpoint"')
 
     def again(cost: Cost) -> Cost:
         if policy == "selective":
             return cost._replace(bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops)
-        once, back = cost.moved, cost.bwd_moved
-        half = once._replace(products=once.products // 2, product_kernels=once.product_kernels // 2)
+        made, kept = (
+            (cost.flops // 2, cost.inner_bytes * 2 // 5) if policy == "op" else (cost.flops - cost.last_flops, 0)
+        )
+        part = made / max(cost.flops, 1)
+        once = cost.moved
+        once = once._replace(products=int(once.products * part), product_kernels=round(once.product_kernels * part))
         return cost._replace(
-            bwd_flops=cost.bwd_flops + cost.flops // 2,
-            bwd_moved=Moved(*(a + b for a, b in zip(back, half, strict=True))),
-            inner_bytes=cost.inner_bytes * 2 // 5,
-            bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes * 3 // 5,
+            bwd_flops=cost.bwd_flops + made,
+            bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops * (policy == "checkpoint"),
+            bwd_moved=Moved(*(a + b for a, b in zip(cost.bwd_moved, once, strict=True))),
+            inner_bytes=kept,
+            bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes - kept,
         )
 
     layers = {unit.id for unit in trace.units if unit.stack is not None}
+    chosen = [visit.id for visit in trace.visits if layers.intersection(visit.units)][every - 1 :: every]
     visits = (
-        visit._replace(cost=again(visit.cost)) if layers.intersection(visit.units) else visit for visit in trace.visits
+        visit._replace(cost=again(visit.cost), adjoints=visit.adjoints + visit.collectives * (policy == "checkpoint"))
+        if visit.id in chosen
+        else visit
+        for visit in trace.visits
     )
     return trace._replace(visits=tuple(visits))
 

@@ -72,7 +72,8 @@ class Cost(NamedTuple):
     of another dtype, one for all visits.
 
     arguments: what other visits have made of what it is given: what travels where the step is cut into stages
-    moved, bwd_moved: through memory, by forward and by backward
+    moved, bwd_moved: through memory, by forward and by backward; last_flops: the part of `flops` after all that a graph
+        saves inside: what no backward asks for again
     """
 
     flops: int = 0
@@ -95,6 +96,7 @@ class Cost(NamedTuple):
     arguments: tuple[Argument, ...] = ()
     moved: Moved = Moved()
     bwd_moved: Moved = Moved()
+    last_flops: int = 0
 
     @property
     def carry_slot_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -301,6 +301,7 @@ def measure(
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
     saved = saved_by(outs)
+    last_flops = forward.since(saved)
     top, inner = lives.peak, lives.bytes - sum(own.values())  # only the graph keeps the rest alive
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
     roots = [out for out in outs if out.requires_grad]
@@ -320,6 +321,7 @@ def measure(
     factors = {of if isinstance(of, int) else id(of): nbytes for place in places for of, nbytes in place.factors}
     cost = Cost(
         flops=matmul,
+        last_flops=last_flops,
         bwd_flops=backward.matmul,
         kept_bytes=(inner + carry) * track,
         carry_bytes=carry,
@@ -392,6 +394,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._serial = 0
         self._escaped: set[int] = set()  # kernels whose results a product or attention has read
         self._apart: tuple[int, int] = (0, 0)
+        self._made: dict[int, int] = {}  # memory -> FLOPs of products until it was written
 
     def __enter__(self) -> "_Counter":
         _counting.append(self)
@@ -437,6 +440,10 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         more, launched = self._apart
         return Moved(self._products, self._product_kernels, eager + more, len(self._kernels) + launched, fused, groups)
 
+    def since(self, saved: Collection[int]) -> int:
+        """FLOPs of the products that came after the last that is saved was written."""
+        return self.matmul - max((flops for key, flops in self._made.items() if key in saved), default=self.matmul)
+
     def in_pieces(self, nbytes: int, kernels: int) -> None:
         """Counts what eager torch moves beyond the one kernel that stands here for several."""
         self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
@@ -450,7 +457,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = memory_key(x)
 
         def died(_: Any) -> None:
-            for of in (self._writer, self._version, self._deaths):
+            for of in (self._writer, self._version, self._deaths, self._made):
                 of.pop(key, None)
 
         if key not in self._deaths:
@@ -468,6 +475,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
         if not schema.is_mutable and {memory_key(x) for x in made} <= {memory_key(x) for x in given}:
             return  # a view, or nothing at all
+        self._made.update((memory_key(x), self.matmul) for x in made)
         if product:
             self._products += sum(map(_bytes_of, [*given, *made]))
             self._product_kernels += 1
