@@ -106,8 +106,8 @@ class Run(NamedTuple):
 
     @property
     def stops_early(self) -> bool:
-        """Whether layers are recomputed by torch's checkpoint, which stops at the last that is saved: reentrant ones, of
-        Megatron, DeepSpeed, InternLM and transformers, do not."""
+        """Whether layers are recomputed by torch's checkpoint, which stops at the last that is saved: reentrant ones,
+        of Megatron, DeepSpeed, InternLM and transformers, do not."""
         return (
             self.framework in ("fsdp1", "fsdp2")
             and self.recompute in ("every 2nd", "all")
