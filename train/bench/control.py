@@ -31,14 +31,14 @@ from models import families, llama, mixtral
 from train.bench import harness, names
 from train.bench.contenders import Batch, Ours, adamw
 from train.bench.options import SHAPES, Timed
-from train.bench.report import Rows, spread, table, write
+from train.bench.report import Rows, apart, spread, table, write
 from yafsdp_fn.planner import Cluster, Plan
 
 CALIBRATIONS = 3
 """Of each cluster before the steps; of each figure the median counts."""
 GOAL = 0.07
 """Goal of the median error."""
-PRIORITY = -19
+PRIORITY = "-19"
 
 
 class Where(NamedTuple):
@@ -49,10 +49,6 @@ class Where(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.ranks} ranks{f', {self.mbit} Mbit/s' * bool(self.mbit)}"
-
-    def within(self) -> contextlib.AbstractContextManager[list[str]]:
-        """The place of its ranks, as `harness.run` takes it."""
-        return throttled(self.mbit) if self.mbit else contextlib.nullcontext([])
 
 
 class Step(NamedTuple):
@@ -66,65 +62,49 @@ class Step(NamedTuple):
     microbatches: int = 1
     stages: int = 1
 
-    def _made(self) -> Any:
-        made: Any = names.make(self.schedule, self.config.layers)
-        return ya.schedules.one_f_one_b(made) if self.stages > 1 else made
+    def parts(self, rank: int) -> tuple[Any, Any, Batch, dict[str, Any]]:
+        """Loss, parameters, the batch of a rank, and the options of a step."""
+        family, config = families.of(self.config), self.config
+        made: Any = names.make(self.schedule, config.layers)
+        made = ya.schedules.one_f_one_b(made) if self.stages > 1 else made
+        generator = torch.Generator().manual_seed(rank if self.stages == 1 else 0)
+        text = torch.randint(config.vocab, (self.rows, config.max_length + 1), generator=generator)
+        batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+        options = {"schedule": made, "microbatches": self.microbatches}
+        return family.loss(config), family.params(config), batch, options
 
     def plan(self, cluster: Cluster) -> Plan:
-        family = families.of(self.config)
-        mesh = names.mesh(self.schedule, self.where.ranks)
-        return ya.planner.plan(
-            family.loss(self.config),
-            family.params(self.config),
-            self.batch(0),
-            tx=adamw(),
-            ranks=self.where.ranks,
-            cluster=cluster,
-            schedule=self._made(),
-            microbatches=self.microbatches,
-            stages=self.stages,
-            replicate=mesh.get("replicate"),
-            kernels="eager",
-            device="cpu",
-        )
-
-    def batch(self, rank: int) -> Batch:
-        """The tokens of a rank: random ones."""
-        generator = torch.Generator().manual_seed(rank)
-        text = torch.randint(self.config.vocab, (self.rows, self.config.max_length + 1), generator=generator)
-        return {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+        *model, options = self.parts(0)
+        options |= {"ranks": self.where.ranks, "stages": self.stages, "kernels": "eager", "device": "cpu"}
+        replicate = names.mesh(self.schedule, self.where.ranks).get("replicate")
+        return ya.planner.plan(*model, tx=adamw(), cluster=cluster, replicate=replicate, **options)
 
     def runs(self) -> Running:
         """The step in this process group."""
-        family, tx, batch = families.of(self.config), adamw(), self.batch(dist.get_rank() if self.stages == 1 else 0)
-        loss, params, more = family.loss(self.config), family.params(self.config), dict[str, Any]()
+        (loss, params, batch, options), tx = self.parts(dist.get_rank()), adamw()
+        sizes, more = names.mesh(self.schedule, self.where.ranks), dict[str, Any]()
         if self.stages > 1:
             trace = ya.planner.trace(loss, params, batch, microbatches=self.microbatches, tx=tx, device="cpu")
-            more = {"stages": ya.schedules.assign(trace, self.stages)}
-        sizes = names.mesh(self.schedule, self.where.ranks) | ({"stage": self.stages} if self.stages > 1 else {})
-        state = ya.init(params, tx, mesh=ya.mesh(device="cpu", **sizes), **more)
-        return Running(Ours(state, ya.train_step(loss, tx, schedule=self._made(), microbatches=self.microbatches)), batch)
+            sizes, more = {"stage": self.stages}, {"stages": ya.schedules.assign(trace, self.stages)}
+        state = ya.init(params, tx, mesh=ya.mesh(device="cpu", **sizes), seed=0, **more)
+        return Running(state, ya.train_step(loss, tx, **options), own=batch)
 
 
-class Running(NamedTuple):
-    """A step with a batch of its own, behind the interface of contenders."""
+@dataclasses.dataclass
+class Running(Ours):
+    """A step with a batch of its own."""
 
-    of: Ours
-    own: Batch
+    own: Batch = dataclasses.field(default_factory=dict)
 
     def step(self, batch: Batch) -> float:
-        return self.of.step(self.own)
-
-    def program(self) -> dict[str, Any]:
-        return self.of.program()
+        return super().step(self.own)
 
 
 A = SHAPES["A"].llama()
 DEEP = llama.Config(vocab=2048, embed=384, ffn=1024, layers=8, heads=6, kv_heads=2, head_dim=64, max_length=512)
-WIDE = llama.Config(vocab=256, embed=768, ffn=2048, layers=4, heads=12, kv_heads=12, head_dim=64, max_length=256)
-EXPERTS = mixtral.Config(
-    vocab=512, embed=384, ffn=768, layers=4, heads=6, kv_heads=6, head_dim=64, max_length=256, experts=4, chosen=2
-)
+WIDE = llama.Config(vocab=256, embed=768, ffn=2048, layers=4, heads=12, kv_heads=12, head_dim=64, max_length=128)
+LIKE: dict[str, Any] = {"vocab": 512, "embed": 384, "ffn": 768, "layers": 4, "heads": 6, "kv_heads": 6, "head_dim": 64}
+EXPERTS = mixtral.Config(**LIKE, max_length=256, experts=4)
 TWO, FOUR, SLOW, SLOWER = Where(2), Where(4), Where(2, 2000), Where(2, 1000)
 STEPS = {
     "zero3": Step(A, "zero3", TWO, rows=2),
@@ -170,24 +150,19 @@ def pin(rank: int, ranks: int) -> None:
     for thread in os.listdir("/proc/self/task"):  # gloo's, too
         os.sched_setaffinity(int(thread), own)
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PGRP, 0, PRIORITY)
-        Path("/proc/self/autogroup").write_text(str(PRIORITY))  # what counts where sessions are scheduled as groups
+        os.setpriority(os.PRIO_PGRP, 0, int(PRIORITY))
+        Path("/proc/self/autogroup").write_text(PRIORITY)  # what counts where sessions are scheduled as groups
 
 
-def _calibrated(where: Where) -> dict[str, Any]:
-    return vars(ya.planner.calibrate(str(where), device="cpu", per_node=1 if where.mbit else None))
-
-
-def calibrate(task: harness.Task, device: torch.device) -> dict[str, Any]:
+def on_rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    """Calibrations before the steps, or steps, and a calibration after them. schedule: which"""
     pin(dist.get_rank(), task.ranks)
-    return {"clusters": [_calibrated(STEPS[task.everybody[0]].where) for _ in range(CALIBRATIONS)]}
-
-
-def step(task: harness.Task, device: torch.device) -> dict[str, Any]:
-    pin(dist.get_rank(), task.ranks)
-    contenders = {name: STEPS[name].runs() for name in task.contenders}
-    found = harness.in_turn(task, contenders, [{}], device)
-    return {"seconds": found["seconds"], "after": _calibrated(STEPS[task.everybody[0]].where)}
+    where, seconds = STEPS[task.everybody[0]].where, {}
+    if task.schedule == "steps":
+        seconds = harness.in_turn(task, {name: STEPS[name].runs() for name in task.contenders}, [{}], device)["seconds"]
+    per_node, times = 1 if where.mbit else None, 1 if seconds else CALIBRATIONS
+    clusters = [vars(ya.planner.calibrate(str(where), device="cpu", per_node=per_node)) for _ in range(times)]
+    return {"clusters": clusters, "seconds": seconds}
 
 
 # ---- The command.
@@ -208,86 +183,77 @@ def throttled(mbit: int) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
 def middle(clusters: list[dict[str, Any]]) -> Cluster:
     """The cluster of the medians of figures."""
-    figures = {key: [each[key] for each in clusters] for key in clusters[0]}
-    return Cluster(**{key: of[0] if len(set(of)) == 1 else statistics.median(of) for key, of in figures.items()})
+    return Cluster(**{key: sorted(each[key] for each in clusters)[len(clusters) // 2] for key in clusters[0]})
 
 
 def measure(options: Control, console: Console) -> dict[str, Any]:
     """Clusters, predictions and measurements; predictions are in --save before anything runs. Raises RankFailed."""
     wanted = {name: STEPS[name] for name in options.only or STEPS}
-    found: dict[str, Any] = {"clusters": {}, "skipped": {}}
+    clusters, skipped = dict[Where, list[dict[str, Any]]](), dict[str, str]()
 
-    def run(work: str, where: Where) -> dict[str, Any]:
+    def run(what: str, where: Where) -> dict[str, Any]:
         mine = [name for name, step in wanted.items() if step.where == where]
-        with console.status(f"{work} on {where}"), where.within() as within:
-            malloc = {"tuned": mine, "within": within}
-            more = {"ranks": where.ranks, "shape": SHAPES["tiny"], **malloc, **options.turns}  # each has its own shape
-            return harness.run(f"{__name__}:{work}", mine, **more)
+        link: Any = throttled(where.mbit) if where.mbit else contextlib.nullcontext(())
+        with console.status(f"{what} on {where}"), link as within:
+            of = {"ranks": where.ranks, "schedule": what, "shape": SHAPES["tiny"]}  # each step has a shape of its own
+            return harness.run(f"{__name__}:on_rank", mine, tuned=mine, within=within, **of, **options.turns)
 
     for where in dict.fromkeys(step.where for step in wanted.values()):
         try:
-            found["clusters"][where] = run("calibrate", where)["clusters"]
+            clusters[where] = run("calibrations", where)["clusters"]
         except (OSError, subprocess.SubprocessError) as error:
-            found["skipped"][str(where)] = f"no link of {where.mbit} Mbit/s: {error}"
-    clusters = {where: middle(each) for where, each in found["clusters"].items()}
-    found["steps"] = {
-        name: {"where": str(step.where), **predicted(step.plan(clusters[step.where]))}
-        for name, step in wanted.items()
-        if step.where in clusters
+            if not where.mbit:
+                raise
+            skipped[str(where)] = f"no link of {where.mbit} Mbit/s: {error}"
+    steps: dict[str, Any] = {}
+    for name, step in wanted.items():
+        if step.where in clusters:
+            plan = step.plan(middle(clusters[step.where]))
+            steps[name] = {"where": str(step.where), "predicted_s": plan.step_s, "range_s": plan.range_s}
+    found: dict[str, Any] = {
+        "clusters": {str(where): each for where, each in clusters.items()},
+        "skipped": skipped,
+        "steps": steps,
     }
-    found |= {"predicted": _now(), "clusters": {str(where): each for where, each in found["clusters"].items()}}
+    found |= {"predicted": datetime.datetime.now(datetime.UTC).isoformat(), "after": {}}
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         write(options.save, found)
-    found["after"] = {}
     for where in clusters:
-        ran = run("step", where)
-        found["after"][str(where)] = ran["after"]
+        ran = run("steps", where)
+        found["after"][str(where)] = ran["clusters"][0]
         for name, seconds in ran["seconds"].items():
-            found["steps"][name] |= {"measured": _now(), "measured_s": spread(seconds)}
+            steps[name] |= {"measured": datetime.datetime.now(datetime.UTC).isoformat(), "measured_s": spread(seconds)}
     return found
-
-
-def predicted(plan: Plan) -> dict[str, Any]:
-    return {"predicted_s": plan.step_s, "range_s": plan.range_s, "work": plan.work._asdict()}
-
-
-def errors(found: dict[str, Any]) -> dict[str, float]:
-    """How much longer each step was predicted to take than it did, relative to that."""
-    return {name: each["predicted_s"] / each["measured_s"]["median"] - 1 for name, each in found["steps"].items()}
 
 
 def show(options: Control, found: dict[str, Any]) -> Iterable[str | Table]:
     """A row for each step; what calibrations were before and after."""
-    rows: Rows = {}
-    for name, error in errors(found).items():
-        each, step = found["steps"][name], STEPS[name]
-        low, high = each["range_s"]
-        took = each["measured_s"]
-        inside = "" if low <= took["median"] <= high else " OUTSIDE"
+    rows, errors, figures = Rows(), [], ("matmul_flops", "attention_flops", "memory_bandwidth", "network_bandwidth")
+    for name, each in found["steps"].items():
+        step, (low, high), took = STEPS[name], each["range_s"], each["measured_s"]
+        errors.append(each["predicted_s"] / took["median"] - 1)
         rows[name] = {
-            "step": f"{step.schedule}, {step.microbatches} microbatches{f', {step.stages} stages' * (step.stages > 1)}",
+            "step": f"{step.schedule}{f' in {step.stages} stages' * (step.stages > 1)}",
+            "microbatches": str(step.microbatches),
             "model": f"{step.config.layers} x {step.config.embed}, {step.rows} x {step.config.max_length} tokens",
             "on": each["where"],
-            "predicted s": f"{each['predicted_s']:.3f}",
-            "range": f"{low:.3f} - {high:.3f}{inside}",
-            "measured s": f"{took['median']:.3f}",
-            "p10 - p90": f"{took['p10']:.3f} - {took['p90']:.3f}",
-            "error": f"{error:+.1%}",
+            "predicted, s": f"{each['predicted_s']:.3f}",
+            "range": f"{low:.2f} - {high:.2f}{'' if low <= took['median'] <= high else ' OUTSIDE'}",
+            "measured, s": f"{took['median']:.3f}",
+            "p10 - p90": apart(took),
+            "error": f"{errors[-1]:+.1%}",
         }
-    yield f"fp32, AdamW, a thread a rank; all predicted at {found['predicted']}, before the first ran; {options.steps} steps each"
+    yield f"fp32, AdamW, medians of {options.steps} steps; predicted before any ran, {found['predicted']}"
     if rows:
         yield table("step", rows)
-        middle_error = statistics.median(map(abs, errors(found).values()))
-        yield f"median error {middle_error:.1%}{' MISSED' * (middle_error > GOAL)} (goal: {GOAL:.0%}, and all inside their range)"
-    shown = ("matmul_flops", "attention_flops", "memory_bandwidth", "network_bandwidth")
+        error = statistics.median(map(abs, errors))
+        yield f"median error {error:.1%}{' MISSED' * (error > GOAL)} (goal: {GOAL:.0%}, and all inside their range)"
     for where, before in found["clusters"].items():
         known, after = vars(middle(before)), found["after"][where]
-        yield f"{where}: " + ", ".join(f"{key} {known[key]:.3g}, after {after[key] / known[key] - 1:+.0%}" for key in shown)
+        yield f"{where}: " + ", ".join(
+            f"{key} {known[key]:.3g}, after {after[key] / known[key] - 1:+.0%}" for key in figures
+        )
     yield from (f"skipped: {where}: {why}" for where, why in found["skipped"].items())

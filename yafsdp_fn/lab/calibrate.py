@@ -2,17 +2,16 @@
 
     print(ya.planner.calibrate())        # Cluster(name='here', gpus_per_node=2, ...): a preset to paste
 
-kernels, memory        a gate and a norm, forward and backward, of few rows and of many: what each kernel takes, and each byte
-matmul                 the three products of a linear layer and its backward, without what their bytes take
+kernels, memory        a norm and a gate, forward and backward, of one row and of many: what a kernel takes, and a byte
+matmul                 the three products of a linear layer and its backward, without what kernels and bytes take
 attention              causal, forward and backward
 host                   a copy from the GPU to pinned memory; on the CPU, a copy through memory
-links                  a gather and a reduction of two sizes: what each further byte takes is the bandwidth, the rest the
-                       latency
-contention             products beside running gathers, and these beside products, over the same alone
+links                  gathers and reductions of two sizes: what a further byte takes is the bandwidth, the rest latency
+contention             products beside running gathers and reductions, and these beside products, over the same alone
 
-Work is counted as in a trace (`runtime/measuring.py`), so that a figure is what makes the count take the time that was
-measured. On the CPU all ranks begin together and each measurement lasts a while: ranks that share a core, or the memory,
-each get the part that they have in a step.
+Work is counted as in a trace (`runtime/measuring.py`): a figure is what makes the count take the measured time. Ranks
+begin each measurement together, and on the CPU it lasts a while: those that share a core, or the memory, get the part
+of it that they get in a step.
 """
 
 import math
@@ -32,7 +31,7 @@ from torch.distributed import ProcessGroup
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.dist.groups import group_of
 from yafsdp_fn.dist.store import new_group
-from yafsdp_fn.dist.streams import HostEvent, HostStream, Stream
+from yafsdp_fn.dist.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.program.trace import Moved
 from yafsdp_fn.runtime.measuring import attention_flops, moved_by
@@ -41,12 +40,12 @@ from yafsdp_fn.util.torch_private import default_group, timeout_of
 TIMES = 5
 """Measurements of each figure, after a warm-up; the median counts. The same number on every rank."""
 WINDOW, REPEATS = 0.06, 64
-"""Seconds that a measurement should last, longer than the turns of threads that share a core, and the most repetitions."""
+"""Seconds that a measurement should last, longer than turns of threads that share a core; the most repetitions."""
 
 
 class Sizes(NamedTuple):
-    """The sizes of the measurements. rows, width: of activations, whose products are with twice the width; moved: rows of
-    what is no product, more than caches hold; sequence: of attention; copied, small, large: bytes"""
+    """The sizes of the measurements. rows, width: of activations, whose products are with twice the width; moved: rows
+    of what is no product, more than caches hold; sequence: of attention; copied, small, large: bytes"""
 
     dtype: torch.dtype
     rows: int
@@ -99,17 +98,23 @@ def calibrate(
     node = int(os.environ.get("LOCAL_WORLD_SIZE", default)) if per_node is None else per_node
     if node < 1 or (world > node and world % node):
         raise ValueError(f"calibrate: {world} ranks do not fill nodes of per_node={node}; give a divisor of {world}")
-    x, up, out = (torch.randn(*of, dtype=sizes.dtype, device=kind) for of in _shapes(sizes))
-    back = torch.empty_like(up), torch.empty_like(x)
+    x, up = (torch.randn(of, sizes.width, dtype=sizes.dtype, device=kind) for of in (sizes.rows, 2 * sizes.width))
+    out, *back = x @ up.t(), torch.empty_like(up), torch.empty_like(x)
 
     def products() -> None:
-        torch.mm(x, up, out=out)
-        torch.mm(x.t(), out, out=back[0])
-        torch.mm(out, up.t(), out=back[1])
+        torch.mm(x, up.t(), out=out)
+        torch.mm(out.t(), x, out=back[0])
+        torch.mm(out, up, out=back[1])
 
     q = torch.randn(1, HEADS, sizes.sequence, HEAD_DIM, dtype=sizes.dtype, device=kind, requires_grad=True)
+
+    def attend() -> None:
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        torch.autograd.grad(out, q, out)
+
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=kind)
     latency, memory = _kernels(sizes, kind)
+    attention = _seconds(attend, kind)
     with torch.no_grad():
         three = _seconds(products, kind)
         copy = _seconds(partial(torch.empty_like(source).copy_, source), kind)
@@ -118,7 +123,6 @@ def calibrate(
         if kind == "cuda":
             pinned = torch.empty_like(source, device="cpu", pin_memory=True)
             to_host = _seconds(partial(pinned.copy_, source, non_blocking=True), kind)
-    attention = _seconds(partial(_attention, q), kind)
     counted = 3 * (sum(each.nbytes for each in (x, up, out)) / memory + latency)  # as costs have it, beside the FLOPs
     inside = inside or Link(0.0, memory / 2)
     hops, local, nodes = world - 1, min(node, world), max(1, world // node)
@@ -129,7 +133,7 @@ def calibrate(
         node_latency if nodes == 1 else max(0.0, network.seconds - (hops - nodes + 1) * node_latency) / (nodes - 1)
     )
     figures = {
-        "matmul_flops": 6 * x.numel() * up.shape[1] / max(three - counted, three / 2),
+        "matmul_flops": 6 * x.numel() * len(up) / max(three - counted, three / 2),
         "attention_flops": attention_flops(q, q, q, "first") * 7 / 2 / attention,
         "memory_bandwidth": memory,
         "memory_bytes": _memory_bytes(kind, local),
@@ -147,32 +151,20 @@ def calibrate(
     return Cluster(name=name, gpus_per_node=node, host_computes=kind == "cpu", **agreed)
 
 
-def _shapes(sizes: Sizes) -> tuple[tuple[int, int], ...]:
-    """Of activations, a weight, and their product."""
-    return (sizes.rows, sizes.width), (sizes.width, 2 * sizes.width), (sizes.rows, 2 * sizes.width)
-
-
-def _attention(q: Tensor) -> None:
-    out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    torch.autograd.grad(out, q, out)
-
-
 def _kernels(sizes: Sizes, kind: str) -> tuple[float, float]:
     """Returns seconds that each kernel takes on the host, where that computes, and bytes/s of those that are no
     products."""
 
-    def gate(rows: int) -> tuple[float, Moved]:
-        x = torch.randn(rows, sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True)
-        gain = torch.ones(sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True)
+    found = list[tuple[float, Moved]]()
+    for rows in (1, sizes.moved):
+        x, gain = (torch.ones(n, sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True) for n in (rows, 1))
 
-        def work() -> None:
+        def gate(x: Tensor = x, gain: Tensor = gain[0]) -> None:
             normed = F.rms_norm(x, gain.shape, gain)
-            out = x + F.silu(normed) * normed
-            torch.autograd.grad(out, (x, gain), out)
+            torch.autograd.grad(x + F.silu(normed) * normed, (x, gain), x)
 
-        return _seconds(work, kind), moved_by(work)
-
-    (few_s, few), (many_s, many) = gate(1), gate(sizes.moved)
+        found.append((_seconds(gate, kind), moved_by(gate)))
+    (few_s, few), (many_s, many) = found
     latency = few_s / few.eager_kernels if kind == "cpu" else 0.0
     return latency, many.eager / max(many_s - many.eager_kernels * latency, many_s / 2)
 
@@ -224,26 +216,25 @@ def _contention(
     """Returns how much longer products take beside gathers and reductions, relative to their time, and these beside
     products, which is measured on the CPU alone."""
     rank, count = dist.get_rank(), 0
-    stream: Stream = CudaStream(torch.device(kind), rank) if kind == "cuda" else HostStream("calibrate", rank)
-    event = CudaEvent() if kind == "cuda" else HostEvent()
     one = 2 * (link.seconds + sizes.large * (group.size() - 1) / group.size() / link.bandwidth)
     times = _agreed(max(WINDOW, 2 * TIMES * alone) / one, group)
-    work, began = _both(group, sizes.large, kind), time.perf_counter()
-    stream.submit(partial(_repeated, work, times), (), event, "calibrate")
-
+    work, began = partial(_repeated, _both(group, sizes.large, kind), times), time.perf_counter()
     if kind == "cuda":
-        slower, link_slower = _elapsed(partial(_repeated, products, TIMES), kind) / TIMES / alone, 1.0
+        event, stream = CudaEvent(), CudaStream(torch.device(kind), rank)
+        stream.submit(work, (), event, "calibrate")
+        together = _elapsed(partial(_repeated, products, TIMES), kind) / TIMES
         event.wait()
-    else:
-        while not event.over:
-            products()
-            count += 1
-        lasted = time.perf_counter() - began
-        slower, link_slower = lasted / count / alone, lasted / times / one
-    stream.drain()
-    if isinstance(stream, HostStream):
-        stream.close()
-    return max(0.0, slower - 1.0), max(0.0, link_slower - 1.0)
+        stream.drain()
+        return max(0.0, together / alone - 1.0), 0.0
+    ended, host = HostEvent(), HostStream("calibrate", rank)
+    host.submit(work, (), ended, "calibrate")
+    while not ended.over and ended.error is None:
+        products()
+        count += 1
+    lasted = time.perf_counter() - began
+    ended.wait()
+    host.close()
+    return max(0.0, lasted / count / alone - 1.0), max(0.0, lasted / times / one - 1.0)
 
 
 def _repeated(work: Callable[[], object], times: int) -> None:
@@ -253,12 +244,10 @@ def _repeated(work: Callable[[], object], times: int) -> None:
 
 def _agreed(times: float, group: ProcessGroup | None) -> int:
     """The same number of repetitions on every rank."""
-    found = [min(REPEATS, max(1, math.ceil(times)))]
+    every = [times] * (1 if group is None else group.size())
     if group is not None:
-        every: list[Any] = [found] * group.size()
-        dist.all_gather_object(every, found, group)
-        found = max(every)
-    return found[0]
+        dist.all_gather_object(every, times, group)
+    return min(REPEATS, max(1, math.ceil(max(every))))
 
 
 def _seconds(work: Callable[[], object], kind: str, group: ProcessGroup | None = None) -> float:
