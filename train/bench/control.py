@@ -35,7 +35,7 @@ from train.bench.report import Rows, apart, spread, table, write
 from yafsdp_fn.planner import Cluster, Plan
 
 CALIBRATIONS = 3
-"""Of each cluster before the steps; of each figure the median counts."""
+"""Calibrations of each cluster before the steps; of each figure the median counts."""
 GOAL = 0.07
 """Goal of the median error."""
 PRIORITY = "-19"

@@ -243,7 +243,7 @@ def _repeated(work: Callable[[], object], times: int) -> None:
 
 
 def _agreed(times: float, group: ProcessGroup | None) -> int:
-    """The same number of repetitions on every rank."""
+    """Returns a number of repetitions, the same on every rank."""
     every = [times] * (1 if group is None else group.size())
     if group is not None:
         dist.all_gather_object(every, times, group)
