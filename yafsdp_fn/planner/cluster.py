@@ -89,7 +89,7 @@ class Cluster:
     contention: compute takes 1 + contention times as long while another stream runs something
     link_contention: what uses a link takes 1 + link_contention times as long while its rank computes: on the CPU they
         take turns on a core
-    kernel_latency: seconds from the end of a kernel to the work of the next one
+    kernel_latency: seconds from the end of a kernel to the work of the next one; on the CPU, what calling one takes
     jitter: relative standard deviation of the times of nodes that do the same: what stragglers cost grows with their
         number
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
