@@ -119,6 +119,7 @@ def test_no_link_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)
 def test_ten_steps(tmp_path: Path) -> None:
     """Predictions are written before the first step ends, and every step has its own."""
     kept = tmp_path / "control.json"
