@@ -142,9 +142,8 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
             return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
-            how = (
-                "fused" if cluster.host_computes else trace.kernels
-            )  # on the CPU it is one kernel, whatever blocks are
+            # on the CPU it is one kernel, whatever those of blocks are
+            how = "fused" if cluster.host_computes else trace.kernels
             shares = [UPDATE_BYTES[how] * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
         case ops.Exchange():
