@@ -27,7 +27,8 @@ RATES = (
 def check(cluster: Cluster, ranks: int) -> None:
     for name in RATES:
         assert 1e5 < getattr(cluster, name) < 1e18, (name, cluster)
-    for name in ("node_latency", "network_latency", "contention"):
+    assert 0 < cluster.kernel_latency < 1
+    for name in ("node_latency", "network_latency", "contention", "link_contention"):
         assert 0 <= getattr(cluster, name) < math.inf, (name, cluster)
     assert 2**20 < cluster.memory_bytes < 2**50
     assert cluster.gpus_per_node == ranks and cluster.host_computes
@@ -42,7 +43,7 @@ def check(cluster: Cluster, ranks: int) -> None:
 def test_one_rank() -> None:
     cluster = calibrate("laptop", device="cpu", per_node=1)
     check(cluster, 1)
-    assert cluster.name == "laptop" and cluster.contention == 0
+    assert cluster.name == "laptop" and cluster.contention == cluster.link_contention == 0
     assert cluster.node_bandwidth == cluster.network_bandwidth == pytest.approx(cluster.memory_bandwidth / 2, rel=0.01)
 
 

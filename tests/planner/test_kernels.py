@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -73,3 +73,19 @@ def test_small_sums_take_a_tree_and_stragglers_cost_more_on_more_nodes() -> None
     assert seconds(A100.all_reduce(1e4, many)) < seconds(A100.ring(1e4, many)) * 2
     assert seconds(A100.ring(1e10, many)) == pytest.approx(1e10 / A100.network_bandwidth, rel=0.05)
     assert A100.straggling(1) == 0.0 < A100.straggling(2) < A100.straggling(128) < 4 * A100.jitter
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_counts_the_kernels_of_its_device(device: Literal["cpu", "cuda"]) -> None:
+    params = {"x": ya.Unit({"gain": ya.Param((E,)), "w": ya.Param((E, E))})}
+
+    def normed(params: Any, batch: Tensor) -> Tensor:
+        out = ya.apply(lambda w, x: F.rms_norm(F.linear(x, w["w"]), (E,), w["gain"]), params["x"], batch)
+        return out.sum()  # type: ignore[no-any-return]
+
+    given: Any = {"tx": ya.optim.sgd(0.1), "ranks": 2, "device": device}
+    made = plan(normed, params, torch.empty(S, E), cluster=A100, kernels="eager", **given)
+    assert made.program.trace == trace(normed, params, torch.empty(S, E), **given)._replace(kernels="eager")
+    # the CPU has no kernel of its own for RMSNorm, and keeps more
+    fused = trace(normed, params, torch.empty(S, E), **{**given, "device": "cuda"}).visits[0].cost.kept_bytes
+    assert (made.program.trace.visits[0].cost.kept_bytes > fused) == (device == "cpu")

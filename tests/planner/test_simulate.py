@@ -82,6 +82,14 @@ def test_compute_bound_by_hand() -> None:
     assert [(gap.start, gap.end) for gap in timeline.idle()] == [(0, 1), (19, 20)]
 
 
+def test_links_beside_compute_by_hand() -> None:
+    """The second gather takes a second alone, and the forward two: at a third of its rate the one ends at 4, and the
+    other at 4.5."""
+    shared = FREE.replace(link_contention=2.0, contention=1.0)
+    spans = simulate(zero3()(three_layers()), shared).spans
+    assert [(s.start, s.end) for s in spans[:3]] == [(0, 1), (1, 4), (1, 4.5)]
+
+
 def test_communication_bound_by_hand() -> None:
     """Gathers of 4 s, reductions of 4 s, forward 1 s, backward 2 s."""
     timeline = simulate(zero3()(three_layers(1, 2, 4, 4)), FREE)

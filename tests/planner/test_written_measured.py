@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from train.bench.control import throttled
+
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 100
-
-
-@contextlib.contextmanager
-def slow_link() -> Iterator[str]:
-    """A network namespace whose only link carries `MBIT`. Raises OSError or SubprocessError where there may be none."""
-    name = f"slow-{os.getpid()}"
-    shape = f"tc -n {name} qdisc add dev lo root tbf rate {MBIT}mbit burst 256kb latency 500ms"
-    try:
-        for command in (f"ip netns add {name}", f"ip -n {name} link set lo up", shape):
-            subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
-        yield name
-    finally:
-        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
 
 
 @pytest.mark.nightly
 def test_on_a_slow_link_it_is_faster_as_predicted() -> None:
     with contextlib.ExitStack() as stack:
         try:
-            name = stack.enter_context(slow_link())
+            within = stack.enter_context(throttled(MBIT))
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"no network namespaces, or no shaping of traffic: {error}")
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "tests.planner.throttled", str(MBIT)]
+        command = [*within, sys.executable, "-m", "tests.planner.throttled", str(MBIT)]
         ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300)
     builder, written, measured_builder, measured_written = json.loads(ran.stdout.splitlines()[-1])
     print(

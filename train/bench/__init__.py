@@ -3,7 +3,7 @@
     names, options   contenders by name; models and options         contenders   all of them, behind `step(batch)`
     harness          rank processes, turns, seconds                  counting     memory, allocations, collectives
     report           spreads, tables, JSON                           worker       a process of any bench
-    steps, ablate, axes, growth, head, lora, reading, saves, stages        a command each (`command`)
+    steps, ablate, axes, control, growth, head, lora, reading, saves, stages    a command each (`command`)
     cuda/            every GPU figure
 
 Contenders take turns step by step, so a machine that slows down slows all of them, and the ratio of one round is

@@ -3,6 +3,7 @@
 python -m train bench            contenders against each other; --section NAME: a GPU figure, train/bench/cuda
 python -m train bench ablate     each lever of ours on and off
 python -m train bench axes       tensor, sequence and context parallelism against torch's own
+python -m train bench control    ten steps on CPU ranks, predicted from this machine's calibration before they run
 python -m train bench growth     overhead over layers and ranks
 python -m train bench head       head and loss of large vocabularies
 python -m train bench lora       full fine-tuning against low-rank adapters
@@ -26,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from train.bench import ablate, axes, cuda, growth, head, lora, reading, saves, stages, steps, unlike, weights
+from train.bench import ablate, axes, control, cuda, growth, head, lora, reading, saves, stages, steps, unlike, weights
 from train.bench.harness import RankFailed
 from train.bench.options import Bench, Options
 from train.bench.report import LossesDiffer, hand_over, heading
@@ -52,6 +53,7 @@ COMMANDS = {
     "": Command(Bench, steps.measure, steps.show),
     "ablate": Command(ablate.Ablate, ablate.measure, ablate.show),
     "axes": Command(axes.AxesInside, axes.measure, axes.show),
+    "control": Command(control.Control, control.measure, control.show),
     "growth": Command(growth.Growth, growth.measure, growth.show),
     "head": Command(head.Head, head.measure, head.show),
     "lora": Command(lora.Lora, lora.measure, lora.show),

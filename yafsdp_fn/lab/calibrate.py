@@ -2,13 +2,19 @@
 
     print(ya.planner.calibrate())        # Cluster(name='here', gpus_per_node=2, ...): a preset to paste
 
-matmul, attention      products and non-causal attention of sizes that fill the device, in the dtype of training
-memory                 a copy: bytes read and written
+kernels, memory        a norm and a gate, forward and backward, of one row and of many: what a kernel takes, and a byte
+matmul                 the three products of a linear layer and its backward, without what kernels and bytes take
+attention              causal, forward and backward
 host                   a copy from the GPU to pinned memory; on the CPU, a copy through memory
-links                  all-gathers of two sizes: what each further byte takes is the bandwidth, the rest the latency
-contention             products beside a running all-gather, over the same products alone
+links                  gathers and reductions of two sizes: what a further byte takes is the bandwidth, the rest latency
+contention             products beside running gathers and reductions, and these beside products, over the same alone
+
+Work is counted as in a trace (`runtime/measuring.py`): a figure is what makes the count take the measured time. Ranks
+begin each measurement together, and on the CPU it lasts a while: those that share a core, or the memory, get the part
+of it that they get in a step.
 """
 
+import math
 import os
 import statistics
 import time
@@ -18,24 +24,33 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.dist.groups import group_of
 from yafsdp_fn.dist.store import new_group
-from yafsdp_fn.dist.streams import HostEvent, HostStream, Stream
+from yafsdp_fn.dist.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.program.trace import Moved
+from yafsdp_fn.runtime.measuring import attention_flops, moved_by
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 TIMES = 5
 """Measurements of each figure, after a warm-up; the median counts. The same number on every rank."""
+WINDOW, REPEATS = 0.06, 64
+"""Seconds that a measurement should last, longer than turns of threads that share a core; the most repetitions."""
 
 
 class Sizes(NamedTuple):
-    """The sizes of the measurements. side: of square matrices; sequence: of attention; copied, small, large: bytes"""
+    """The sizes of the measurements. rows, width: of activations, whose products are with twice the width; moved: rows
+    of what is no product, more than caches hold; sequence: of attention; copied, small, large: bytes"""
 
     dtype: torch.dtype
-    side: int
+    rows: int
+    moved: int
+    width: int
     sequence: int
     copied: int
     small: int
@@ -43,14 +58,14 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    "cpu": Sizes(torch.float32, 512, 512, 1 << 27, 1 << 16, 1 << 24),
-    "cuda": Sizes(torch.bfloat16, 8192, 8192, 1 << 29, 1 << 20, 1 << 28),
+    "cpu": Sizes(torch.float32, 512, 1024, 1024, 256, 1 << 26, 1 << 16, 1 << 25),
+    "cuda": Sizes(torch.bfloat16, 8192, 8192, 8192, 8192, 1 << 29, 1 << 20, 1 << 28),
 }
 HEADS, HEAD_DIM = 8, 64
 
 
 class Link(NamedTuple):
-    """A measured link. seconds: of an all-gather of nothing; bandwidth: bytes/s of the bus, as nccl-tests count it"""
+    """A measured link. seconds: of a collective of nothing; bandwidth: bytes/s of the bus, as nccl-tests count it"""
 
     seconds: float
     bandwidth: float
@@ -83,20 +98,32 @@ def calibrate(
     node = int(os.environ.get("LOCAL_WORLD_SIZE", default)) if per_node is None else per_node
     if node < 1 or (world > node and world % node):
         raise ValueError(f"calibrate: {world} ranks do not fill nodes of per_node={node}; give a divisor of {world}")
-    x = torch.randn(sizes.side, sizes.side, dtype=sizes.dtype, device=kind)
-    product = partial(torch.mm, x, x, out=torch.empty_like(x))
-    q = torch.randn(1, HEADS, sizes.sequence, HEAD_DIM, dtype=sizes.dtype, device=kind)
+    x, up = (torch.randn(of, sizes.width, dtype=sizes.dtype, device=kind) for of in (sizes.rows, 2 * sizes.width))
+    out, *back = x @ up.t(), torch.empty_like(up), torch.empty_like(x)
+
+    def products() -> None:
+        torch.mm(x, up.t(), out=out)
+        torch.mm(out.t(), x, out=back[0])
+        torch.mm(out, up, out=back[1])
+
+    q = torch.randn(1, HEADS, sizes.sequence, HEAD_DIM, dtype=sizes.dtype, device=kind, requires_grad=True)
+
+    def attend() -> None:
+        out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        torch.autograd.grad(out, q, out)
+
     source = torch.ones(sizes.copied, dtype=torch.uint8, device=kind)
+    latency, memory = _kernels(sizes, kind)
+    attention = _seconds(attend, kind)
     with torch.no_grad():
-        one_product = _seconds(product, kind)
-        attention = _seconds(partial(torch.nn.functional.scaled_dot_product_attention, q, q, q), kind)
+        three = _seconds(products, kind)
         copy = _seconds(partial(torch.empty_like(source).copy_, source), kind)
-        inside, between, contention = _links(world, node, one_product, product, sizes, kind)
+        inside, between, contention = _links(world, node, three, products, sizes, kind)
         to_host = copy
         if kind == "cuda":
             pinned = torch.empty_like(source, device="cpu", pin_memory=True)
             to_host = _seconds(partial(pinned.copy_, source, non_blocking=True), kind)
-    memory = 2 * sizes.copied / copy
+    counted = 3 * (sum(each.nbytes for each in (x, up, out)) / memory + latency)  # as costs have it, beside the FLOPs
     inside = inside or Link(0.0, memory / 2)
     hops, local, nodes = world - 1, min(node, world), max(1, world // node)
     node_latency = inside.seconds / max(1, local - 1)
@@ -106,8 +133,8 @@ def calibrate(
         node_latency if nodes == 1 else max(0.0, network.seconds - (hops - nodes + 1) * node_latency) / (nodes - 1)
     )
     figures = {
-        "matmul_flops": 2 * sizes.side**3 / one_product,
-        "attention_flops": 4 * HEADS * HEAD_DIM * sizes.sequence**2 / attention,
+        "matmul_flops": 6 * x.numel() * len(up) / max(three - counted, three / 2),
+        "attention_flops": attention_flops(q, q, q, "first") * 7 / 2 / attention,
         "memory_bandwidth": memory,
         "memory_bytes": _memory_bytes(kind, local),
         "node_bandwidth": inside.bandwidth,
@@ -115,19 +142,39 @@ def calibrate(
         "node_latency": node_latency,
         "network_latency": outside,
         "host_bandwidth": sizes.copied / to_host,
-        "contention": contention,
+        "contention": contention[0],
+        "link_contention": contention[1],
+        "kernel_latency": latency,
     }
     agreed: dict[str, Any] = {key: _slowest(key, value) for key, value in _everywhere(figures, world).items()}
     agreed["memory_bytes"] = int(agreed["memory_bytes"])
     return Cluster(name=name, gpus_per_node=node, host_computes=kind == "cpu", **agreed)
 
 
+def _kernels(sizes: Sizes, kind: str) -> tuple[float, float]:
+    """Returns seconds that each kernel takes on the host, where that computes, and bytes/s of those that are no
+    products."""
+
+    found = list[tuple[float, Moved]]()
+    for rows in (1, sizes.moved):
+        x, gain = (torch.ones(n, sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True) for n in (rows, 1))
+
+        def gate(x: Tensor = x, gain: Tensor = gain[0]) -> None:
+            normed = F.rms_norm(x, gain.shape, gain)
+            torch.autograd.grad(x + F.silu(normed) * normed, (x, gain), x)
+
+        found.append((_seconds(gate, kind), moved_by(gate)))
+    (few_s, few), (many_s, many) = found
+    latency = few_s / few.eager_kernels if kind == "cpu" else 0.0
+    return latency, many.eager / max(many_s - many.eager_kernels * latency, many_s / 2)
+
+
 def _links(
-    world: int, node: int, alone: float, product: Callable[[], object], sizes: Sizes, kind: str
-) -> tuple[Link | None, Link | None, float]:
+    world: int, node: int, alone: float, products: Callable[[], object], sizes: Sizes, kind: str
+) -> tuple[Link | None, Link | None, tuple[float, float]]:
     """Measures links inside a node, links between nodes if there are several, and contention by the slowest of them."""
     if world == 1:
-        return None, None, 0.0
+        return None, None, (0.0, 0.0)
     everyone = default_group()
     inside = between = None
     if world <= node:
@@ -141,49 +188,79 @@ def _links(
             inside = _link(mine, sizes, kind)
             dist.destroy_process_group(mine)
         link = between = _link(everyone, sizes, kind)
-    return inside, between, _contention(everyone, link, alone, product, sizes, kind)
+    return inside, between, _contention(everyone, link, alone, products, sizes, kind)
 
 
-def _gather(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]:
-    ranks = group.size()
+def _both(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]:
+    """A gather and a reduction of so many bytes."""
+    ranks, of = group.size(), group_of(group)
     size = max(1, int(nbytes) // ranks // 4)
     full, shard = torch.empty(ranks * size, device=kind), torch.ones(size, device=kind)
-    return partial(group_of(group).all_gathers, [full], [shard])
+
+    def work() -> None:
+        of.all_gathers([full], [shard])
+        of.reduce_scatters([shard], [full])
+
+    return work
 
 
 def _link(group: ProcessGroup, sizes: Sizes, kind: str) -> Link:
-    short, long = (_seconds(_gather(group, nbytes, kind), kind) for nbytes in (sizes.small, sizes.large))
+    short, long = (_seconds(_both(group, nbytes, kind), kind, group) / 2 for nbytes in (sizes.small, sizes.large))
     per_byte = max(long - short, 0.01 * long) / (sizes.large - sizes.small)  # noise must not make it zero or negative
     return Link(max(0.0, short - per_byte * sizes.small), (group.size() - 1) / group.size() / per_byte)
 
 
 def _contention(
-    group: ProcessGroup, link: Link, alone: float, product: Callable[[], object], sizes: Sizes, kind: str
-) -> float:
-    """Returns how much longer products take beside an all-gather that outlasts them, relative to their time."""
-    every: list[float] = [0.0] * group.size()
-    dist.all_gather_object(every, 4 * TIMES * alone * link.bandwidth, group)  # ranks must gather alike
-    work = _gather(group, min(4 * sizes.large, max(every)), kind)
-    rank = dist.get_rank()
-    stream: Stream = CudaStream(torch.device(kind), rank) if kind == "cuda" else HostStream("calibrate", rank)
-    event = CudaEvent() if kind == "cuda" else HostEvent()
-    stream.submit(work, (), event, "calibrate")
+    group: ProcessGroup, link: Link, alone: float, products: Callable[[], object], sizes: Sizes, kind: str
+) -> tuple[float, float]:
+    """Returns how much longer products take beside gathers and reductions, relative to their time, and these beside
+    products, which is measured on the CPU alone."""
+    rank, count = dist.get_rank(), 0
+    one = 2 * (link.seconds + sizes.large * (group.size() - 1) / group.size() / link.bandwidth)
+    times = _agreed(max(WINDOW, 2 * TIMES * alone) / one, group)
+    work, began = partial(_repeated, _both(group, sizes.large, kind), times), time.perf_counter()
+    if kind == "cuda":
+        event, stream = CudaEvent(), CudaStream(torch.device(kind), rank)
+        stream.submit(work, (), event, "calibrate")
+        together = _elapsed(partial(_repeated, products, TIMES), kind) / TIMES
+        event.wait()
+        stream.drain()
+        return max(0.0, together / alone - 1.0), 0.0
+    ended, host = HostEvent(), HostStream("calibrate", rank)
+    host.submit(work, (), ended, "calibrate")
+    while not ended.over and ended.error is None:
+        products()
+        count += 1
+    lasted = time.perf_counter() - began
+    ended.wait()
+    host.close()
+    return max(0.0, lasted / count / alone - 1.0), max(0.0, lasted / times / one - 1.0)
 
-    def products() -> None:
-        for _ in range(TIMES):
-            product()
 
-    together = _elapsed(products, kind) / TIMES
-    event.wait()
-    stream.drain()
-    if isinstance(stream, HostStream):
-        stream.close()
-    return max(0.0, together / alone - 1.0)
+def _repeated(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()
 
 
-def _seconds(work: Callable[[], object], kind: str) -> float:
+def _agreed(times: float, group: ProcessGroup | None) -> int:
+    """Returns a number of repetitions, the same on every rank."""
+    every = [times] * (1 if group is None else group.size())
+    if group is not None:
+        dist.all_gather_object(every, times, group)
+    return min(REPEATS, max(1, math.ceil(max(every))))
+
+
+def _seconds(work: Callable[[], object], kind: str, group: ProcessGroup | None = None) -> float:
+    """Returns seconds of `work`, while all ranks do it. group: of ranks that can only do it together"""
     work()
-    return statistics.median(_elapsed(work, kind) for _ in range(TIMES))
+    everyone = group or (default_group() if dist.is_initialized() else None)
+    times = _agreed(WINDOW / max(_elapsed(work, kind), 1e-9), everyone)
+    found = []
+    for _ in range(TIMES):
+        if everyone is not None:
+            dist.barrier(everyone)
+        found.append(_elapsed(partial(_repeated, work, times), kind) / times)
+    return statistics.median(found)
 
 
 def _elapsed(work: Callable[[], object], kind: str) -> float:
@@ -218,5 +295,5 @@ def _everywhere(figures: dict[str, float], world: int) -> dict[str, list[float]]
 
 def _slowest(key: str, values: list[float]) -> float:
     """Returns the worst value to three digits: more are not known, and every rank plans with the same ones."""
-    worst = max(values) if key.endswith("latency") or key == "contention" else min(values)
+    worst = max(values) if key.endswith(("latency", "contention")) else min(values)
     return float(f"{worst:.3g}") if key != "memory_bytes" else worst

@@ -194,6 +194,7 @@ def plan(
     has_aux: bool = False,
     skip_nonfinite: bool = True,
     kernels: Literal["eager", "fused"] = "fused",
+    device: Literal["cuda", "cpu"] = "cuda",
     **inside: int,
 ) -> Plan:
     """Time and memory of a training step of `loss_fn` on `ranks` GPUs of `cluster`; nothing is computed or allocated.
@@ -205,6 +206,7 @@ def plan(
     memory: bytes that a rank may fill, by default the cluster's
     kernels: of norms, rotary positions, casts, losses and the optimizer: each of eager torch's own, or those that feed
         each other as one, as `torch.compile` or a library of kernels has them
+    device: whose kernels are counted, as `trace` takes it: "cpu" for a cluster that was calibrated on CPU ranks
     inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
 
     Raises ValueError for what cannot be: unknown clusters (with the nearest names), ranks that do not fill its nodes or
@@ -222,7 +224,8 @@ def plan(
     if count < 1 or ranks % count:
         raise ValueError(f"stages={count} does not divide {ranks} ranks")
     mesh = axes(ranks // count, replicate, local, **inside)
-    found = trace(loss_fn, params, batch, mesh=mesh, precision=precision, tx=tx, **both)._replace(kernels=kernels)
+    more: dict[str, Any] = {"precision": precision, "tx": tx, "device": device, **both}
+    found = trace(loss_fn, params, batch, mesh=mesh, **more)._replace(kernels=kernels)
     if count > 1:
         found = found.on((("stage", count), *mesh))
         found = cut(found, assign(found, count) if isinstance(stages, int) else stages)

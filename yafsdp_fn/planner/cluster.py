@@ -65,6 +65,7 @@ COSTS = (
     "node_latency",
     "network_latency",
     "contention",
+    "link_contention",
     "step_overhead",
     "unit_overhead",
     "kernel_latency",
@@ -86,7 +87,9 @@ class Cluster:
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
     collective_latency: seconds in which NCCL begins a collective between nodes; 0: rings alone, as of gloo
     contention: compute takes 1 + contention times as long while another stream runs something
-    kernel_latency: seconds from the end of a kernel to the work of the next one
+    link_contention: what uses a link takes 1 + link_contention times as long while its rank computes: on the CPU they
+        take turns on a core
+    kernel_latency: seconds from the end of a kernel to the work of the next one; on the CPU, what calling one takes
     jitter: relative standard deviation of the times of nodes that do the same: what stragglers cost grows with their
         number
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
@@ -111,6 +114,7 @@ class Cluster:
     network_latency: float
     host_bandwidth: float = 25e9
     contention: float = 0.0
+    link_contention: float = 0.0
     step_overhead: float = 0.0
     unit_overhead: float = 0.0
     kernel_latency: float = 0.0

@@ -142,10 +142,9 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
             return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
         case ops.Update():
-            shares = [
-                UPDATE_BYTES[trace.kernels] * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2)
-                for u in units
-            ]
+            # on the CPU it is one kernel, whatever those of blocks are
+            how = "fused" if cluster.host_computes else trace.kernels
+            shares = [UPDATE_BYTES[how] * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
             nbytes = sum(shares)
         case ops.Exchange():
             whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts

@@ -40,15 +40,16 @@ class Task(NamedTuple):
     calls: Calls = ()
 
 
-def play_tasks(todo: Sequence[Task], contention: float) -> list[Times]:
+def play_tasks(todo: Sequence[Task], contention: float, link_contention: float = 0.0) -> list[Times]:
     """Returns the times of the tasks. Raises ValueError where some never begin.
 
-    contention: compute takes 1 + contention times as long while its stage runs something else
+    contention: compute takes 1 + contention times as long while its stage runs something else; link_contention: what
+    uses a link 1 + link_contention times while its stage computes
     """
 
     def rate(resource: str, computes: bool, beside: Sequence[str]) -> float:
         if resource in LINKS:
-            return 1.0 / beside.count(resource)
+            return 1.0 / beside.count(resource) / (1.0 + link_contention * ("compute" in beside))
         if computes and len(beside) > 1:  # copies of that stream, too
             return 1.0 / (1.0 + contention)
         return 1.0
@@ -208,7 +209,7 @@ def _after_all_sums(todo: Sequence[Task]) -> list[Task]:
 # running phases progress at constant rates:
 #
 #     compute           1, or 1 / (1 + contention) while another stream runs something
-#     node, network     1 / k while k streams use that link
+#     node, network     1 / k while k streams use that link, over 1 + link_contention beside compute
 #     memory, host, latency   1
 #
 # A program without updates is followed by the norm and one update of all units, as in a step. All stages are
@@ -271,7 +272,7 @@ def _on(program: Program, ranks: int) -> Program:
 def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "") -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
-    times = play_tasks(todo, cluster.contention)
+    times = play_tasks(todo, cluster.contention, cluster.link_contention)
     trace = program.parts[0].trace
     nodes = -(-trace.ranks * trace.replicas * len(program.stages) // cluster.gpus_per_node)
     if slow := cluster.straggling(nodes):

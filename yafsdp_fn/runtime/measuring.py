@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -529,3 +529,10 @@ def in_pieces(nbytes: int, kernels: int) -> None:
 def _bytes_of(x: Tensor) -> int:
     """Bytes that a kernel reads of it, or writes: those of its memory, where it is expanded."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def moved_by(work: Callable[[], object]) -> Moved:
+    """Returns what `work` moves through memory, counted as in a trace."""
+    with _Counter(AttentionRule()) as counter:
+        work()
+    return counter.moved()

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.harness.child_process import in_child
 from tests.harness.forked import Forked
 from train.bench import harness
+
+__all__ = ["in_child"]
 
 
 @pytest.fixture(autouse=True)
