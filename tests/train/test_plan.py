@@ -123,9 +123,13 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["step_s"] < base["step_s"] and found["fits"]
 
 
-def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--search", "--timeline", "None"]) == 0
+def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    assert main([*SMALL, "--search", "--synthesize", "1", "--timeline", str(picture)]) == 0
     out = capsys.readouterr().out
+    drawn = picture.read_text()
+    for line in ("best builder", "written: ", "no program takes less than", "programs looked at"):  # and the picture
+        assert line in out and line in drawn and out.count("programs looked at") == 1
     for words in (
         "llama3.2-1b",
         "bound by",

@@ -79,6 +79,7 @@ class Comparison(NamedTuple):
 
     timelines: of each, simulated or measured; plans: of those that were not measured
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known
+    words: lines about them, below the table and the picture
 
     >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
     >>> comparison = ya.planner.compare(both, "a100-80g")
@@ -90,6 +91,7 @@ class Comparison(NamedTuple):
     plans: dict[str, Plan]
     tokens: int = 0
     unit: str = "tokens"
+    words: tuple[str, ...] = ()
 
     @property
     def rows(self) -> dict[str, Row]:
@@ -112,7 +114,7 @@ class Comparison(NamedTuple):
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
         Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
-        stages_draw.save(self._titled, path)
+        stages_draw.save(self._titled, path, self.words)
 
     def perfetto(self, path: str | Path) -> None:
         """Writes all as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage."""
@@ -174,13 +176,13 @@ class Comparison(NamedTuple):
             yield f"in one of {first} and {second} alone: ops {some}"
 
     def __str__(self) -> str:
-        """The table, its units in a line of their own, and the notes."""
+        """The table, its units in a line of their own, the notes, and the words."""
         head, *rows = self.table
         names, units = zip(*(heading.partition(", ")[::2] for heading in head), strict=True)
         lines = [names, units, *rows]
         width = [max(map(len, column)) for column in zip(*lines, strict=True)]
         justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
-        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + self.notes)
+        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + [*self.notes, *self.words])
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""

@@ -11,6 +11,7 @@ from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import LINKS, tasks, work
@@ -118,6 +119,20 @@ class Found:
     def least(self) -> Bound:
         """The bound that no program falls below on the mesh and the stages that were found."""
         return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
+
+    def compared(self, tokens: int = 0) -> Comparison:
+        """The best builder's step and what was written from it, in one table and one picture, with the differences in
+        words. tokens: of a step, over all ranks. Raises ValueError where nothing was written.
+
+        >>> both = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).compared()
+        >>> both.timelines.keys()                                # both.save("written.png")
+        dict_keys(['best builder', 'written'])
+        """
+        if self.written is None:
+            raise ValueError("compared(): nothing was written: search(..., synthesize=seconds)")
+        both = {"best builder": self.best.point.program(self.trace), "written": self.written.program}
+        found = compare(both, self.cluster, tokens=tokens, memory=self.budget)
+        return found._replace(words=tuple(str(self.written).splitlines()))
 
     def __str__(self) -> str:
         best = self.best

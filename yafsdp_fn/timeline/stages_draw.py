@@ -41,16 +41,17 @@ class Call(NamedTuple):
     segment: int | None
 
 
-def save(timelines: Sequence[Spans], path: str | Path | io.BytesIO) -> None:
-    """Draws `timelines` to a file, under one another. Raises ValueError for one without ops, or another suffix."""
-    paint.write(lambda: _figure(timelines), path, timelines)
+def save(timelines: Sequence[Spans], path: str | Path | io.BytesIO, words: Sequence[str] = ()) -> None:
+    """Draws `timelines` to a file, under one another, and lines of text below. Raises ValueError for one without ops,
+    or another suffix."""
+    paint.write(lambda: _figure(timelines, words), path, timelines)
 
 
-def _figure(timelines: Sequence[Spans]) -> Any:
+def _figure(timelines: Sequence[Spans], words: Sequence[str]) -> Any:
     rows = [_Rows(each, sum(one.stage_count for one in timelines)) for each in timelines]
     across = paint.across(max(len(row) for each in rows for row in each.calls) * PER_CALL, RIGHT)
     heights = [each.high for each in rows]
-    figure, axes = paint.sheet(across, RIGHT, HEADER, heights, _samples(rows))
+    figure, axes = paint.sheet(across, RIGHT, HEADER, heights, _samples(rows), words)
     for each, on in zip(rows, axes, strict=True):
         panel = Panel(on, max(one.seconds for one in timelines), across)
         each.draw(panel, last=on is axes[-1])
