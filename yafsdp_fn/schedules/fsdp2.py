@@ -53,7 +53,8 @@ def fsdp2(
     """FSDP2: torch's `fully_shard`, on each layer and on the whole.
 
     Gathers, with L layers, U other units, M microbatches: M (2 L + U), of g (R - 1) / R each; without resharding after
-    forward M (L + U). Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R each.
+    forward M (L + U); with `defer` (M + 1) L + U, or L + U. Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R
+    each.
 
     module: one that `fully_shard` was applied to, of any number of ranks: its groups, what each does after its forward
         and its backward, and its lists of modules to prefetch are read, in place of the next three arguments. Units are
