@@ -317,7 +317,7 @@ function showVerdict({ refused, unknown, figures }, edited) {
     const compared = state.base && edited ? difference(figures.step_s / state.base.step_s - 1) : "";
     $("verdict").replaceChildren(
       element("p", {}, element("strong", {}, "Right"), `: ${figures.step} a step${compared && `, ${compared}`}`, figures.peak > figures.budget ? "; it needs more memory than a rank has" : ""),
-      element("p", { class: "sentence" }, `Every rule holds. Compute is busy for ${percent(figures.busy)} of the step; idle${figures.bubble === null ? "" : ", over all stages"}: ${figures.idle}.`),
+      element("p", { class: "sentence" }, `Every rule holds. Compute is busy for ${percent(figures.busy)} of the step; idle${figures.bubble === null ? "" : ", over all stages"}: ${figures.idle}. The bound: ${figures.least}.`),
     );
   } else {
     const rows = refused.uses.slice(1).map((line) => usesRow(line, refused.stage));

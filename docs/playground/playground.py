@@ -21,12 +21,12 @@ from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import Plan, read_by
 from yafsdp_fn.planner.simulate import check_costs
-from yafsdp_fn.planner.space import Mesh, Order, arguments, arrangements
+from yafsdp_fn.planner.space import Mesh, Order, arrangements
 from yafsdp_fn.program.json import NAMES, kinds, typed
 from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Forward, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
-from yafsdp_fn.program.trace import Trace, chained_order
+from yafsdp_fn.program.trace import Trace, arguments, chained_order
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
@@ -273,6 +273,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s,
         "bound": plan.bound,
         "headroom": plan.headroom,
+        "least": plan.least.against(plan.step_s),
         "busy": timeline.compute_s / plan.step_s if one else 1 - timeline.bubble,
         "bubble": None if one else timeline.bubble,
         "idle": waits or "never",

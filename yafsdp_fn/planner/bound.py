@@ -33,6 +33,7 @@ from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op
 from yafsdp_fn.program.program import after_program, part_of
 from yafsdp_fn.program.split import Call, Split
 from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.timeline.text import shown
 
 
 class Bound(NamedTuple):
@@ -57,7 +58,9 @@ class Bound(NamedTuple):
         """Words for it, beside a step of so many seconds."""
         if math.isinf(self.seconds):
             return "no program of this step fits into the memory"
-        return f"no program takes less than {self.seconds:.4g} s ({self.by}): {self.gap(seconds):.1%} below this one"
+        return (
+            f"no program takes less than {shown(self.seconds, 4)} ({self.by}): {self.gap(seconds):.1%} below this one"
+        )
 
 
 def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bound:

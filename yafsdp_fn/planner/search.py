@@ -21,7 +21,6 @@ from yafsdp_fn.planner.space import (
     Order,
     Point,
     alike_on,
-    arguments,
     arrangements,
     by_seconds,
     choice_of,
@@ -33,8 +32,9 @@ from yafsdp_fn.planner.synthesize import Report, Synthesis, Written
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
+from yafsdp_fn.timeline.text import shown
 
 # ---- The fastest schedule in simulation that fits into memory.
 #
@@ -136,12 +136,12 @@ class Found:
 
     def __str__(self) -> str:
         best = self.best
-        lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
+        lines = [f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"]
         lines.append(f"  {self.least.against(best.step_s)}")
         if self.default is not None and self.default.point != best.point:
             gain = 100 * (1 - best.step_s / self.default.step_s)
-            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
-        others = [f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}" for choice in self.runners_up]
+            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
+        others = [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
         return "\n".join([*lines, *others, *([str(self.written)] if self.written else [])])
 
 
