@@ -188,7 +188,7 @@ class Comparison(NamedTuple):
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
         drawn = io.BytesIO()
         try:
-            self.save(drawn)
+            self._replace(words=()).save(drawn)
         except ModuleNotFoundError:
             return in_notebook(str(self))
         data = base64.b64encode(drawn.getvalue()).decode()

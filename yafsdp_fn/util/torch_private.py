@@ -234,7 +234,7 @@ class FsdpGroup(NamedTuple):
 
 
 FSDP_PLAIN = {
-    "reduce_grads": (True, "set_requires_gradient_sync(False)"),
+    "reduce_grads": (True, "set_requires_gradient_sync(False), for which fsdp2 has defer=True"),
     "all_reduce_grads": (True, "set_requires_all_reduce(False)"),
     "unshard_in_backward": (True, "set_unshard_in_backward(False)"),
     "reduce_scatter_max_input_buffers": (1, "set_reduce_scatter_max_input_buffers"),
@@ -270,10 +270,8 @@ def fsdp_groups(module: Any) -> list[FsdpGroup]:
         unread += ["offload_policy=CPUOffloadPolicy()"] * isinstance(group.offload_policy, CPUOffloadPolicy)
         if unread:
             raise ValueError(
-                f"fsdp2({type(module).__name__}): the group of {min(parameters)} has {unread[0]}, which its program "
-                "does not say: read the module without it"
-                + "; fsdp2(..., defer=True) reduces once a step"
-                * (unread[0] == FSDP_PLAIN["reduce_grads"][1])
+                f"fsdp2({type(module).__name__}): the group of {min(parameters)} has {unread[0]}: its program does not "
+                "say that; read the module without it"
             )
         # what it does by default, it finds out in the first forward: a root keeps its weights
         root = (
