@@ -124,7 +124,7 @@ class Result:
 
     @property
     def drawn(self) -> Timeline | Comparison:
-        """What pictures are of: the step; where one was written, under the best builder's."""
+        """The step, of which pictures are; where one was written, it and the best builder's."""
         if self.found is not None and self.found.written is not None:
             return self.found.compared(self.tokens)
         return self.plan.timeline

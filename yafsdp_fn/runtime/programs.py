@@ -198,8 +198,7 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
     """Describes the first difference between a program's trace and the one it would run for; measured costs
     may differ."""
     if ours.mesh != theirs.mesh:
-        mine, other = (arguments(dict(trace.mesh)) for trace in (ours, theirs))
-        return f"mesh: it has {other}, here it is {mine}"
+        return f"mesh: it has {arguments(dict(theirs.mesh))}, here it is {arguments(dict(ours.mesh))}"
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
             return f"it is of other units: it has {_unlike(other, mine)} where there is {_unlike(mine, other)}"

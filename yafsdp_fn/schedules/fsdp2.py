@@ -203,8 +203,11 @@ def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool =
 
 
 class _Builder:
-    """width: slots, or sets of slots, that take turns; None: every unit has its own. most: groups that take turns which
-    were gathered at once"""
+    """The ops so far, and what is gathered.
+
+    width: slots, or sets of slots, that take turns; None: every unit has its own
+    most: of the groups that take turns, how many were gathered at once
+    """
 
     def __init__(self, trace: Trace, groups: list[Group], defer: bool, hold: bool, width: int | None) -> None:
         self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold

@@ -224,13 +224,13 @@ def asked_by_jacfwd() -> bool:
 
 class FsdpGroup(NamedTuple):
     """The settings of a parameter group of FSDP2. parameters: full names; reshard: after forward, or by how many ranks
-    it is kept then; forward, backward: other groups, by number, that it is told to prefetch; stays: after backward."""
+    it is kept then; stays: after backward; forward, backward: other groups, by number, that it is told to prefetch."""
 
     parameters: frozenset[str]
     reshard: bool | int
+    stays: bool
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    stays: bool
 
 
 FSDP_PLAIN = {
@@ -281,7 +281,7 @@ def fsdp_groups(module: Any) -> list[FsdpGroup]:
         reshard = after.shard_mesh_size if after is not None and after is not group.mesh_info else after is not None
         lists = state._states_to_forward_prefetch, state._states_to_backward_prefetch
         ahead = [tuple(n for other in states for n in numbers.get(id(other), ())) for states in lists]
-        found.append(FsdpGroup(parameters, reshard, *ahead, stays=not group.reshard_after_backward))
+        found.append(FsdpGroup(parameters, reshard, not group.reshard_after_backward, *ahead))
     return found
 
 
