@@ -8,13 +8,13 @@ outlined       the critical path, from stage to stage
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.timeline import paint
-from yafsdp_fn.timeline.geometry import HUES, INSIDE, INSIDE_PART, PLAIN, THIN_COLOURS, TINTS, StagesLayout, shade
-from yafsdp_fn.timeline.paint import INK, NARROW, OUTLINE, SOFT, TEXT, WIDE, Panel, Sample, box, ramp, wide
+from yafsdp_fn.timeline.geometry import HUES, INSIDE, INSIDE_PART, PLAIN, THIN_COLOURS, TINTS, Call, StagesLayout, shade
+from yafsdp_fn.timeline.paint import CLEAR, INK, NARROW, OUTLINE, SOFT, TEXT, WIDE, Panel, Sample, box, ramp, wide
 from yafsdp_fn.timeline.spans import Spans
 from yafsdp_fn.timeline.text import idle, shown
 
@@ -67,12 +67,21 @@ def _stage(layout: StagesLayout, panel: Panel, stage: int) -> None:
     inside, low = [(each.start, each.end, INSIDE) for each in own.inside], INSIDE_PART * tall
     panel.boxes(top + tall - low, low, inside, edge=0.0)
     if 72 * tall > TEXT and timeline.trace.microbatches > 1:
-        for call in calls:
-            room = panel.inches(call.end - call.start) - 0.02
-            if call.segment is not None and wide(str(call.microbatch), TEXT) <= room:
-                panel.label(str(call.microbatch), call.start, call.end, middle)
+        for call in _numbered(calls, panel):
+            panel.label(str(call.microbatch), call.start, call.end, middle)
     for lane, spans, colour in layout.rows(stage):
         panel.boxes(lane.top, lane.height, [(span.start, span.end, colour) for span in spans], edge=0.0)
+
+
+def _numbered(calls: Sequence[Call], panel: Panel) -> Iterator[Call]:
+    """Yields those whose number has room in their box, clear of the number before."""
+    until = -CLEAR
+    for call in calls:
+        size, middle = wide(str(call.microbatch), TEXT), panel.inches(call.start + call.end) / 2
+        room = panel.inches(call.end - call.start) - 0.02
+        if call.segment is not None and size <= room and middle - size / 2 >= until + CLEAR:
+            until = middle + size / 2
+            yield call
 
 
 def _samples(layouts: Sequence[StagesLayout]) -> list[Sample]:
