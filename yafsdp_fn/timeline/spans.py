@@ -251,6 +251,15 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     return found
 
 
+def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
+    """Returns `(what, seconds in one, seconds in two)`: of the step, and busy ones of the streams that both use. Of
+    pipelines the step alone."""
+    both = [("step", one.seconds, two.seconds)]
+    if one.stage_count == two.stage_count == 1:
+        both += [(stream, one.busy(stream), two.busy(stream)) for stream in one.streams if stream in two.streams]
+    return both
+
+
 def are_timelines(what: str, *timelines: object) -> None:
     """Raises TypeError for what is no timeline."""
     for timeline in timelines:
