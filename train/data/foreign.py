@@ -302,8 +302,8 @@ def _numbered(made: Any, state: Any) -> Feed:
     passed, had = count(passed, "the number of rows passed"), count(had, "the number of its rows")
     require(
         passed <= had == total,
-        f"its MapDataset has {total} rows, and had {had} when the checkpoint was saved, {passed} of them passed: give it "
-        "the same rows, or begin another run, with another --name",
+        f"its MapDataset has {total} rows, and had {had} when the checkpoint was saved, {passed} of them passed: "
+        "give it the same rows, or begin another run, with another --name",
     )
     numbers = iter(range(passed, total))
     return Feed(lambda: partial(made.__getitem__, next(numbers)), lambda: [total - length_hint(numbers), total])
