@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.dist.ranks import Axis, Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
-from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
@@ -147,8 +146,7 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
     """Returns `({key: ShardSlice or tensor}, {key: description})` of a sharded tree; the tensors share its memory."""
     out: dict[str, Tensor] = {}
     described: dict[str, Description] = {}
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
-    for accessor, node in zip(accessors, nodes, strict=True):
+    for accessor, node in handles_and_leaves(tree):
         path = dotted(accessor)
         if isinstance(node, Sharded):
             found = node.group_leaves()

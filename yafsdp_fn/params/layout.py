@@ -37,9 +37,7 @@ from yafsdp_fn.params.tree import (
 # A unit that is split over axes inside blocks has the flat vector of a part, cut over the ranks that hold this part.
 #
 # Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
-# rank
-# owns an equal, aligned slice. Gaps and padding always hold zeros.
-
+# rank owns an equal, aligned slice. Gaps and padding always hold zeros.
 
 Split = tuple[tuple[str, int | tuple[int, int]], ...]
 """Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that

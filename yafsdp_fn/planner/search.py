@@ -35,8 +35,6 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
 
-# ---- The fastest schedule in simulation that fits into memory.
-#
 # For every builder on every mesh it can run on, and every prefetch:
 #
 #     few recomputed layers leave little memory for weights that stay; many cost compute

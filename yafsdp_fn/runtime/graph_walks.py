@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.util.torch_private import is_transform_wrapper, memory_key
 
 # ---- Tests whether a tensor made by a loss depends on the differentiated arguments, by following its graph through
@@ -100,7 +101,7 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
         todo += [below for below, _ in node.next_functions]
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved: Any = [getattr(node, "saved_tensors", ()), *(getattr(node, name) for name in names)]
-        found.update(memory_key(leaf) for leaf in optree.tree_leaves(saved) if isinstance(leaf, Tensor))
+        found.update(map(memory_key, tensors_in(saved)))
     return found
 
 

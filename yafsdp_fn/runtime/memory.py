@@ -1,4 +1,8 @@
-"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them."""
+"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them.
+
+A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances its
+generation, and older views raise.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -66,13 +70,6 @@ class Shards:
         if unit not in self._gaps:
             self._gaps[unit] = self._layouts[unit].gaps(self.rows[unit])
         return self._gaps[unit]
-
-
-# ---- The memory behind a sharded state: shards, working copies, gradient shards, slots, and the scoreboard over
-# them.
-#
-# A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances
-# its generation, and older views raise.
 
 
 class Memory(Placement[Communicators]):

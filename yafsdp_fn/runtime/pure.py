@@ -140,7 +140,7 @@ def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]
             here.task = outer
 
 
-# ---- The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func.
+# ---- Visits.
 #
 #     whole = all_gather(shard)            # backward: reduce-scatter, whose backward is all-gather again
 #     outs = remat(block)(whole, ...)      # only shards and arguments are saved

@@ -19,7 +19,7 @@ from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.messages import Item, computes_at_ends, gives, takes, with_messages
 from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
 
-# ---- Rows of actions, as torch.distributed.pipelining writes them, read.
+# ---- Rows as torch writes them, read.
 #
 #     0F0  1B2  1I2  1W2        forward, backward, its halves, of a segment (torch's stage) in a microbatch
 #     0SEND_F2  1RECV_F2        what goes between segments; SEND_B, RECV_B: gradients
@@ -218,7 +218,7 @@ def _visits(trace: Trace, segment: int) -> range:
     return range(*split.segments[segment])
 
 
-# ---- Schedules that others wrote: rows of actions of torch.distributed.pipelining as a schedule of ours.
+# ---- A schedule from rows.
 #
 #     rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 #     ya.train_step(loss_fn, tx, schedule=ya.schedules.from_actions(rows, ya.schedules.zero3()))

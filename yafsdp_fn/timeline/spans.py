@@ -11,8 +11,6 @@ from yafsdp_fn.program.program import part_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 
-# ---- When each op of a step began and ended, on which stream, and what it had waited for: the data.
-
 MEASURED = "measured"
 """The word that titles of recorded steps begin with."""
 
