@@ -129,14 +129,11 @@ class _Path:
         return _sum(phases(Send(flow, 0, 0, back), self.trace, self.cluster, self.places, False))
 
     def _call(self, segment: int, kind: type[Forward] | type[Backward]) -> float:
+        # where there are stages, segments wait for the first half of a backward alone
+        half: Literal["both", "inputs"] = "both" if self.trace.split is None else "inputs"
         visits = range(*self.split.segments[segment])
-        ops = [Forward(v, (), True) if kind is Forward else Backward(v, (), (), half=_half(self.trace)) for v in visits]
+        ops = [Forward(v, (), True) if kind is Forward else Backward(v, (), (), half=half) for v in visits]
         return sum(_sum(phases(op, self.trace, self.cluster, self.places, False)) for op in ops)
-
-
-def _half(trace: Trace) -> Literal["both", "inputs"]:
-    """Segments wait for the first half of a backward alone, where there are stages."""
-    return "both" if trace.split is None else "inputs"
 
 
 # ---- One stage.

@@ -197,8 +197,8 @@ class Slots:
                     found = None
                     break
         if found is None:
-            # a weak proxy; a bound method would be a cycle
-            scratch = partial(_scratch_of, self.memory) if track else None
+            memory = self.memory  # a weak proxy; a bound method would be a cycle
+            scratch = (lambda shape, dtype: memory.scratch(shape, dtype)) if track else None
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
             self._leaves[slot, unit, track] = found
         return found
@@ -237,10 +237,6 @@ def _aliased(
 
 def _addresses(buffers: Iterable[Tensor]) -> set[int]:
     return {buffer.untyped_storage().data_ptr() for buffer in buffers}
-
-
-def _scratch_of(memory: Memory, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return memory.scratch(shape, dtype)
 
 
 # ---- The interpreter: puts ops on their streams, in the order that the scoreboard derives.

@@ -55,10 +55,6 @@ class Shards:
                 self.counts.update(group.held[row] for row in group.counted)
                 self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
 
-    def divide_(self, divisor: Tensor) -> None:
-        for tensor in self.present:
-            tensor.div_(divisor)
-
     def leaves(self, unit: int) -> list[Tensor]:
         """Returns views of a unit's leaves. One rank only: the shard is the whole flat vector."""
         if unit not in self._leaves:
