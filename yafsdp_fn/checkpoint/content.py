@@ -169,7 +169,9 @@ def _shard_slice(handle: Sharded, group: Group, shard: Tensor) -> ShardSlice:
     ranks, stacked, part = handle.owner.comms, handle.entry.stacked(group), None
     start = ranks.within(group.over).rank * shard.shape[-1]
     if group.axes:
-        part = next(number for number, line in enumerate(ranks.lines(across=group.over)) if ranks.rank in line)
+        part = next(
+            number for number, members in enumerate(ranks.subgroups(across=group.over)) if ranks.rank in members
+        )
     layers, shape = group.here if stacked else None, _shape_of(group, len(group.units) if stacked else None)
     of = handle.entry, group, ranks
     return ShardSlice(shard, shape=shape, start=start, layers=layers, saved=group.counted, part=part, of=of)

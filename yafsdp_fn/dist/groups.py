@@ -233,7 +233,7 @@ class Groups(Ranks):
             self.metrics_group = _group(everyone, timeout, backend, "metrics")
         for name, axis in self.axes.items():
             if axis.size > 1:
-                self.along[name] = self._group_of(self.lines(along=(name,)), f"along {name}")
+                self.along[name] = self._group_of(self.subgroups(along=(name,)), f"along {name}")
         self.control_group = _group(everyone, self.timeout, control, "control")
         self.stage_control_group = self.control_group
         if self.stages > 1 and self.along:
@@ -241,21 +241,21 @@ class Groups(Ranks):
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, short, control, "abort")
 
-    def _group_of(self, lines: list[list[int]], name: str) -> Group:
-        """Makes a group for each of `lines` of each copy, and returns that of this rank."""
-        groups = [[copy[rank] for rank in line] for copy in self._places.shard_groups for line in lines]
+    def _group_of(self, subgroups: list[list[int]], name: str) -> Group:
+        """Makes a group for each of `subgroups` of each copy, and returns that of this rank."""
+        groups = [[copy[rank] for rank in members] for copy in self._places.shard_groups for members in subgroups]
         return _group(groups, *self._how, name)
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
         found.local_rank = found.rank % found.local_ranks
-        lines, of = self.lines(across=names), ", ".join(names)
+        subgroups, of = self.subgroups(across=names), ", ".join(names)
         if found.ranks > 1:
-            found.gather_group = found.gather_local_group = self._group_of(lines, f"gather within {of}")
-            found.reduce_group = self._group_of(lines, f"reduce within {of}")
+            found.gather_group = found.gather_local_group = self._group_of(subgroups, f"gather within {of}")
+            found.reduce_group = self._group_of(subgroups, f"reduce within {of}")
         if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
-            at = torch.tensor(lines).view(-1, found.nodes, found.local_ranks)
+            at = torch.tensor(subgroups).view(-1, found.nodes, found.local_ranks)
             in_node = at.flatten(0, 1).tolist()
             found.gather_local_group = self._group_of(in_node, f"gather in a node within {of}")
             found.reduce_local_group = self._group_of(in_node, f"reduce in a node within {of}")

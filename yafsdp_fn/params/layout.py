@@ -196,8 +196,8 @@ class Group:
         if not self.axes:
             return self.layout.split(flat)
         shards = flat.view(ranks.ranks, -1, *flat.shape[1:])
-        lines = ranks.lines(across=self.over)
-        parts = [self.layout.split(torch.cat([shards[rank] for rank in line])) for line in lines]
+        subgroups = ranks.subgroups(across=self.over)
+        parts = [self.layout.split(torch.cat([shards[rank] for rank in members])) for members in subgroups]
         return [self.joined(number, pieces, flat.ndim - 1) for number, pieces in enumerate(zip(*parts, strict=True))]
 
     def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from yafsdp_fn.dist.owners import Leaf, assign, lines_of
+from yafsdp_fn.dist.owners import Leaf, assign, subgroups_of
 from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
@@ -36,13 +36,13 @@ def _away(
     units = []
     for unit, _, measured in lent:
         numel, over = cut[unit]
-        lines = lines_of(over, every)
-        leaves = [Leaf("", offset, shape, 0, len(lines)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, len(lines[0])) // len(lines[0]), leaves, lines))
+        subgroups = subgroups_of(over, every)
+        leaves = [Leaf("", offset, shape, 0, len(subgroups)) for offset, shape, _, _ in measured]
+        units.append((unit, padded_numel(numel, len(subgroups[0])) // len(subgroups[0]), leaves, subgroups))
     owners = assign(units, ranks)
     out: dict[int, int] = {}
-    for (unit, n, leaves, lines), (_, _, measured) in zip(units, lent, strict=True):
-        shard_of = {rank: shard for line in lines for shard, rank in enumerate(line)}
+    for (unit, n, leaves, subgroups), (_, _, measured) in zip(units, lent, strict=True):
+        shard_of = {rank: shard for members in subgroups for shard, rank in enumerate(members)}
         pairs = zip(leaves, owners[unit], strict=True)
         away = [1 - len(leaf.part(shard_of[owner], n)) / max(math.prod(leaf.shape), 1) for leaf, owner in pairs]
         out[unit] = round(sum(share * nbytes for share, (_, _, nbytes, _) in zip(away, measured, strict=True)))
