@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.nn.linear import Place
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
-from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.block_call import BlockCall, address_of
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.tracer import not_compiled
 from yafsdp_fn.util.randomness import seeded
@@ -344,7 +344,7 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._known = device, set(map(_address, known))
+        self._device, self._known = device, set(map(address_of, known))
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -353,7 +353,7 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given, outs = tensors_in((args, kwargs)), tensors_in(out)
         made = func is torch.ops.aten.lift_fresh.default  # a new constant
         for tensor in () if made else given:
-            if tensor.numel() and _address(tensor) not in self._known:
+            if tensor.numel() and address_of(tensor) not in self._known:
                 self._find(
                     f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or "
                     "in consts"
@@ -368,7 +368,7 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if random and all(x.device.type == "cpu" for x in (*given, *outs)):
             self._find("draws from the CPU's generator, whose numbers a graph would repeat")
-        self._known.update(map(_address, (*given, *outs)))
+        self._known.update(map(address_of, (*given, *outs)))
         return out
 
     def _find(self, what: str) -> None:
@@ -379,10 +379,6 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = {str(end.device) for end in ends if end is not None and end.device != self._device}
         if others:
             self._find(f"takes or returns a tensor on {', '.join(sorted(others))}")
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _outline(tensor: Tensor) -> Hashable:
