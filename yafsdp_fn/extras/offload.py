@@ -103,14 +103,6 @@ class HostActivationBuffers:
             self._memory.made([("carry slot", self._number, slot)])
         return _copy(self._slots[slot][:size], self._host[visit][:size])
 
-    def nbytes(self) -> int:
-        """Returns the bytes allocated for activation buffers."""
-        return sum(slot.numel() for slot in self._slots.values())
-
-    def host_nbytes(self) -> int:
-        """Returns the bytes allocated on the host."""
-        return sum(buffer.numel() for buffer in self._host.values())
-
     def _plain(self, x: Tensor) -> bool:
         """Returns whether the memory of `x` describes it completely."""
         return type(x) is Tensor and x.device == self._device and not (x.is_conj() or x.is_neg())

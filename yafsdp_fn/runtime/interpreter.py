@@ -218,10 +218,6 @@ class Slots:
             out.append(leaf)
         return out
 
-    def nbytes(self) -> int:
-        """Returns the bytes allocated for slots."""
-        return sum(b.numel() for b in (*self._weights.values(), *self._grads.values(), *self._secondary.values()))
-
     @staticmethod
     def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         return buffer[:size].view(dtype)
