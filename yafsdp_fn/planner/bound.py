@@ -131,7 +131,7 @@ class _Path:
     def _call(self, segment: int, kind: type[Forward] | type[Backward]) -> float:
         # where there are stages, segments wait for the first half of a backward alone
         half: Literal["both", "inputs"] = "both" if self.trace.split is None else "inputs"
-        visits = range(*self.split.segments[segment])
+        visits = self.split.visits(segment)
         ops = [Forward(v, (), True) if kind is Forward else Backward(v, (), (), half=half) for v in visits]
         return sum(seconds_of(phases(op, self.trace, self.cluster, self.places, False)) for op in ops)
 
@@ -148,7 +148,7 @@ class _Stage:
             kinds = ("forward", "backward") if trace.trains else ("forward",)
             calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]  # type: ignore[arg-type]
             self.part = part_of(trace._replace(microbatches=1), stage, calls)
-        self.visits = [v for segment in self.segments for v in range(*path.split.segments[segment])]
+        self.visits = [v for segment in self.segments for v in path.split.visits(segment)]
         self.places = groups(self.part, cluster)
         self.used = sorted({unit for v in self.visits for unit in self.part.visits[v].units})
         self.trained = sorted(
@@ -314,9 +314,7 @@ class _Stage:
         items = []
         for segment in self.segments:
             seconds = self.path.again(segment)
-            items += [
-                (self._inner(v) * seconds * m, self.recompute[v] * m) for v in range(*self.path.split.segments[segment])
-            ]
+            items += [(self._inner(v) * seconds * m, self.recompute[v] * m) for v in self.path.split.visits(segment)]
         again, whole = _Freed(items), self._compute(0.0)
         all_kept = sum(held for held, _ in items)
         return lambda seconds: all_kept - room * (seconds - fill), lambda seconds: again(seconds - whole)

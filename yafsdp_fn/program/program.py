@@ -114,7 +114,7 @@ def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     split = trace.split
     assert split is not None and trace.stage is None, "a whole step that is split"
     held = units_of(trace, stage)
-    here = {number for segment in split.of(stage) for number in range(*split.segments[segment])}
+    here = {number for segment in split.of(stage) for number in split.visits(segment)}
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
     between = tuple(each for each in trace.between if max(each.after, 0) in here)
@@ -156,7 +156,7 @@ def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int],
 def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
     assert trace.split is not None
     for kind, segment, microbatch in calls:
-        visits = range(*trace.split.segments[segment])
+        visits = trace.split.visits(segment)
         for visit in visits if kind == "forward" else reversed(visits):
             yield Compute(kind, visit, microbatch)
 

@@ -215,7 +215,7 @@ def _units(trace: Trace, segment: int) -> tuple[int, ...]:
 def _visits(trace: Trace, segment: int) -> range:
     split: Split | None = trace.split
     assert split is not None
-    return range(*split.segments[segment])
+    return split.visits(segment)
 
 
 # ---- A schedule from rows.

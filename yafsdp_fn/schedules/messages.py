@@ -290,5 +290,5 @@ def computes_at_ends(split: Split, items: Sequence[Item]) -> Iterator[int]:
     total = 0
     for item in items:
         if isinstance(item, Call):
-            total += len(range(*split.segments[item.segment]))
+            total += len(split.visits(item.segment))
             yield total
