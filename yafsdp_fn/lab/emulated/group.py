@@ -17,7 +17,7 @@ batches.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -243,7 +243,7 @@ def gathered(rows: Tensor, mine: Tensor, rank: int) -> None:
 
 def scattered(out: Tensor, rows: Tensor, op: Any) -> Callable[[], object]:
     """Returns work that reduces `rows` [R, n] into `out` [n], which may be one of them."""
-    by: dict[dist.ReduceOp.RedOpType, Callable[[], Tensor]] = {
+    by: dict[Any, Callable[[], Tensor]] = {
         Op.SUM: lambda: rows.sum(0),
         Op.AVG: lambda: rows.sum(0) / len(rows),
         Op.PREMUL_SUM: lambda: rows.sum(0) * _factor(op),
@@ -251,10 +251,8 @@ def scattered(out: Tensor, rows: Tensor, op: Any) -> Callable[[], object]:
         Op.MIN: lambda: rows.amin(0),
         Op.MAX: lambda: rows.amax(0),
     }
-    found = [reduction for name, reduction in by.items() if op == name]
-    if not found:
-        raise _unknown("reduce-scatter", by)
-    return lambda: out.copy_(found[0]())
+    found = _reduction_of("reduce-scatter", by, op)
+    return lambda: out.copy_(found())
 
 
 def reduced(value: Tensor, op: Any, ranks: int) -> Callable[[], object]:
@@ -264,15 +262,16 @@ def reduced(value: Tensor, op: Any, ranks: int) -> Callable[[], object]:
         Op.PREMUL_SUM: lambda: value.mul_(ranks * _factor(op)),
         Op.PRODUCT: lambda: value.pow_(ranks),
     } | dict.fromkeys(KEPT, lambda: None)
-    found = [reduction for name, reduction in by.items() if op == name]
+    return _reduction_of("all-reduce", by, op)
+
+
+def _reduction_of(name: str, by: Mapping[Any, Callable[[], Any]], op: Any) -> Callable[[], Any]:
+    """Returns that of `by` for `op`. Raises NotImplementedError where there is none."""
+    found = [reduction for known, reduction in by.items() if op == known]
     if not found:
-        raise _unknown("all-reduce", by)
+        names = ", ".join(str(each).rpartition(".")[2] for each in by)
+        raise NotImplementedError(f"the emulated {name} knows the reductions {names}: take one of these")
     return found[0]
-
-
-def _unknown(name: str, known: Iterable[object]) -> NotImplementedError:
-    names = ", ".join(str(each).rpartition(".")[2] for each in known)
-    return NotImplementedError(f"the emulated {name} knows the reductions {names}: take one of these")
 
 
 def _factor(op: Any) -> Tensor | float:
