@@ -229,6 +229,11 @@ def tensors_in(tree: Tree) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def number_dtype(tree: Tree) -> torch.dtype:
+    """Returns the dtype of a number over `tree`: float64 if it has float64 leaves, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in optree.tree_leaves(tree)) else torch.float32
+
+
 def leaf_names(tree: Tree) -> Tree:
     """Returns a tree of the same structure whose leaves are their own dotted paths.
 
