@@ -243,6 +243,8 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
     begins = {"pid": 0, "name": "lets begin", "cat": "cause"}
     assert found["displayTimeUnit"] == "ms"
     assert found["otherData"] == {"by hand": "8.0 s"}
+    both = document([by_hand(), by_hand()._replace(seconds=9.0)])  # of one title
+    assert both["otherData"] == {"by hand": "8.0 s, 9.0 s"}
     assert found["traceEvents"] == [
         {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "by hand"}},
         {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gather"}},

@@ -21,7 +21,7 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline import perfetto, stages_draw
-from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -163,12 +163,10 @@ class Comparison(NamedTuple):
         """Says how two timelines of one program differ, op by op; nothing of two programs."""
         one, two = self.timelines[first], self.timelines[second]
         late = self.late(first, second)
-        if not late or any(_is_compute(span) and span.number not in late for each in (one, two) for span in each.spans):
+        computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, Forward | Backward)}
+        if not late or not computes <= late.keys():
             return
-        pairs = [("step", one.seconds, two.seconds)]
-        if one.stage_count == 1:
-            pairs += [(stream, one.busy(stream), two.busy(stream)) for stream in one.streams if stream in two.streams]
-        parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in pairs if b)
+        parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
         most = max(late, key=lambda number: abs(late[number]))
         yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {shown(abs(late[most]))}"
         if alone := sorted({span.number for each in (one, two) for span in each.spans} - late.keys()):
@@ -284,7 +282,3 @@ def _size(trace: Trace) -> tuple[int, int]:
     flops = sum(visit.cost.flops + visit.cost.attention_flops for visit in trace.visits)
     ranks = trace.ranks * trace.replicas
     return sum(unit.numel * parts[unit.over] for unit in trace.units), flops * trace.microbatches * ranks
-
-
-def _is_compute(span: Span) -> bool:
-    return isinstance(span.op, Forward | Backward)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.bound import Bound, bound
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.bound import Bound, bound, seconds_of
+from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
@@ -36,8 +36,6 @@ from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
 from yafsdp_fn.timeline.text import shown
 
-# ---- The fastest schedule in simulation that fits into memory.
-#
 # For every builder on every mesh it can run on, and every prefetch:
 #
 #     few recomputed layers leave little memory for weights that stay; many cost compute
@@ -288,7 +286,7 @@ class Sweep:
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
         forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
-        again = min(map(_seconds, forwards), default=0.0)
+        again = min(map(seconds_of, forwards), default=0.0)
         found: list[Choice] = []
         for defer in (True, False) if self.defers else (False,):
             point = self.plain._replace(defer=defer)
@@ -413,9 +411,11 @@ def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
     forward, backward, inputs = ([0.0] * len(whole.split.homes) for _ in range(3))
     for visit in whole.visits:
         at = whole.split.segment(visit.id)
-        forward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
-        backward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
-        inputs[at] += _seconds(phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True))
+        forward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
+        backward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
+        inputs[at] += seconds_of(
+            phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True)
+        )
     most = 0.0
     for stage in range(order.stages):
         own = whole.split.of(stage)
@@ -438,7 +438,3 @@ def least_communication(part: Trace, cluster: Cluster) -> float:
                 links[op.stream] += seconds
                 links[resource] += seconds * (resource in LINKS)
     return max(links.values(), default=0.0)
-
-
-def _seconds(of: Sequence[Phase]) -> float:
-    return sum(phase.seconds for phase in of)

@@ -212,7 +212,7 @@ def _after_all_sums(todo: Sequence[Task]) -> list[Task]:
 #     memory, host, latency   1
 #
 # A program without updates is followed by the norm and one update of all units, as in a step. All stages are
-# simulated together (simulate.py).
+# simulated together.
 #
 # Shared links and contention allow for anomalies: a faster part may begin something earlier that then slows the
 # critical path. For programs of the builders with gathers and reductions alone none has been seen; with all-reduces

@@ -21,6 +21,7 @@ MARGIN, LEFT = 0.12, 1.0
 AXIS, BETWEEN = 0.46, 0.18  # below the last panel; between two
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
 LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wide a letter is, about
+CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
 INK, SOFT, GRID, FLOOR = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6"
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
