@@ -22,6 +22,7 @@ from yafsdp_fn.program.trace import Cost, OptimizerMemory, Value
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
+from yafsdp_fn.timeline.text import shown
 
 # ---- bubbles, of equal segments with B = 2 F and I = W = F
 
@@ -240,8 +241,9 @@ def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
         assert made.tokens_per_s == made.tokens / made.step_s
         low, high = made.range_s
         assert low < made.step_s < high
-        first = f"{made.step_s:.4g} s ({low:.3g} to {high:.3g}) a step of {made.tokens:,} tokens on {SLOW.name}"
-        first += f": {made.tokens_per_s:,.0f} tokens/s"
+        step, span = shown(made.step_s, 4), f"{shown(low, 3)} to {shown(high, 3)}"
+        first = f"{step} ({span}) a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
+        assert repr(made).startswith(f"Plan({step} a step on {SLOW.name}, bound by ") and "\n" not in repr(made)
         assert str(made).startswith(first + "\n")
     assert str(Plan.of(alone.program, SLOW)).splitlines()[0].endswith(f") a step on {SLOW.name}")
 

@@ -27,7 +27,7 @@ from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.costs import groups, phases
 from yafsdp_fn.planner.orders import Calls, Search
 from yafsdp_fn.planner.simulate import simulate
-from yafsdp_fn.planner.space import Point
+from yafsdp_fn.planner.space import Order, Point
 from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Assignment, Call
@@ -481,10 +481,18 @@ def _recomputing(draft: Draft, cheap: list[int], count: int) -> Draft:
 
 
 def _several(numbers: Iterable[int], names: list[str]) -> str:
-    """Names, of neighbours the first and the last."""
-    each = sorted(numbers)
-    shown = [names[number] for number in each[:6]]
-    return ", ".join(shown) + (f" and {len(each) - 6} more" if len(each) > 6 else "")
+    """Names; of three neighbours and more the first and the last."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [
+        f"{names[run[0]]} to {names[run[-1]]}" if len(run) > 2 else ", ".join(names[number] for number in run)
+        for run in runs
+    ]
+    return ", ".join(shown[:6]) + f" and {sum(map(len, runs[6:]))} more" * (len(runs) > 6)
 
 
 # ---- A pipeline.
@@ -624,8 +632,7 @@ class _OfStages:
         if (ours.order.name == "v_shaped") != (
             first.order.name == "v_shaped"
         ) or ours.order.per_stage != first.order.per_stage:
-            shape = "V-shaped, " * (ours.order.name == "v_shaped")
-            yield f"{shape}{ours.order.per_stage} segments a stage, not {first.order.per_stage}"
+            yield f"{_shape(ours.order)}, not {_shape(first.order)}"
         if ours.remat != first.remat:
             yield f"recomputes the first {ours.remat} layers of a stage, not {first.remat}"
         theirs = Program(self.owner.whole, *self.owner.points[0].program(self.owner.trace).stages)
@@ -665,6 +672,12 @@ def _calls(whole: Trace, cluster: Cluster, point: Point, rooms: list[int]) -> Ca
     message = max((_seconds(phases(Send(n, 0), whole, cluster, places, False)) for n in crossing), default=0.0)
     forward, inputs, weights, held, between = map(tuple, columns)
     return Calls(split.homes, whole.microbatches, forward, inputs, weights, message, held, between)
+
+
+def _shape(order: Order) -> str:
+    if order.per_stage == 1:
+        return "1 segment a stage"
+    return f"{order.per_stage} segments a stage, {'V-shaped' if order.name == 'v_shaped' else 'in a loop'}"
 
 
 def _layer(trace: Trace, visit: int) -> bool:
