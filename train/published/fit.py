@@ -1,6 +1,6 @@
 """The published table, the models of its times, and the fit of their figures.
 
-    figures of the cluster     four, fitted to YaFSDP's seconds by damped Gauss-Newton on logarithms
+    figures of the cluster     three, fitted to YaFSDP's seconds by damped Gauss-Newton on logarithms
     growth of FSDP's copies    one, fitted to FSDP's seconds on that cluster
     leave one out              fitted without a row, for each row; beside it a roofline of two terms, fitted alike
 
@@ -28,8 +28,7 @@ from yafsdp_fn.planner import CLUSTERS, simulate, trace
 from yafsdp_fn.schedules import Program, Schedule, Trace
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_yafsdp.csv"
-A100 = CLUSTERS["a100-80g"].replace(jitter=0.0, collective_latency=0.0)
-"""Without what the preset has of other runs on many nodes: here the hops of plain rings are fitted in its place."""
+A100 = CLUSTERS["a100-80g"]
 PRECISION = ya.Precision(compute=torch.bfloat16)
 """Gathers in bf16, reductions in fp32."""
 
@@ -90,7 +89,6 @@ Figures = Mapping[str, float]
 START: dict[str, float] = {
     "matmul_flops": 240e12,
     "network_bandwidth": 90e9,
-    "network_latency": 30e-6,
     "unit_overhead": 5e-3,
 }
 GROWTH = {"growth": 40.0}

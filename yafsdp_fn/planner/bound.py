@@ -225,7 +225,8 @@ class _Stage:
         most = max(found.values())
         if self.part.trains and self.room < math.inf:
             found["memory"] = self._with_room(most)
-        return {name: seconds + self.overhead for name, seconds in found.items()}
+        slowest = 1 + self.cluster.straggling(math.prod(dict(self.part.mesh).values()))
+        return {name: seconds * slowest + self.overhead for name, seconds in found.items()}
 
     # ---- compute
 

@@ -182,9 +182,10 @@ class Cluster:
             for each in PROTOCOLS
         ]
 
-    def straggling(self, nodes: int) -> float:
-        """The part by which the slowest of so many nodes takes longer than one: the mean of the largest of m normal
-        deviates (Blom 1958), times `jitter`."""
+    def straggling(self, ranks: int) -> float:
+        """The part by which the slowest node of so many ranks takes longer than one alone: the mean of the largest of m
+        normal deviates (Blom 1958), times `jitter`."""
+        nodes = math.ceil(ranks / self.gpus_per_node)
         return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25)) if nodes > 1 else 0.0
 
     def all_to_all(self, nbytes: float, group: Group) -> tuple[Phase, ...]:

@@ -116,11 +116,11 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
-        rate, (low, high) = self.tokens_per_s, self.range_s
+        rate, span = self.tokens_per_s, " to ".join(shown(seconds, 3) for seconds in self.range_s)
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
         speed = f": {rate:,.0f} {self.unit}/s" if rate >= 100 else f": {rate:.3g} {self.unit}/s" if rate else ""
         lines = [
-            f"{shown(self.step_s, 4)} ({shown(low, 3)} to {shown(high, 3)}) a step{counted} on {self.cluster.name}{speed}",
+            f"{shown(self.step_s, 4)} ({span}) a step{counted} on {self.cluster.name}{speed}",
             "alone: "
             + ", ".join(f"{name} {shown(seconds, 4)}" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",

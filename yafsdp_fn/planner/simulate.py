@@ -273,9 +273,7 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
-    trace = program.parts[0].trace
-    nodes = -(-trace.ranks * trace.replicas * len(program.stages) // cluster.gpus_per_node)
-    if slow := cluster.straggling(nodes):
+    if slow := cluster.straggling(math.prod(dict(program.parts[0].trace.mesh).values())):
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
     after, end = max(overhead(part, cluster) for part in program.parts), max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
