@@ -14,7 +14,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.split import Call, Kind
@@ -398,9 +398,14 @@ class Search:
             self._path = self._critical(rows)
         stage, at, to = self._choice(rows)
         row = rows[stage]
-        changed = row[:at] + row[at + 1 :]
-        changed.insert(to, row[at])
-        if changed == row or not self._in_order(row, at, to) or board.memory(changed) > self.limit:
+        # one call, or those of its kind and segment in a run of microbatches
+        alike = range(row[at], row[at] + 1)
+        if rng.random() < 0.3:
+            first = row[at] // self.calls.microbatches * self.calls.microbatches
+            ends = sorted(rng.choices(range(self.calls.microbatches), k=2))
+            alike = range(first + ends[0], first + ends[1] + 1)
+        changed = self._moved(row, reversed(alike) if to > at else alike, to - at)
+        if changed == row or board.memory(changed) > self.limit:
             return
         others = [*rows]
         others[stage] = changed
@@ -424,6 +429,16 @@ class Search:
             at = rng.randrange(len(rows[stage]))
             far = rng.choice([-8, -3, -2, -1, 1, 2, 3, 8, 20])
         return stage, at, min(len(rows[stage]) - 1, max(0, at + far))
+
+    def _moved(self, row: list[int], codes: Iterable[int], far: int) -> list[int]:
+        """The row with calls moved so far, those that may."""
+        row = [*row]
+        for code in codes:
+            at = row.index(code)
+            to = min(len(row) - 1, max(0, at + far))
+            if self._in_order(row, at, to):
+                row.insert(to, row.pop(at))
+        return row
 
     def _in_order(self, row: list[int], at: int, to: int) -> bool:
         """Tells whether a call may go so far: not past another half of its own pass, nor past its kind of other
