@@ -29,8 +29,9 @@ class Calls(NamedTuple):
 
     homes: segment -> stage; forward, inputs, weights: seconds of each segment's calls
     message: seconds from one stage to another
-    held: what a microbatch of a segment holds of its stage's memory, in any unit, from the begin of its forward to the
-        end of its backward of inputs; between: what of that it holds until the end of its backward of weights
+    held: what a microbatch of a segment holds of its stage's memory, in any unit, from the begin of its forward to that
+        of its backward of inputs; between: what it holds until the end of its backward of weights, more than before where
+        a graph is made again
     """
 
     homes: tuple[int, ...]
@@ -231,6 +232,9 @@ def _listed(board: _Board, rules: _Rules, memory: float) -> list[list[int]] | No
     done = [0] * (3 * count)  # calls of each kind and segment
     # what later segments of a stage need to go on with one microbatch
     reserve = [sum(calls.held[t] for t in own[calls.homes[s]] if t > s) for s in range(count)]
+    # what a graph that is made again takes more, one at a time at least
+    again = [max(0.0, calls.between[s] - calls.held[s]) for s in range(count)]
+    reserve = [reserve[s] + max(again[t] for t in own[calls.homes[s]]) for s in range(count)]
     ends = [math.inf] * (2 * size)
     used, free = [0.0] * calls.stages, [0.0] * calls.stages
     rows: list[list[int]] = [[] for _ in range(calls.stages)]
@@ -250,7 +254,7 @@ def _listed(board: _Board, rules: _Rules, memory: float) -> list[list[int]] | No
                 comes = ends[other] + board.delay[code] if other >= 0 else 0.0
                 if comes > now:
                     soonest = min(soonest, comes)
-                elif not kind and used[stage] + calls.held[s] + reserve[s] > memory + 1e-9:
+                elif used[stage] + (again[s] if kind else calls.held[s] + reserve[s]) > memory + 1e-9:
                     blocked = True
                 elif (likes := rules.likes[stage][s][kind]) > liked:
                     best, liked = code, likes
@@ -398,7 +402,7 @@ class Search:
             self._path = self._critical(rows)
         stage, at, to = self._choice(rows)
         row = rows[stage]
-        # one call, or those of its kind and segment in a run of microbatches
+        # one call, or those of its kind and segment in some microbatches that follow each other
         alike = range(row[at], row[at] + 1)
         if rng.random() < 0.3:
             first = row[at] // self.calls.microbatches * self.calls.microbatches
