@@ -30,8 +30,8 @@ class Calls(NamedTuple):
     homes: segment -> stage; forward, inputs, weights: seconds of each segment's calls
     message: seconds from one stage to another
     held: what a microbatch of a segment holds of its stage's memory, in any unit, from the begin of its forward to that
-        of its backward of inputs; between: what it holds until the end of its backward of weights, more than before where
-        a graph is made again
+        of its backward of inputs; between: from then to the end of its backward of weights, more where a graph is made
+        again
     """
 
     homes: tuple[int, ...]
