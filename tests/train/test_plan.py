@@ -123,6 +123,18 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["step_s"] < base["step_s"] and found["fits"]
 
 
+@pytest.mark.nightly
+def test_writing_goes_on_from_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = [*SMALL, "--search", "--synthesize", "1", "--save", str(file := tmp_path / "search.json"), "--timeline", "None"]
+    moves = []
+    for _ in range(2):
+        assert main(flags) == 0
+        moves.append(json.loads(file.read_text())["moves"])
+    assert 0 < moves[0] < moves[1] and f"{moves[1]} moves" in capsys.readouterr().out
+    assert main([*flags, "--seq-len", "1024"]) == 2
+    assert "is of another search" in " ".join(capsys.readouterr().err.split())
+
+
 def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--search", "--timeline", "None"]) == 0
     out = capsys.readouterr().out
@@ -198,6 +210,7 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--schedule", "zero3-chunk2", "--ckpt-layers", "2"], "recomputed anyway"),
         (["--ckpt-layers", "17"], "has 16 layers"),
         (["--search", "--ckpt-layers", "2"], "give none of them"),
+        (["--search", "--save", "search.json"], "--save search.json: it is for --synthesize, with --search"),
         (["--search", "--schedule", "yafsdp"], "give none of them"),
         (["--search", "--mesh.tensor", "2"], "give none of them"),
         (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),
