@@ -269,8 +269,8 @@ PUBLISHED = (
         "v-half",
         "V-Half",
         f"{S}.v_half()",
-        "The V of ZB-V with half as many microbatches kept: calls of a microbatch at fixed times, those of the next one six "
-        "calls later.",
+        "The V of ZB-V with half as many microbatches kept: calls of a microbatch at fixed times, those of the next "
+        "one six calls later.",
         paper("Qi et al. 2024", "2405.15362"),
         segments=2,
         shape="v",
@@ -279,8 +279,8 @@ PUBLISHED = (
         "v-min",
         "V-Min",
         f"{S}.v_min()",
-        "The V of ZB-V with a third of the microbatches kept: each call as soon as its microbatch can have it, down the V "
-        "and up.",
+        "The V of ZB-V with a third of the microbatches kept: each call as soon as its microbatch can have it, down "
+        "the V and up.",
         paper("Qi et al. 2024", "2405.15362"),
         segments=2,
         shape="v",

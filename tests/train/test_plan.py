@@ -125,7 +125,8 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.nightly
 def test_writing_goes_on_from_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    flags = [*SMALL, "--search", "--synthesize", "1", "--save", str(file := tmp_path / "search.json"), "--timeline", "None"]
+    file = tmp_path / "search.json"
+    flags = [*SMALL, "--search", "--synthesize", "1", "--save", str(file), "--timeline", "None"]
     moves = []
     for _ in range(2):
         assert main(flags) == 0

@@ -29,7 +29,7 @@ from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 
 Units = frozenset[int]
 Seen = tuple[float, tuple[int, ...]]
-"""What a program comes to: its seconds, infinite where it does not fit or cannot be, and the peak of each stage."""
+"""The seconds of a program, infinite where it does not fit or cannot be, and the peak of each stage."""
 Look = Callable[[Callable[[], Seen]], Seen]
 """Gives what a function finds, counted as a move: the function is called, unless a file has what it found."""
 
@@ -364,7 +364,7 @@ class OneStage:
         return self.known.get(draft) or self._measured(draft)
 
     def _without(self, best: Draft, seconds: float, field: str) -> str:
-        """What taking a field back would cost."""
+        """Says what taking a field back would cost."""
         changes = {field: getattr(self.first, field)}
         if field == "deferred":
             changes["apart"] = self.first.apart | (best.apart & self.first.deferred)

@@ -153,7 +153,7 @@ class Synthesis:
             )
 
     def look(self, find: Callable[[], Seen]) -> Seen:
-        """What `find` finds, or has found when the file was written."""
+        """Returns what `find` finds, or has found when the file was written."""
         self._seen.append(self._replay.popleft() if self._replay else find())
         return self._seen[-1]
 
@@ -192,7 +192,7 @@ class Synthesis:
     # ---- files: a search is its seed, and what the programs that it looked at came to
 
     def _of(self) -> dict[str, Any]:
-        """What a search must have in common with a file's to go on from it."""
+        """Returns what a search must have in common with a file's to go on from it."""
         return {"begins with": [*map(str, self.points)], "its seconds": self.builder_s, "bytes": self.budget}
 
     def save(self, path: str | Path) -> None:
@@ -351,7 +351,7 @@ class _Stages:
         return True
 
     def _rooms(self, cut: _Cut, rows: Rows, peaks: Sequence[int]) -> list[float]:
-        """What calls of rows hold, and what is left beside the peaks of their program."""
+        """Returns what calls of rows hold, and what is left beside the peaks of their program."""
         held = evaluate(_calls(cut.whole, self.owner.cluster, cut.drafts), rows).memory
         return [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, peaks, strict=True)]
 
