@@ -379,8 +379,8 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
     """The orders that `stages` stages can run: 1F1B, halves of backwards, V-shaped that of the most memory first; and
-    with 2, 4, 8, ... segments each, or as many as make them equal, interleaved, and all microbatches through one segment
-    before the next (gpipe)."""
+    with 2, 4, 8, ... segments each, or as many as make them equal, interleaved, and all microbatches through one before
+    the next (gpipe)."""
     visits = len(trace.visits)
     if visits < stages:
         return
