@@ -138,15 +138,14 @@ class Synthesis:
         whole = self.points[0].whole(trace)
         self.builder_s = simulate(self.points[0].program(trace), cluster).seconds
         self.least = bound(whole, cluster, budget)
-        self.moves, self._asked, self._seen = 0, 0, list[Seen]()
-        kept: dict[str, Any] = {"seed": seed, "moves": 0, "seen": []} if resume is None else self._kept(Path(resume))
-        self.seed, self._replay = kept["seed"], deque(map(_seen, kept["seen"]))
-        rng = random.Random(self.seed)
+        self.moves, self._seen = 0, list[Seen]()
+        self.seed, moves, seen = (seed, 0, list[Seen]()) if resume is None else self._kept(Path(resume))
+        self._replay, rng = deque(seen), random.Random(self.seed)
         if self.points[0].order is None:
             self._work: OneStage | _Stages = OneStage(self.points[0], whole, cluster, budget, rng, self.look)
         else:
             self._work = _Stages(self, rng)
-        self._go(kept["moves"], math.inf, None)  # what programs come to is in the file
+        self._go(moves, math.inf, None)  # what programs come to is in the file
         if self._replay:
             raise ValueError(
                 f"{resume}: a search of this version does not look at the programs of the file: begin anew"
@@ -161,12 +160,9 @@ class Synthesis:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
         early = self._go(moves, seconds, report)
         found = self._work.result()
-        least = (
-            self.least if self._work.__class__ is OneStage else bound(found["program"].trace, self.cluster, self.budget)
-        )
         return Written(
             **found,
-            least=least,
+            least=bound(found["program"].trace, self.cluster, self.budget),
             point=self.points[0],
             builder_s=self.builder_s,
             moves=self.moves,
@@ -175,15 +171,13 @@ class Synthesis:
         )
 
     def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
-        began, work = time.monotonic(), self._work
-        self._asked += moves
-        while self.moves < self._asked and work.seconds > self.least.seconds * (1 + 1e-4):
+        began, until, work = time.monotonic(), self.moves + moves, self._work
+        while self.moves < until and work.seconds > self.least.seconds * (1 + 1e-4):
             if time.monotonic() - began > seconds:
-                self._asked = self.moves
                 return True
             before = work.seconds
             work.move()
-            self.moves = work.moves
+            self.moves += 1
             if report is not None and work.seconds < before:
                 gap, saved = self.least.gap(work.seconds), 1 - work.seconds / self.builder_s
                 report(f"move {self.moves}: {work.seconds:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
@@ -198,10 +192,11 @@ class Synthesis:
     def save(self, path: str | Path) -> None:
         """Writes what the search has seen, as JSON."""
         seen = [[None if math.isinf(seconds) else seconds, *peaks] for seconds, peaks in self._seen]
-        kept = {"version": 1, **self._of(), "seed": self.seed, "moves": self._asked, "seen": seen}
+        kept = {"version": 1, **self._of(), "seed": self.seed, "moves": self.moves, "seen": seen}
         Path(path).write_text(json.dumps(kept) + "\n")
 
-    def _kept(self, path: Path) -> dict[str, Any]:
+    def _kept(self, path: Path) -> tuple[int, int, list[Seen]]:
+        """Reads a file of `save`: the seed, how many moves there were, and what they have seen."""
         kept = strict_json.loads(path.read_text())
         if not isinstance(kept, dict) or kept.get("version") != 1:
             raise ValueError(f"{path}: expected what Written.save writes, version 1")
@@ -211,11 +206,8 @@ class Synthesis:
                     f"{path} is of another search, whose {what!r} is {kept.get(what)}, here {ours}: go on from it with "
                     "the same step, cluster, memory, stages and runners-up"
                 )
-        return kept
-
-
-def _seen(line: list[Any]) -> Seen:
-    return math.inf if line[0] is None else line[0], tuple(line[1:])
+        seen = [(math.inf if seconds is None else seconds, tuple(peaks)) for seconds, *peaks in kept["seen"]]
+        return kept["seed"], kept["moves"], seen
 
 
 # ---- A pipeline.
@@ -249,7 +241,7 @@ class _Stages:
     """The best program so far for a pipeline."""
 
     def __init__(self, owner: Synthesis, rng: random.Random) -> None:
-        self.owner, self.rng, self.moves, self.turn = owner, rng, 0, 0
+        self.owner, self.rng, self.turn = owner, rng, 0
         self.seconds = owner.builder_s
         self.best: _Cut | None = None
         self.plan, self.cuts = self._points(), list[_Cut]()
@@ -268,7 +260,6 @@ class _Stages:
         return iter(found)
 
     def move(self) -> None:
-        self.moves += 1
         if (point := next(self.plan, None)) is not None:
             self._begin(point)
             return
