@@ -279,7 +279,7 @@ class Unlike(Options):
     """One of them alone, by name."""
     moves: int = 1000
     """Changes that are tried in each."""
-    seconds: float = 600.0
+    seconds: float = 1800.0
     """The most that writing takes for each; what that ends is marked."""
     seed: int = 0
     """The seed of the random changes."""
