@@ -277,7 +277,7 @@ class Unlike(Options):
 
     case: str | None = None
     """One of them alone, by name."""
-    moves: int = 1000
+    moves: int = 300
     """Changes that are tried in each."""
     seconds: float = 1800.0
     """The most that writing takes for each; what that ends is marked."""
