@@ -130,7 +130,7 @@ def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[A
     if comms.replicas > 1:
         assert at(comms.replicate_group) == (comms.replica, comms.replicas)
     assert ("replicate" in comms.streams) == (comms.replicas > 1) == (len(comms.streams) == 3)
-    kinds = (places.shard_groups, places.replicate_groups, places.local_groups, places.node_groups)
+    kinds = (places.groups("node", "local"), places.groups("copy"), places.groups("local"), places.groups("node"))
     own = [group for groups in kinds for group in groups if mesh.get_rank() in group]
     assert [len(group) for group in own] == [comms.ranks, comms.replicas, comms.local_ranks, comms.nodes]
     return (comms.rank, comms.replica, comms.node, comms.local_rank), *own

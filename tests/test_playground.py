@@ -103,6 +103,7 @@ def test_every_builder_on_every_mesh(ask: Ask, builder: str) -> None:
         factory: Any = getattr(ya.schedules, builder)
         plan = ya.planner.Plan.of(factory(**options)(trace), "a100-80g")
         assert [words for _, words, _ in found["rows"][0]] == plan.program.words()
+        assert found["figures"]["least"] == plan.least.against(plan.step_s)
         assert found["figures"]["step_s"] == plan.step_s and found["figures"]["peak"] == plan.memory.peak_bytes
         assert dict(found["figures"]["wire"]) == {name: n for name, n in plan.program.wire_bytes().items() if n}
         ops = [op for kind, *_, op in found["picture"]["boxes"] if kind in ("op", "again")]
@@ -264,6 +265,7 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     assert page.order() == expected
     assert page.evaluate("document.querySelectorAll('#drawing .box[data-op]').length") == len(boxes)
     right = page.text("#figures")
+    assert "The bound: no program takes less than" in page.text("#verdict")
 
     at = page.row("gather layers[0]")
     page.click(f"#op-{at}")

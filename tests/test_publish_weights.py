@@ -340,6 +340,43 @@ def test_frozen_leaves_are_written_once(tmp_path: Path) -> None:
     assert_same(late, whole(state))
 
 
+@pytest.mark.parametrize(
+    ("published", "fails", "call"),
+    [(1, (disk, "room"), 1), (1, (torch, "frombuffer"), 3), (2, (torch, "frombuffer"), 2)],
+)
+def test_a_version_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: int, fails: tuple[Any, str], call: int
+) -> None:
+    """Its frozen leaves, which had changed and are written first, go with it: where there is no room for the others,
+    and where these have been begun, in a new file and over the oldest one."""
+    described = model()
+    state = ya.init(described._replace(embed=ya.frozen(described.embed)), mesh=ya.mesh(device="cpu"), seed=1)
+    publish, got, calls = ya.publish_weights(tmp_path), empty_like(whole(state)), itertools.count()
+    for version in range(published):
+        publish(state.params, version)
+    there = {path.name for path in tmp_path.iterdir()}
+    optree.tree_leaves(state.params.embed)[0].add_(1)
+    works = getattr(*fails)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if next(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return works(*args, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left on device"):
+        patched.setattr(*fails, failing)
+        publish(state.params, 3)
+    assert next(calls) == call + 1
+    assert {path.name for path in tmp_path.iterdir()} <= there
+    assert ya.pull_weights(tmp_path, got)() == published - 1
+    for version in (4, 5):
+        publish(state.params, version)
+        assert ya.pull_weights(tmp_path, got)() == version
+        assert_same(got, whole(state))
+    names = sorted(path.name.partition(".")[2] for path in tmp_path.iterdir())
+    assert names == ["4.0-of-1", "4.0-of-1.frozen", "5.0-of-1"]
+
+
 # ---- what is refused
 
 

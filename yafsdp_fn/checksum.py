@@ -12,13 +12,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 
-import optree
 import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.where import named
-from yafsdp_fn.params.sharded import is_sharded
+from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import dotted
 from yafsdp_fn.runtime.state import ShardedState
 
@@ -86,8 +85,7 @@ def _shards(state: ShardedState) -> Iterator[tuple[str, tuple[int, ...], Tensor 
             yield name, stages, master.get(unit)
             if group.trainable and precision.param != precision.gather_dtype:
                 yield f"{WORKING}{name}", stages, working.get(unit)
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(state.opt_state, is_leaf=is_sharded)
-    for at, node in zip(accessors, nodes, strict=True):
+    for at, node in handles_and_leaves(state.opt_state):
         if is_sharded(node):
             for _, group, leaf in node.group_leaves():
                 name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
@@ -101,8 +99,7 @@ def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
     device = state.memory.comms.device
     for name, value in (("step", state.step), ("seed", state.seed)):
         yield name, torch.tensor([value >> 32 & 0xFFFFFFFF, value & 0xFFFFFFFF], device=device)
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(state.opt_state, is_leaf=is_sharded)
-    for at, node in zip(accessors, nodes, strict=True):
+    for at, node in handles_and_leaves(state.opt_state):
         if isinstance(node, Tensor | int | float):
             yield f"opt_state.{dotted(at)}", torch.as_tensor(node, device=device)
 

@@ -252,14 +252,17 @@ class WeightPublisher:
         old, with_it = self._files[:-1], self._files[-1].frozen if self._files else None
         now = [(leaf, leaf._version) for leaf in (handles[of.handle].leaves[of.leaf] for of in frozen.sections)]
         same = len(now) == len(self._frozen)
-        if not (same and all(a is b and x == y for (a, x), (b, y) in zip(now, self._frozen, strict=True))):
-            with_it = self._write(f"{name}.frozen", frozen, handles)
-        before = [file.frozen for file in old]
-        self._files = [*self._files[-1:], self._write(name, trained, handles, with_it, *old)]
-        self._frozen = now
-        for file in before:
-            if file is not None and all(each.frozen is not file for each in self._files):
-                disk.remove(file.path)
+        gone = {file.frozen for file in self._files}
+        try:
+            if not (same and all(a is b and x == y for (a, x), (b, y) in zip(now, self._frozen, strict=True))):
+                with_it = self._write(f"{name}.frozen", frozen, handles)
+                gone.add(with_it)
+            newest = self._write(name, trained, handles, with_it, *old)
+            self._files, self._frozen = [*self._files[-1:], newest], now
+        finally:  # of a version that was not written, too
+            for file in gone - {each.frozen for each in self._files}:
+                if file is not None:
+                    disk.remove(file.path)
 
     def _begin(self, comms: Communicators, version: int) -> None:
         """Agrees on a number of the run, and removes what earlier runs have left. Collective."""
@@ -294,6 +297,10 @@ class WeightPublisher:
             checks = zlib.crc32(machine().encode()), len(of.head), zlib.crc32(of.head)
             text = STAMP.pack(MAGIC, self._run, self._version, before, *checks) + of.head
             file.memory[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        except BaseException:
+            disk.remove(partial)
+            self._files = [each for each in self._files if each is not file]
+            raise
         finally:
             disk.release(file.stream)
         file.path, file.version, file.frozen = partial.rename(self._folder / name), self._version, frozen

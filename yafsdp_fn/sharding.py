@@ -22,7 +22,15 @@ from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
-from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, Sharded, handles, is_sharded, trainable
+from yafsdp_fn.params.sharded import (
+    DEFAULT_PRECISION,
+    Precision,
+    Sharded,
+    handles,
+    handles_and_leaves,
+    is_sharded,
+    trainable,
+)
 from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shard, whole_leaves, whole_tree
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.program.split import Assignment
@@ -227,10 +235,8 @@ class _Whole:
 
 def _keep(old: Tree, new: Tree) -> None:
     """Copies to the optimizer state `new` everything that `old` has in the same place."""
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(old, is_leaf=is_sharded)
-    there = dict(zip(accessors, nodes, strict=True))
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(new, is_leaf=is_sharded)
-    for accessor, node in zip(accessors, nodes, strict=True):
+    there = dict(handles_and_leaves(old))
+    for accessor, node in handles_and_leaves(new):
         kept = there.get(accessor)
         if isinstance(node, Sharded) and isinstance(kept, Sharded):
             whole = _Whole([kept])

@@ -129,7 +129,8 @@ def value_and_grad(
             plain = divided(results.grads, weight)
             if memory is not None and shards is not None:
                 with memory.using([], [("grad shard", unit) for unit in shards.rows]):
-                    shards.divide_(weight)
+                    for shard in shards.present:
+                        shard.div_(weight)
         grads = arguments.gradients(plain, shards, record)
         value = (total / weight).to(results.losses[0].total.dtype)
         return (value, aux) if has_aux else value, grads[0] if one else tuple(grads)

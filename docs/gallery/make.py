@@ -23,8 +23,9 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 import yafsdp_fn as ya
 from models import llama
+from yafsdp_fn.planner.space import Mesh, Order
 from yafsdp_fn.proof.verify import RULES
-from yafsdp_fn.schedules import Assignment, Program, Refused, Trace, assign, chained_order, cut
+from yafsdp_fn.schedules import Assignment, Program, Refused, Trace, chained_order, cut
 from yafsdp_fn.util import strict_json
 
 HERE = Path(__file__).resolve().parent
@@ -45,8 +46,6 @@ tokens = torch.empty(2, 2048, dtype=torch.long, device="meta")           # two s
 how = {"precision": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16), "tx": ya.optim.adamw(3e-4)}
 batch = {"tokens": tokens, "targets": tokens}
 trace = ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=16, microbatches=2, **how)"""
-
-Mesh = tuple[tuple[str, int], ...]
 
 
 @functools.cache
@@ -113,8 +112,9 @@ class Entry(NamedTuple):
                 "local=8": (("node", 2), ("local", ranks // 2)),
             }
             return on(trace, meshes[self.axes], 2)
-        moved = on(trace, (("stage", stages), ("shard", ranks // stages)), 2 * stages)
-        return cut(moved, assign(moved, stages, per_stage=self.segments, shape=self.shape))  # type: ignore[arg-type]
+        name = "v_shaped" if self.shape == "v" else "interleaved"  # as segments lie on stages, whatever the order
+        order = Order(name, stages, self.segments, microbatches=2 * stages)
+        return order.whole(trace, (("stage", stages), ("shard", ranks // stages)))
 
 
 def paper(authors: str, number: str) -> str:

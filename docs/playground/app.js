@@ -317,7 +317,7 @@ function showVerdict({ refused, unknown, figures }, edited) {
     const compared = state.base && edited ? difference(figures.step_s / state.base.step_s - 1) : "";
     $("verdict").replaceChildren(
       element("p", {}, element("strong", {}, "Right"), `: ${figures.step} a step${compared && `, ${compared}`}`, figures.peak > figures.budget ? "; it needs more memory than a rank has" : ""),
-      element("p", { class: "sentence" }, `Every rule holds. Compute is busy for ${percent(figures.busy)} of the step; idle${figures.bubble === null ? "" : ", over all stages"}: ${figures.idle}.`),
+      element("p", { class: "sentence" }, `Every rule holds. Compute is busy for ${percent(figures.busy)} of the step; idle${figures.bubble === null ? "" : ", over all stages"}: ${figures.idle}. The bound: ${figures.least}.`),
     );
   } else {
     const rows = refused.uses.slice(1).map((line) => usesRow(line, refused.stage));
@@ -623,6 +623,7 @@ function readEditor(kind) {
 
 const INCH = 84;
 const LEFT = 76;
+const CLEAR = 6; // pixels between two labels, as wide as a digit: numbers that are nearer read as one
 let canvas = null; // 2d context that measures text
 
 function wide(text) {
@@ -672,7 +673,7 @@ function showPicture(picture) {
     const dense = stage === undefined && before?.[3] === top && after?.[3] === top && Math.max(start - before[2], after[1] - end) * across < 1.5;
     const fits = size + 3 <= width || (dense && height > 0.2 && text !== "0" && Number(text) % 10 === 0); // of many layers, every tenth
     const row = `${kind === "idle"} ${top}`;
-    if (text && height * INCH >= 9 && fits && left > (until.get(row) ?? 0) + 2) {
+    if (text && height * INCH >= 9 && fits && left > (until.get(row) ?? 0) + CLEAR) {
       until.set(row, left + size);
       labels.push(`<text class="${kind === "idle" ? "idle-text" : ""}" x="${x((start + end) / 2).toFixed(1)}" y="${(y(top + height / 2) + 3.7).toFixed(1)}" text-anchor="middle">${escaped(text)}</text>`);
     }

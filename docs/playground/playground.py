@@ -21,18 +21,27 @@ from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import Plan, read_by
 from yafsdp_fn.planner.simulate import check_costs
-from yafsdp_fn.planner.space import Mesh, Order, arguments, arrangements
+from yafsdp_fn.planner.space import Mesh, Order, arrangements
 from yafsdp_fn.program.json import NAMES, kinds, typed
-from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Forward, Op, Reduce
+from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
-from yafsdp_fn.program.trace import Trace, chained_order
+from yafsdp_fn.program.trace import Trace, arguments, chained_order
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
-from yafsdp_fn.timeline import stages_draw
-from yafsdp_fn.timeline.geometry import INSIDE, INSIDE_PART, OTHERWISE, PLAIN, Colour, Layout, Palette
-from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.geometry import (
+    INSIDE,
+    INSIDE_PART,
+    PLAIN,
+    Call,
+    Colour,
+    Lane,
+    Layout,
+    Palette,
+    StagesLayout,
+)
+from yafsdp_fn.timeline.spans import Idle, Span
 from yafsdp_fn.timeline.text import because, idle, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -273,6 +282,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "tokens_per_s": plan.tokens_per_s,
         "bound": plan.bound,
         "headroom": plan.headroom,
+        "least": plan.least.against(plan.step_s),
         "busy": timeline.compute_s / plan.step_s if one else 1 - timeline.bubble,
         "bubble": None if one else timeline.bubble,
         "idle": waits or "never",
@@ -326,36 +336,31 @@ def _of_one(timeline: Timeline, colours: Colours) -> dict[str, Any]:
 
 
 def _of_stages(timeline: Timeline) -> dict[str, Any]:
-    """The picture of a pipeline: its calls, stage under stage, as `timeline.stages_draw` has them."""
-    used = {span.stream for span in timeline.spans if span.seconds}
-    rows = {name: streams for name, streams in stages_draw.ROWS.items() if used & set(streams)}
-    tall, row = stages_draw.TALL, stages_draw.ROW
-    pitch = tall + row * len(rows) + stages_draw.GAP
-    homes = timeline.trace.split.homes  # type: ignore[union-attr]
-    segments, boxes, lanes = max(map(homes.count, homes)), [], []
-    for stage, own in enumerate(timeline.parts):
-        top = stage * pitch
-        lanes.append([f"stage {stage}", round(top, 3), tall, True])
-        first = {span.start: span.number for span in own.on("compute") if isinstance(span.op, Forward | Backward)}
-        found: list[tuple[str, float, float, float, float, Any, str, int | None]] = []
+    """The picture of a pipeline: its calls, stage under stage; `timeline.geometry` lays them out, too."""
+    layout = StagesLayout(timeline)
+    boxes: list[list[Any]] = []
+
+    def box(
+        kind: str, what: Idle | Call | Span, lane: Lane, colour: Any, text: str, op: int | None, stage: int
+    ) -> None:
+        ends = _parts(what.start, what.end, timeline.seconds)
+        boxes.append([kind, *ends, round(lane.top, 3), round(lane.height, 3), _hex(colour), text, op, stage])
+
+    stages = range(timeline.stage_count)
+    for stage in stages:
+        row = layout.computes(stage)
         for gap in timeline.idle_of(stage):
-            colour = stages_draw.TINTS.get(gap.why, OTHERWISE)
-            found.append(("idle", gap.start, gap.end, top, tall, colour, because(gap.why), None))
-        for call in stages_draw.calls(timeline, stage):
-            update = call.segment is None
-            shade = PLAIN if update else stages_draw.shade(call.kind, call.segment or 0, segments)
-            text = "update" if update else str(call.microbatch)
-            found.append(("op", call.start, call.end, top, tall, shade, text, first.get(call.start)))
-        for number, (name, streams) in enumerate(rows.items()):
-            for span in (span for stream in streams for span in own.on(stream) if span.seconds):
-                at = top + tall + row * number + 0.01
-                found.append(("thin", span.start, span.end, at, row - 0.01, stages_draw.THIN[name], "", span.number))
-        boxes += [
-            [kind, *_parts(start, end, timeline.seconds), round(at, 3), round(height, 3), _hex(colour), text, op, stage]
-            for kind, start, end, at, height, colour, text, op in found
-        ]
-    path = _outlines(timeline, lambda span: (span.stage * pitch, tall), "compute")
-    return _picture(timeline, pitch * timeline.stage_count, lanes, boxes, path)
+            box("idle", gap, row, layout.colour(gap), because(gap.why), None, stage)
+        for call in layout.calls[stage]:
+            in_call = call.segment is not None
+            text, op = (str(call.microbatch), call.first) if in_call else ("update", None)
+            box("op", call, row, layout.colour(call), text, op, stage)
+        for lane, spans, colour in layout.rows(stage):
+            for span in spans:
+                box("thin", span, lane, colour, "", span.number, stage)
+    lanes = [[name, round(top, 3), height, True] for name, top, height in map(layout.computes, stages)]
+    path = _outlines(timeline, lambda span: layout.computes(span.stage)[1:], "compute")
+    return _picture(timeline, layout.height, lanes, boxes, path)
 
 
 def _picture(timeline: Timeline, height: float, lanes: Any, boxes: Any, path: Any) -> dict[str, Any]:

@@ -79,16 +79,16 @@ def test_places_for_deterministic_sums() -> None:
 @pytest.mark.parametrize("across", [("tensor",), ("expert",), ("expert", "tensor"), ("expert", "context", "tensor")])
 def test_groups_of_ranks(across: tuple[str, ...]) -> None:
     ranks = ranks_at(1, expert=1, context=0, tensor=2)
-    lines = ranks.lines(across=across)
-    assert sorted(rank for line in lines for rank in line) == list(range(24))
-    (mine,) = (line for line in lines if ranks.rank in line)
+    subgroups = ranks.subgroups(across=across)
+    assert sorted(rank for members in subgroups for rank in members) == list(range(24))
+    (mine,) = (members for members in subgroups if ranks.rank in members)
     few = ranks.within(across)
     assert len(mine) == few.ranks and mine.index(ranks.rank) == few.rank and mine == sorted(mine)
     # parts in the order of axes, the innermost fastest
     part = 0
     for name in across:
         part = part * SIZES[name] + ranks.axes[name].place
-    assert lines.index(mine) == part
+    assert subgroups.index(mine) == part
     for name in across:
-        (along,) = (line for line in ranks.lines(along=(name,)) if ranks.rank in line)
+        (along,) = (members for members in ranks.subgroups(along=(name,)) if ranks.rank in members)
         assert along[ranks.axes[name].place] == ranks.rank and len(along) == SIZES[name]

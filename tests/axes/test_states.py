@@ -16,6 +16,7 @@ import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
 from tests.harness.pool import Pool
+from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import PeerMemory, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
 from yafsdp_fn.runtime.on_demand import OnDemand
@@ -150,7 +151,7 @@ def aliased(_: Any) -> None:
     needed, whole = (
         sum((*program.slot_bytes(of).values(), *program.grad_slot_bytes(of).values())) for of in (units, ())
     )
-    assert 0 < needed == slots.nbytes() < whole
+    assert 0 < needed == slot_bytes(slots) < whole
 
 
 def test_slots_of_units_on_one_rank_are_their_shards(pools: dict[int, Pool]) -> None:

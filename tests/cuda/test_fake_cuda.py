@@ -89,7 +89,7 @@ def freed(side: Stream, x: Tensor, *, keep: bool = False, wait: bool = False, ag
     side.wait_stream(torch.cuda.current_stream())
     if keep:
         temporary.record_stream(side)
-    event = on_side(side, lambda: temporary.sum())
+    event = on_side(side, lambda: temporary.sum())  # noqa: F821 (deleted below)
     if wait:
         event.wait()
     del temporary

@@ -103,3 +103,9 @@ def assert_close(a: Any, b: Any, rtol: float = 1e-6, atol: float = 1e-7) -> None
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([tensor.sum() for tensor in tensors]).sum()
+
+
+def slot_bytes(slots: Any) -> int:
+    """The bytes that a slot set has allocated for weights, gradients and secondary shards."""
+    buffers = *slots._weights.values(), *slots._grads.values(), *slots._secondary.values()
+    return sum(buffer.numel() for buffer in buffers)

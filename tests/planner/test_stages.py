@@ -22,6 +22,7 @@ from yafsdp_fn.program.trace import Cost, OptimizerMemory, Value
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
+from yafsdp_fn.timeline.text import shown
 
 # ---- bubbles, of equal segments with B = 2 F and I = W = F
 
@@ -238,11 +239,11 @@ def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
     for made, count in ((alone, 16), (plan(*where, **arguments, stages=4, schedule=one_f_one_b(zero2())), 4)):
         assert (made.tokens, made.unit) == (count * 4 * 64, "tokens")
         assert made.tokens_per_s == made.tokens / made.step_s
-        first = (
-            f"{made.step_s:.4g} s a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
-        )
+        step = shown(made.step_s, 4)
+        first = f"{step} a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
+        assert repr(made).startswith(f"Plan({step} a step on {SLOW.name}, bound by ") and "\n" not in repr(made)
         assert str(made).startswith(first + "\n")
-    assert str(Plan.of(alone.program, SLOW)).startswith(f"{alone.step_s:.4g} s a step on {SLOW.name}\n")
+    assert str(Plan.of(alone.program, SLOW)).startswith(f"{shown(alone.step_s, 4)} a step on {SLOW.name}\n")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
-from yafsdp_fn.planner import Found, Written, predict_memory, search, simulate
+from yafsdp_fn.planner import Found, Written, drafts, predict_memory, search, simulate
 from yafsdp_fn.planner.drafts import Draft
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import Point, arrangements
@@ -51,6 +51,9 @@ def written(microbatches: int = 2, moves: int = 60, **options: object) -> Writte
     found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)  # type: ignore[arg-type]
     assert found.written is not None and found.program == found.written.program == found(found.program.trace)
     assert str(found.written) in str(found)
+    both = found.compared(tokens=512)
+    assert [row.step_s for row in both.rows.values()] == [found.best.step_s, found.written.step_s]
+    assert both.words == tuple(str(found.written).splitlines()) and str(both).endswith(str(found.written))
     return found.written
 
 
@@ -108,6 +111,18 @@ def test_files_of_other_searches(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(ValueError, match=r"search.json: expected what Written.save writes, version 1"):
         written(moves=5, resume=file)
+
+
+def test_runs_of_neighbours_are_named_by_their_ends() -> None:
+    names = [f"layers[{k}]" for k in range(20)]
+    assert drafts._several({0, 1, 2, 3, 5, 7, 8}, names) == "layers[0] to layers[3], layers[5], layers[7], layers[8]"
+    assert drafts._several(range(0, 20, 2), names).endswith("layers[10] and 4 more")
+
+
+def test_nothing_to_compare_where_nothing_was_written() -> None:
+    trace = traced()
+    with pytest.raises(ValueError, match=r"nothing was written: search\(\.\.\., synthesize=seconds\)"):
+        search(trace, SLOW, memory=budgets(trace)["ample"]).compared()
 
 
 def test_z3_finds_nothing_wrong() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
-from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param
+from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param, slot_bytes
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.runtime.interpreter import Slots, acquire
 from yafsdp_fn.runtime.memory import Shards
@@ -74,7 +74,7 @@ def test_one_rank_needs_no_slots_and_keeps_its_gradients() -> None:
     for number in range(4):
         state, _ = step(state, batch(number))
         slots = acquire(state.memory, planned=True)
-        assert slots.nbytes() == 0
+        assert slot_bytes(slots) == 0
         slots.release(planned=True)
         places.add(tuple(storage(tensor) for tensor in state.memory.kept_grads().tensors if tensor is not None))
     assert len(places) == 1
@@ -89,7 +89,7 @@ def test_another_reduction_dtype_takes_gradient_slots() -> None:
     program = step.program(state)
     assert program is not None
     slots = acquire(state.memory, planned=True)
-    assert slots.nbytes() == sum(program.grad_slot_bytes().values())
+    assert slot_bytes(slots) == sum(program.grad_slot_bytes().values())
     flat, leaves, _ = slots.grad(0, 1, state.memory.kept_grads())
     assert flat.dtype == torch.bfloat16 and len(leaves) == 3 and all(storage(leaf) == storage(flat) for leaf in leaves)
 
@@ -101,7 +101,7 @@ def test_a_slot_grows_and_its_views_with_it() -> None:
     small = slots.grad(0, 1, grads).flat
     assert slots.grad(0, 1, grads).flat is small
     slots.reserve({}, {0: 10 * memory.units[1].reduce_bytes})
-    assert slots.nbytes() == 10 * memory.units[1].reduce_bytes
+    assert slot_bytes(slots) == 10 * memory.units[1].reduce_bytes
     large = slots.grad(0, 1, grads).flat
     assert large is not small and large.shape == small.shape
     slots.reserve({}, {0: 8})
@@ -134,7 +134,7 @@ def two_ranks(mesh: Any) -> dict[str, Any]:
         layers.add(len({storage(w) for w in seen}))
         memory = state.memory
         slots = acquire(memory, planned=True)
-        sizes.add(slots.nbytes())
+        sizes.add(slot_bytes(slots))
         places.add(tuple(storage(w) for w in seen[:5]))
         slots.release(planned=True)
     program = step.program(state)

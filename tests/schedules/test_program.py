@@ -406,3 +406,16 @@ def test_json_holds_plain_data() -> None:
         "between",
     }
     assert set(data["trace"]) == fields
+
+
+def test_a_trace_is_a_table() -> None:
+    """Of many visits the first and the last, on one screen."""
+    for trace in (model(3, 2), model(100, 4, tied=True), cut(model(6), (0, 1)), model(2, backward=False)):
+        first, head, *rows = str(trace).splitlines()
+        what = "a training step" if trace.trains else "an evaluation"
+        mesh = "stage=2, shard=2" if trace.split is not None else "shard=2"
+        assert first.startswith(f"trace of {what} on the mesh ({mesh}): {len(trace.units)} units, ") and len(rows) < 23
+        assert head.split()[:3] == ["visit", "units", "trained"]
+        assert rows[0].split()[:3] == ["0", "embed", "0"] and rows[1].split()[:2] == ["1", "a[0]"]
+        assert rows[-2].startswith("order: forward 0") and f"; {len(trace.order)} computes" in rows[-2]
+        assert repr(trace) == f"Trace({first})"

@@ -40,6 +40,7 @@ BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
             "fsdp2": s.fsdp2(),
             "every": s.fsdp2(wrap="all", prefetch=2, remat=ya.schedules.remat.all),
             "held": s.fsdp2(reshard_after_forward=False, defer=True),
+            "defer": s.fsdp2(defer=True),
         },
     ),
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
@@ -146,6 +147,7 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
     "fsdp2": {
         "fsdp2": {"gather": M * (2 * L + U), "reduce": M * (L + U)},
         "held": {"gather": L + U, "reduce": L + U},
+        "defer": {"gather": (M + 1) * L + U, "reduce": L + U},
     },
     "hsdp": {
         "hsdp": {"gather": ZERO3, "reduce": M * (L + U), "all-reduce": L + U},

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
@@ -105,6 +105,22 @@ def whole_listed(module: Model, mesh: Any) -> None:
         part.set_modules_to_backward_prefetch(wrapped[max(0, number - 1) : number])
 
 
+def skipping(module: Model, mesh: Any) -> None:
+    """Each layer asks for the one after the next."""
+    layers_and_whole(module, mesh)
+    modules: Any = module.layers
+    for number in range(L - 2):
+        modules[number].set_modules_to_forward_prefetch([modules[number + 2]])
+        modules[number + 2].set_modules_to_backward_prefetch([modules[number]])
+
+
+def staying(module: Model, mesh: Any) -> None:
+    """Weights that stay after a backward are there in the next microbatch's forward."""
+    layers_and_whole(module, mesh)
+    whole: Any = module
+    whole.set_reshard_after_backward(False)
+
+
 def kept_by_two(module: Model, mesh: Any) -> None:
     every(module, mesh, reshard_after_forward=2)
 
@@ -117,6 +133,8 @@ SAME: dict[str, tuple[Callable[..., None], dict[str, Any] | None]] = {
     "listed": (listed, {"wrap": "all", "prefetch": 2}),
     "one list": (one_listed, None),
     "whole listed": (whole_listed, {"prefetch": 1}),
+    "skipping": (skipping, None),
+    "staying": (staying, None),
     "kept by two": (kept_by_two, {"reshard_after_forward": 2, "wrap": "all"}),
 }
 """And the settings that say the same, where there are some."""
@@ -138,10 +156,13 @@ def check(_: Any, names: list[str], shape: tuple[tuple[str, int], ...]) -> None:
         apply(module, init_device_mesh("cpu", (ranks,)))
         programs = [ya.schedules.fsdp2(module)(trace)]
         programs += [ya.schedules.fsdp2(**settings)(trace)] if settings is not None else []
-        seen = recorded(module, tokens, targets)
+        seen, freed, most = recorded(module, tokens, targets)
         programs += [ya.schedules.fsdp2(module)(trace)]  # what it says of itself after a step
         for program in programs:
             assert said(ya.verify(program)) == seen, f"{name}: {said(program)} is not {seen}"
+            gathers = [op for op in program.ops if isinstance(op, Gather) and names_of(program, op) <= freed]
+            slots = {slot for op in gathers for slot in op.slots}
+            assert len(slots) == (max(2, most) if freed else 0), f"{name}: {len(slots)} slots, and FSDP2 holds {most}"
         assert [op for op in peers.fsdp2(module)(trace).ops if isinstance(op, Gather | Reduce)] == [
             op for op in programs[0].ops if isinstance(op, Gather | Reduce)
         ]
@@ -152,18 +173,24 @@ Event = tuple[str, frozenset[str]]
 
 def said(program: ya.schedules.Program) -> list[Event]:
     """What a program gathers, computes forward, and reduces, by names of modules."""
+    ops = [op for op in program.ops if isinstance(op, Gather | Forward | Reduce)]
+    return [(type(op).__name__, names_of(program, op)) for op in ops]
+
+
+def names_of(program: ya.schedules.Program, op: Gather | Forward | Reduce) -> frozenset[str]:
     units = program.trace.units
-    names = [re.sub(r"\[(\d+)\]$", r".\1", unit.name) for unit in units]
-    found: list[Event] = []
-    for op in program.ops:
-        if isinstance(op, Gather | Forward | Reduce):
-            of = program.trace.units_of(op)
-            found.append((type(op).__name__, frozenset(names[unit] for unit in of)))
-    return found
+    return frozenset(re.sub(r"\[(\d+)\]$", r".\1", units[unit].name) for unit in program.trace.units_of(op))
 
 
-def recorded(module: Model, tokens: Tensor, targets: Tensor) -> list[Event]:
-    """What FSDP2 gathers, computes forward, and reduces in a step."""
+def recorded(module: Model, tokens: Tensor, targets: Tensor) -> tuple[list[Event], frozenset[str], int]:
+    """What FSDP2 gathers, computes forward, and reduces in a step; the layers that it frees after a forward and after a
+    backward, and how many of these it holds at once at most, what is on its way included."""
+    layers: Any = module.layers
+    groups = {
+        f"layers.{n}": group for n, each in enumerate(layers) for group in each._get_fsdp_state()._fsdp_param_groups
+    }
+    freed = {n: of for n, of in groups.items() if of.post_forward_mesh_info is not None and of.reshard_after_backward}
+    most = 0
     visited: Any = {"embed": module.embed, "head": module.head}
     visited |= {f"layers.{number}": layer for number, layer in enumerate(module.layers)}
     found: list[Event] = []
@@ -177,7 +204,10 @@ def recorded(module: Model, tokens: Tensor, targets: Tensor) -> list[Event]:
 
     def noted(kind: str, real: Any) -> Any:
         def run(params: list[Any], *args: Any, **options: Any) -> Any:
+            nonlocal most
             found.append((kind, of(params)))
+            held = {n for n, each in freed.items() if each.is_unsharded or each._all_gather_result is not None}
+            most = max(most, len(held | (found[-1][1] & freed.keys() if kind == "Gather" else set())))
             return real(params, *args, **options)
 
         return run
@@ -192,7 +222,7 @@ def recorded(module: Model, tokens: Tensor, targets: Tensor) -> list[Event]:
     ):
         for rows in zip(tokens.chunk(M), targets.chunk(M), strict=True):
             loss_of(module(rows[0]), rows[1]).backward()  # type: ignore[no-untyped-call]
-    return found
+    return found, frozenset(freed), most
 
 
 def test_it_is_what_fsdp2_does(pools: dict[int, Pool]) -> None:
@@ -220,6 +250,16 @@ def test_what_is_refused() -> None:
         ya.schedules.fsdp2(reshard_after_forward=2)(trace)
 
 
+UNREAD: dict[str, Callable[[Any], None]] = {
+    r"set_requires_gradient_sync\(False\).*defer=True": lambda module: module.set_requires_gradient_sync(False),
+    r"set_requires_all_reduce\(False\)": lambda module: module.set_requires_all_reduce(False),
+    r"set_unshard_in_backward\(False\)": lambda module: module.layers[1].set_unshard_in_backward(False),
+    "set_all_reduce_hook": lambda module: module.layers[1].set_all_reduce_hook(lambda grads: None),
+    "set_reduce_scatter_max_input_buffers": lambda module: module.set_reduce_scatter_max_input_buffers(3),
+}
+"""Settings that are refused by these names."""
+
+
 def one_rank(_: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     module = Model()
@@ -227,6 +267,15 @@ def one_rank(_: Any) -> None:
         fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     assert isinstance(module, FSDPModule) and len(fsdp_groups(module)) == 3
+    for what, change in UNREAD.items():
+        changed = Model()
+        layers_and_whole(changed, mesh)
+        change(changed)
+        with pytest.raises(ValueError, match=rf"fsdp2\(FSDPModel\): the group of \w+\S+ has {what}"):
+            ya.schedules.fsdp2(changed)
+    offloaded = fully_shard(Model(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match=r"the group of embed\.weight has offload_policy=CPUOffloadPolicy\(\)"):
+        ya.schedules.fsdp2(offloaded)
     params, model = ya.functionalize(Model(), "layers")
     trace = ya.planner.trace(lambda p, b: model(p, b).sum(), params, torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"unit layers\[0\] of the trace: its parameters are in 2 groups; expected"):

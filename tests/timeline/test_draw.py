@@ -103,9 +103,9 @@ def test_gaps_after_the_op_before_are_the_hosts() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(12.345, "12.3 s"), (0.5, "500 ms"), (2e-3, "2.00 ms"), (3.25e-5, "32.5 µs"), (0.0, "0.00 µs")],
+    [(12.345, "12.3 s"), (0.5, "500 ms"), (2e-3, "2.00 ms"), (3.25e-5, "32.5 µs"), (0.0, "0 s")],
 )
-def test_times_have_three_digits(seconds: float, text: str) -> None:
+def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
     assert shown(seconds) == text
 
 
@@ -243,6 +243,8 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
     begins = {"pid": 0, "name": "lets begin", "cat": "cause"}
     assert found["displayTimeUnit"] == "ms"
     assert found["otherData"] == {"by hand": "8.0 s"}
+    both = document([by_hand(), by_hand()._replace(seconds=9.0)])  # of one title
+    assert both["otherData"] == {"by hand": "8.0 s, 9.0 s"}
     assert found["traceEvents"] == [
         {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "by hand"}},
         {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gather"}},

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.schedules.traces import layers, model, on, trace_of, unit
 from tests.timeline.test_draw import MESH, PLAIN, drawn, simulated
 from yafsdp_fn.planner import simulate
-from yafsdp_fn.schedules import Trace, zero3
-from yafsdp_fn.timeline.draw import CLEAR, labels
+from yafsdp_fn.schedules import Trace, one_f_one_b, zero1, zero3
+from yafsdp_fn.timeline import stages_draw
+from yafsdp_fn.timeline.draw import labels
 from yafsdp_fn.timeline.geometry import Bar, Layout, Palette
+from yafsdp_fn.timeline.paint import CLEAR, LEFT, TEXT, wide
 
 
 @pytest.mark.parametrize(("count", "flops"), [(8, 1), (8, 4), (20, 1), (20, 4), (80, 4)])
@@ -36,6 +39,24 @@ def test_a_slot_that_holds_odd_layers_is_numbered_like_one_that_holds_even_ones(
     held = [[Bar(k, k + 1.0, "grey", str(2 * k + odd), 2 * k + odd) for k in range(20)] for odd in (0, 1)]
     even, odd = ([label.text for label in labels(layout, bars, 7.0)] for bars in held)
     assert even == ["0", "10", "20", "30"] and odd == ["1", "11", "21", "31"]
+
+
+@pytest.mark.parametrize("microbatches", [16, 64])
+def test_numbers_of_calls_are_clear_of_each_other(microbatches: int) -> None:
+    """In every row of a pipeline whose calls are hardly as wide as their numbers."""
+    program = pipeline(chain(4, microbatches), 4, one_f_one_b(zero1()))
+    figure = stages_draw._figure([simulate(program, NO_LINKS)])
+    axes, inches = figure.axes[0], figure.get_figwidth() - LEFT - stages_draw.RIGHT
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for text in axes.texts:
+        if text.get_text().isdigit():
+            x, y = text.get_position()
+            middle, half = x / axes.get_xlim()[1] * inches, wide(text.get_text(), TEXT) / 2
+            rows.setdefault(y, []).append((middle - half, middle + half))
+    assert len(rows) == 4 and min(map(len, rows.values())) >= 8
+    for edges in rows.values():
+        for (_, end), (start, _) in itertools.pairwise(edges):
+            assert start - end >= 0.999 * CLEAR
 
 
 # ---- several stacks, several microbatches

@@ -98,6 +98,8 @@ def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> 
     assert found.raw.count('<svg class="chart"') == 4 and found.raw.count('<img class="picture"') == 1
     predicted = ya.planner.simulate(run.program, run.machine)
     assert f"step {shown(predicted.seconds)} {shown(run.timeline.seconds)}" in found.text
+    least = ya.planner.Plan.of(run.program, run.machine).least
+    assert f"The bound there, below the prediction: {least.against(predicted.seconds)}." in found.text
     memory = ya.planner.predict_memory(run.program, device="cpu")
     assert f"peak {size(memory.peak_bytes)}" in found.text and memory.at in found.text
     assert "optim.learning_rate 0.001 0.002" in found.text

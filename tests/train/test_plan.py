@@ -136,9 +136,13 @@ def test_writing_goes_on_from_its_file(capsys: pytest.CaptureFixture[str], tmp_p
     assert "is of another search" in " ".join(capsys.readouterr().err.split())
 
 
-def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--search", "--timeline", "None"]) == 0
+def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "step.svg"
+    assert main([*SMALL, "--search", "--synthesize", "1", "--timeline", str(picture)]) == 0
     out = capsys.readouterr().out
+    drawn = picture.read_text()
+    for line in ("best builder", "written: ", "no program takes less than", " moves"):  # and the picture
+        assert line in out and line in drawn and out.count(" moves") == 1
     for words in (
         "llama3.2-1b",
         "bound by",
@@ -165,7 +169,7 @@ def test_every_time_has_tokens_beside_it(capsys: pytest.CaptureFixture[str], mon
         assert f"{seconds:.3f} {16384 / seconds:,.0f} " in " ".join(row.split())
 
 
-SEVERAL = ["zero3", "hsdp", "one_f_one_b-stages2-zero1", "interleaved-stages2"]
+SEVERAL = ["fsdp2", "zero3", "hsdp", "one_f_one_b-stages2-zero1", "interleaved-stages2"]
 
 
 def test_several_schedules_beside_each_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -187,7 +191,7 @@ def test_several_schedules_beside_each_other(capsys: pytest.CaptureFixture[str],
         assert line[-1] == f"{row['tokens_per_s']:,.0f}"
     drawn = picture.read_text()
     assert all(f">{name}<" in drawn for name in SEVERAL) and drawn.count(">stage 1<") == 2
-    assert len({event["pid"] for event in json.loads(events.read_text())["traceEvents"]}) == 6
+    assert len({event["pid"] for event in json.loads(events.read_text())["traceEvents"]}) == 7
 
 
 def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +232,8 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--memory-gib", "1"], "Largest: "),
         (["--schedules", "zero3", "--search"], "leave --search and --schedule out"),
         (["--schedules", "zero4"], "--schedules zero4: there is no builder 'zero4'"),
+        (["--schedules", "zero3", "hsdp", "zero3"], "--schedules zero3 hsdp zero3: zero3 is there twice"),
+        (["--schedules", "fsdp2-wrap"], "fsdp2 does not take -wrap here; it takes each of -prefetchK, -remat, -defer"),
         (["--schedules", "zero3-remat"], "instead of -remat, --ckpt-layers"),
         (["--schedules", "zero3-chunk2"], "chunks are other microbatches"),
         (["--schedules", "gpipe"], "gpipe: expected two or more stages, as gpipe-stages4-zero1"),

@@ -217,8 +217,8 @@ def count(
         memory, source = peak.read(), peak.source
         if device.type == "cuda":
             memory, source = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated over training steps"
-        collectives = step_collectives(lambda: step(warmup + 3), scratch, group)
-        sizes = step_allocations(lambda: step(warmup + 4), device, mode)
+        collectives = step_collectives(lambda: step(warmup + 3), scratch, group)  # noqa: F821 (deleted below)
+        sizes = step_allocations(lambda: step(warmup + 4), device, mode)  # noqa: F821 (deleted below)
     del step
     gc.collect()
     return Counts(

@@ -99,7 +99,7 @@ def compare(head: Head, vocab: int) -> dict[str, Any]:
     losses: dict[str, float] = {}
 
     def turn(name: str, round_: int) -> Sample:
-        sample, losses[name] = timed(CPU, functools.partial(steps[name], round_))
+        sample, losses[name] = timed(CPU, functools.partial(steps[name], round_))  # noqa: F821 (deleted below)
         return sample
 
     samples = interleave(tuple(steps), turn, warmup=3, rounds=head.steps)

@@ -28,6 +28,7 @@ from typing import Any
 import yafsdp_fn as ya
 from train.config import SCHEDULES
 
+BUILDERS = (*SCHEDULES, "fsdp2")
 NUMBERED = ("resident", "prefetch", "chunk")
 HALVES = {"hsdp": "two copies of the state", "hpz": "two nodes"}
 """Builders that cut the ranks in two, and into what."""
@@ -39,8 +40,8 @@ def parse(name: str, flag: str = "--schedules", *, more: Sequence[str] = ()) -> 
     flag: where the name was given, for errors; more: what else names take there, as errors show it
     """
     builder, *words = name.split("-")
-    if builder not in SCHEDULES:
-        raise ValueError(f"{flag} {name}: there is no builder {builder!r}; there are {', '.join(SCHEDULES)}")
+    if builder not in BUILDERS:
+        raise ValueError(f"{flag} {name}: there is no builder {builder!r}; there are {', '.join(BUILDERS)}")
     options: dict[str, Any] = {}
     for word in words:
         option, number = word.rstrip("0123456789"), re.sub(r"\D", "", word)
@@ -63,7 +64,8 @@ def parse(name: str, flag: str = "--schedules", *, more: Sequence[str] = ()) -> 
 
 def _options(builder: str) -> list[str]:
     parameters = inspect.signature(getattr(ya.schedules, builder)).parameters.values()
-    return [*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), "chunk"]
+    said = [p for p in parameters if p.name in NUMBERED or p.default in (False, "none")]
+    return [*(p.name for p in said if p.kind is p.KEYWORD_ONLY), "chunk"]
 
 
 def _shown(option: str) -> str:

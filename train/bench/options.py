@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from models.llama.config import Config
 from train.bench import names
-from train.config import SCHEDULES
 
 Device = Literal["cpu", "cuda"]
 ConfigName = Literal["A", "B", "C", "tiny"]
@@ -158,7 +157,7 @@ class Bench(OfModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.schedules:
-            raise ValueError(f"--schedules: expected at least one of {', '.join(SCHEDULES)}")
+            raise ValueError(f"--schedules: expected at least one of {', '.join(names.BUILDERS)}")
         for option, given in (("peers", self.peers), ("schedules", self.schedules)):
             if len(set(given)) != len(given):
                 raise ValueError(f"--{option} {' '.join(given)}: each one once")

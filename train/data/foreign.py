@@ -278,8 +278,7 @@ def feed_of(made: Any, state: Any) -> Feed:
         return all(hasattr(thing, name) for name in names)
 
     if has(made, "__getitem__", "__len__", "to_iter_dataset"):  # grain's MapDataset: rows have numbers
-        numbers = iter(range(count(state or 0, "the number of rows passed"), len(made)))
-        return Feed(lambda: partial(made.__getitem__, next(numbers)), lambda: len(made) - length_hint(numbers))
+        return _numbered(made, state)
     if has(made, "state_dict", "load_state_dict"):  # torchdata's; a dataset of Hugging Face's, too
         if state is not None:
             made.load_state_dict(state)
@@ -293,6 +292,21 @@ def feed_of(made: Any, state: Any) -> Feed:
     if state is not None:
         rows.set_state(state)
     return Feed(rows.__next__, rows.get_state)
+
+
+def _numbered(made: Any, state: Any) -> Feed:
+    """The rows of a MapDataset, from `state` on: how many are passed, and how many it has. Raises ConfigError where it
+    had another number, with which an order of its own would be another one."""
+    total = len(made)
+    passed, had = (0, total) if state is None else state
+    passed, had = count(passed, "the number of rows passed"), count(had, "the number of its rows")
+    require(
+        passed <= had == total,
+        f"its MapDataset has {total} rows, and had {had} when the checkpoint was saved, {passed} of them passed: "
+        "give it the same rows, or begin another run, with another --name",
+    )
+    numbers = iter(range(passed, total))
+    return Feed(lambda: partial(made.__getitem__, next(numbers)), lambda: [total - length_hint(numbers), total])
 
 
 class _Passing:

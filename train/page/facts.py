@@ -17,6 +17,7 @@ from train.page.chart import number, size
 from train.page.reading import Row, Run
 from train.running.report import duration
 from yafsdp_fn.planner.footprint import words
+from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown as seconds
 
 LAST = 20
@@ -176,10 +177,11 @@ LINES = 400
 
 
 class Predicted(NamedTuple):
-    """A prediction beside what was measured. on: whose figures"""
+    """A prediction beside what was measured. on: whose figures; least: the bound, in words"""
 
     timeline: ya.timeline.Timeline
     on: str
+    least: str
     rows: list[tuple[str, str, str, str]]
     """The rows: what, predicted, measured, error."""
 
@@ -190,15 +192,14 @@ def predicted(run: Run, cluster: str | None) -> Predicted | None:
     if run.timeline is None or run.program is None or where is None:
         return None
     try:
-        made = ya.planner.simulate(run.program, where)
+        plan = ya.planner.Plan.of(run.program, where)
     except ValueError as error:
         raise ConfigError(f"--cluster {cluster}: {error}" if cluster else f"{run.folder}: {error}") from None
-    ran = run.timeline
-    rows = [("step", made.seconds, ran.seconds)]
-    rows += [(name, made.busy(name), ran.busy(name)) for name in made.streams if name in ran.streams]
+    made = plan.timeline
+    rows = side_by_side(made, run.timeline)
     table = [(name, seconds(one), seconds(two), f"{one / two - 1:+.0%}" if two else "") for name, one, two in rows]
     on = f"the figures of {cluster}" if cluster else "figures that the run measured of its machine after its last step"
-    return Predicted(made, on, table)
+    return Predicted(made, on, plan.least.against(made.seconds), table)
 
 
 def picture(upper: ya.timeline.Timeline, lower: ya.timeline.Timeline | None = None) -> Markup:

@@ -125,13 +125,20 @@ class Result:
         """Tokens of a step of the others, in which every rank has sequences of its own."""
         return self.options.gpus * self.options.batch * self.options.seq_len
 
+    @property
+    def drawn(self) -> Timeline | Comparison:
+        """The step, of which pictures are; where one was written, it and the best builder's."""
+        if self.found is not None and self.found.written is not None:
+            return self.found.compared(self.tokens)
+        return self.plan.timeline
+
     def save(self, path: Path) -> None:
         """Draws the step."""
-        self.plan.timeline.save(path)
+        self.drawn.save(path)
 
     def perfetto(self, path: Path) -> None:
         """Writes the step as trace events."""
-        self.plan.timeline.perfetto(path)
+        self.drawn.perfetto(path)
 
     def check(self) -> None:
         """Raises DoesNotFit where the step does not fit."""
@@ -193,7 +200,9 @@ class Result:
             why = f"does not fit: {plan.memory.why_not(plan.budget)}"
             console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
         if self.found is not None:
-            searched = f"\nsearched for the same {self.tokens:,} tokens a step\n{self.found}"
+            builders, drawn = dataclasses.replace(self.found, written=None), self.drawn
+            searched = f"\nsearched for the same {self.tokens:,} tokens a step\n{builders}"
+            searched += f"\n\n{drawn}" * isinstance(drawn, Comparison)
             console.print(searched, markup=False, highlight=False, soft_wrap=True)
 
     def _time(self) -> Table:

@@ -100,8 +100,9 @@ class Options:
     ckpt_layers: int | None = None
     """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
     schedule: str = ZERO3
-    """A builder of this toolkit, with options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp. Or
-    yafsdp: ZeRO-3 as YaFSDP runs it, on a100-80g with what nothing explains of its published times."""
+    """A builder, with options after dashes: zero3-resident4, hsdp-prefetch2, hpz, zero2, ddp, fsdp2 (the
+    program of torch's fully_shard, without the copies of its code). Or yafsdp: ZeRO-3 as YaFSDP runs it, on a100-80g
+    with what nothing explains of its published times."""
     schedules: tuple[str, ...] = ()
     """Compare several, as --schedule names them, in one table and one picture. Pipelines too: an order, stages,
     segments of each, and what a stage does, as one_f_one_b-stages4-zero1 or interleaved-stages4-segments2-zero3. The
@@ -180,6 +181,8 @@ class Options:
             return
         if self.search or self.schedule != ZERO3:
             raise ValueError("--schedules compares what it names: leave --search and --schedule out")
+        if doubles := {name for name in self.schedules if self.schedules.count(name) > 1}:
+            raise ValueError(f"--schedules {' '.join(self.schedules)}: {', '.join(sorted(doubles))} is there twice")
         for name in self.schedules:
             words = names.parse(Pipeline.read(name).sharding, "--schedules")[1]
             if "remat" in words:

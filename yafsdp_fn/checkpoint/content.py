@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -18,7 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.dist.ranks import Axis, Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
-from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
@@ -147,8 +146,7 @@ def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
     """Returns `({key: ShardSlice or tensor}, {key: description})` of a sharded tree; the tensors share its memory."""
     out: dict[str, Tensor] = {}
     described: dict[str, Description] = {}
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
-    for accessor, node in zip(accessors, nodes, strict=True):
+    for accessor, node in handles_and_leaves(tree):
         path = dotted(accessor)
         if isinstance(node, Sharded):
             found = node.group_leaves()
@@ -171,7 +169,9 @@ def _shard_slice(handle: Sharded, group: Group, shard: Tensor) -> ShardSlice:
     ranks, stacked, part = handle.owner.comms, handle.entry.stacked(group), None
     start = ranks.within(group.over).rank * shard.shape[-1]
     if group.axes:
-        part = next(number for number, line in enumerate(ranks.lines(across=group.over)) if ranks.rank in line)
+        part = next(
+            number for number, members in enumerate(ranks.subgroups(across=group.over)) if ranks.rank in members
+        )
     layers, shape = group.here if stacked else None, _shape_of(group, len(group.units) if stacked else None)
     of = handle.entry, group, ranks
     return ShardSlice(shard, shape=shape, start=start, layers=layers, saved=group.counted, part=part, of=of)

@@ -34,7 +34,7 @@ from yafsdp_fn.checkpoint.reader import Writer
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
-from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
 from yafsdp_fn.params.tree import Tree, dotted, in_stack, leaf_names, without_markers
 from yafsdp_fn.program.ops import Update
@@ -153,8 +153,7 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
             if mine:
                 out[full] = leaf.detach().cpu().clone()
 
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
-    for accessor, node in zip(accessors, nodes, strict=True):
+    for accessor, node in handles_and_leaves(params):
         path = dotted(accessor)
         if not isinstance(node, Sharded):
             raise TypeError(f"save_named: {path} is not sharded; it takes state.params, or a tree like it")

@@ -94,14 +94,6 @@ def axis_index(axis_name: str) -> int:
 # ---- The collectives, along the first axis of a tensor. `how` begins with the name of the axis.
 
 
-class _Along(Collective):
-    """Base: one collective on the compute stream."""
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, _, *ctx.how = inputs
-
-
 def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work: Callable[[Group], None]) -> Tensor:
     """Runs `work`, which fills `out` from `x`, unless nothing is computed: on fake tensors."""
     if ranks is None or (isinstance(ranks, Communicators) and isinstance(out, FakeTensor)):
@@ -125,7 +117,7 @@ def _reduced(ranks: Ranks | None, x: Tensor, name: str, what: str, op: dist.Redu
     return _now(ranks, name, what, x, out, lambda group: group.all_reduce(out, op))
 
 
-class _Sum(_Along):
+class _Sum(Collective):
     """[...] -> [...], the sum."""
 
     @staticmethod
@@ -137,7 +129,7 @@ class _Sum(_Along):
         return None, _Sum.apply(ctx.comms, grad, *ctx.how), None  # type: ignore[no-untyped-call]
 
 
-class _Max(_Along):
+class _Max(Collective):
     """[...] -> [...], the maximum; ranks: None on plain tensors, where it has no derivative either."""
 
     NO_DERIVATIVE = (
@@ -157,7 +149,7 @@ class _Max(_Along):
         raise NotImplementedError(_Max.NO_DERIVATIVE)
 
 
-class _Gather(_Along):
+class _Gather(Collective):
     """[n, ...] -> [K * n, ...] for K ranks."""
 
     @staticmethod
@@ -171,7 +163,7 @@ class _Gather(_Along):
         return None, _Scatter.apply(ctx.comms, grad, *ctx.how), None  # type: ignore[no-untyped-call]
 
 
-class _Scatter(_Along):
+class _Scatter(Collective):
     """[K * n, ...] -> [n, ...], the sum of this rank's parts."""
 
     @staticmethod
@@ -185,7 +177,7 @@ class _Scatter(_Along):
         return None, _Gather.apply(ctx.comms, grad, *ctx.how), None  # type: ignore[no-untyped-call]
 
 
-class _Exchange(_Along):
+class _Exchange(Collective):
     """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[k]` rows go to rank k, `received[k]` come from it.
 
     what: "all_to_all", all of whose sizes are 1 on all ranks, or another name

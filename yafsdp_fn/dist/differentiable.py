@@ -50,6 +50,11 @@ class Collective(torch.autograd.Function):
     generate_vmap_rule = False
     of_shards = False
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.comms, tensor, *ctx.how = inputs
+        ctx.dtype, ctx.in_transform = tensor.dtype, transforms_active()
+
     @classmethod
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
         if cls.of_shards and ctx.comms.world > 1 and asked_by_jacfwd():
@@ -83,15 +88,11 @@ class AllGather(Collective):
         return comms.all_gather(_scaled(shard, scale).to(wire).contiguous())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, shard, *ctx.how = inputs
-        ctx.dtype, ctx.literal = shard.dtype, _literal(ctx.how[3])
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _, back, accumulate, step, scale = ctx.how
-        scale = scale if ctx.literal else scale / ctx.comms.world
-        how = back, ctx.dtype, accumulate, step, scale, not ctx.literal
+        literal = _literal(ctx, step)
+        scale = scale if literal else scale / ctx.comms.world
+        how = back, ctx.dtype, accumulate, step, scale, not literal
         return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 5  # type: ignore[no-untyped-call]
 
 
@@ -117,16 +118,12 @@ class ReduceScatter(Collective):
         return _scaled(comms.reduce_scatter(full.to(wire).contiguous(), out, accumulate, replicas=replicas), scale)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, full, *ctx.how = inputs
-        ctx.dtype, ctx.literal = full.dtype, _literal(ctx.how[3])
-
-    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wire, _, accumulate, step, scale, replicas = ctx.how
-        if ctx.literal and replicas:
+        literal = _literal(ctx, step)
+        if literal and replicas:
             grad = ctx.comms.sum_over_replicas(grad)
-        scale = scale if ctx.literal else scale * ctx.comms.world
+        scale = scale if literal else scale * ctx.comms.world
         full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step, scale)  # type: ignore[no-untyped-call]
         return None, full, *[None] * 6
 
@@ -137,11 +134,6 @@ class _Sum(Collective):
     @staticmethod
     def forward(comms: Ranks, values: Tensor, step: bool = False, scale: float = 1.0) -> Tensor:
         return _scaled(comms.all_reduce_sum(values.clone(memory_format=torch.contiguous_format)), scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, _, *ctx.how = inputs
-        ctx.literal = _literal(ctx.how[0])
 
 
 class SumOfShards(_Sum):
@@ -156,9 +148,10 @@ class SumOfShards(_Sum):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         step, scale = ctx.how
-        back = scale if ctx.literal else scale / ctx.comms.world
+        literal = _literal(ctx, step)
+        back = scale if literal else scale / ctx.comms.world
         summed = SumToShards.apply(ctx.comms, grad, step, back)  # type: ignore[no-untyped-call]
-        if ctx.literal:  # the sum was of the first replica's values
+        if literal:  # the sum was of the first replica's values
             summed = summed * (ctx.comms.replica == 0)
         return None, summed, None, None
 
@@ -169,7 +162,7 @@ class SumToShards(_Sum):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         step, scale = ctx.how
-        if ctx.literal:
+        if _literal(ctx, step):
             return None, SumToShards.apply(ctx.comms, grad, step, scale), None, None  # type: ignore[no-untyped-call]
         back = scale * ctx.comms.world
         return None, SumOfShards.apply(ctx.comms, grad, step, back), None, None  # type: ignore[no-untyped-call]
@@ -187,6 +180,6 @@ def _scaled(values: Tensor, scale: float) -> Tensor:
     return values if scale == 1.0 else values * scale
 
 
-def _literal(step: bool) -> bool:
-    """Returns whether a backward recorded now belongs to a step, not to a transform inside it."""
-    return step and not transforms_active()
+def _literal(ctx: Any, step: bool) -> bool:
+    """Returns whether a backward belongs to a step, not to a transform inside it."""
+    return step and not ctx.in_transform

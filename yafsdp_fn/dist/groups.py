@@ -73,30 +73,12 @@ class Grid(NamedTuple):
     local: int
     axes: dict[str, Axis]
 
-    @property
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that hold one copy of a stage, a group per copy. All five lists are the same on every rank."""
-        return rearrange(self.ranks, "stage copy node local -> (stage copy) (node local)").tolist()
-
-    @property
-    def replicate_groups(self) -> list[list[int]]:
-        """The ranks with the same shard."""
-        return rearrange(self.ranks, "stage copy node local -> (stage node local) copy").tolist()
-
-    @property
-    def stage_groups(self) -> list[list[int]]:
-        """The ranks with the same coordinates in each stage, by stage."""
-        return rearrange(self.ranks, "stage copy node local -> (copy node local) stage").tolist()
-
-    @property
-    def local_groups(self) -> list[list[int]]:
-        """The ranks of one copy on one node."""
-        return rearrange(self.ranks, "stage copy node local -> (stage copy node) local").tolist()
-
-    @property
-    def node_groups(self) -> list[list[int]]:
-        """The ranks of one copy with the same local index."""
-        return rearrange(self.ranks, "stage copy node local -> (stage copy local) node").tolist()
+    def groups(self, *members: str) -> list[list[int]]:
+        """The ranks in groups, the same list on every rank: those of a group differ on the axes `members` alone, of
+        stage, copy, node and local."""
+        axes = ("stage", "copy", "node", "local")
+        others = [axis for axis in axes if axis not in members]
+        return rearrange(self.ranks, f"{' '.join(axes)} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
 
     @property
     def shard_rank(self) -> int:
@@ -213,19 +195,19 @@ class Groups(Ranks):
             order_launches()
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
-        copies, everyone = places.shard_groups, [places.ranks.flatten().tolist()]
+        copies, everyone = places.groups("node", "local"), [places.ranks.flatten().tolist()]
         self._how = timeout, backend
         self.gather_group = _group(copies, timeout, backend, "gather")
         self.reduce_group = self.metrics_group = _group(copies, timeout, backend, "reduce")
         self.gather_local_group = self.gather_group
         if self.nodes > 1:
-            self.gather_local_group = _group(places.local_groups, timeout, backend, "gather in a node")
-            self.reduce_local_group = _group(places.local_groups, timeout, backend, "reduce in a node")
-            self.reduce_nodes_group = _group(places.node_groups, timeout, backend, "reduce between nodes")
+            self.gather_local_group = _group(places.groups("local"), timeout, backend, "gather in a node")
+            self.reduce_local_group = _group(places.groups("local"), timeout, backend, "reduce in a node")
+            self.reduce_nodes_group = _group(places.groups("node"), timeout, backend, "reduce between nodes")
         if self.replicas > 1:
-            self.replicate_group = _group(places.replicate_groups, timeout, backend, "replicate")
+            self.replicate_group = _group(places.groups("copy"), timeout, backend, "replicate")
         if self.stages > 1:
-            of_stages = places.stage_groups
+            of_stages = places.groups("stage")
             self.stages_group = _group(of_stages, timeout, backend, "stages")
             senders = range(self.stages)
             self.message_groups = [_group(of_stages, timeout, backend, f"sent by stage {s}") for s in senders]
@@ -233,7 +215,7 @@ class Groups(Ranks):
             self.metrics_group = _group(everyone, timeout, backend, "metrics")
         for name, axis in self.axes.items():
             if axis.size > 1:
-                self.along[name] = self._group_of(self.lines(along=(name,)), f"along {name}")
+                self.along[name] = self._group_of(self.subgroups(along=(name,)), f"along {name}")
         self.control_group = _group(everyone, self.timeout, control, "control")
         self.stage_control_group = self.control_group
         if self.stages > 1 and self.along:
@@ -241,21 +223,22 @@ class Groups(Ranks):
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, short, control, "abort")
 
-    def _group_of(self, lines: list[list[int]], name: str) -> Group:
-        """Makes a group for each of `lines` of each copy, and returns that of this rank."""
-        groups = [[copy[rank] for rank in line] for copy in self._places.shard_groups for line in lines]
+    def _group_of(self, subgroups: list[list[int]], name: str) -> Group:
+        """Makes a group for each of `subgroups` of each copy, and returns that of this rank."""
+        copies = self._places.groups("node", "local")
+        groups = [[copy[rank] for rank in members] for copy in copies for members in subgroups]
         return _group(groups, *self._how, name)
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
         found.local_rank = found.rank % found.local_ranks
-        lines, of = self.lines(across=names), ", ".join(names)
+        subgroups, of = self.subgroups(across=names), ", ".join(names)
         if found.ranks > 1:
-            found.gather_group = found.gather_local_group = self._group_of(lines, f"gather within {of}")
-            found.reduce_group = self._group_of(lines, f"reduce within {of}")
+            found.gather_group = found.gather_local_group = self._group_of(subgroups, f"gather within {of}")
+            found.reduce_group = self._group_of(subgroups, f"reduce within {of}")
         if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
-            at = torch.tensor(lines).view(-1, found.nodes, found.local_ranks)
+            at = torch.tensor(subgroups).view(-1, found.nodes, found.local_ranks)
             in_node = at.flatten(0, 1).tolist()
             found.gather_local_group = self._group_of(in_node, f"gather in a node within {of}")
             found.reduce_local_group = self._group_of(in_node, f"reduce in a node within {of}")
@@ -284,8 +267,9 @@ class Groups(Ranks):
         """Makes the group of `stages`, which share a unit, from the ranks with this rank's coordinates. All ranks call
         it."""
         if stages not in self._sharing:
-            of = [[ranks[stage] for stage in stages] for ranks in self._places.stage_groups]
-            rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in self._places.stage_groups]
+            by_stage = self._places.groups("stage")
+            of = [[ranks[stage] for stage in stages] for ranks in by_stage]
+            rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
             backend = self.stages_group.process_group.name()
             self._sharing[stages] = _group([*of, *filter(None, rest)], self.timeout, backend, f"stages {stages}")
 

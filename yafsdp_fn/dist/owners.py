@@ -50,10 +50,10 @@ class Leaf(NamedTuple):
         return range(max(self.offset, rank * n), max(min(self.offset + self.numel, (rank + 1) * n), rank * n))
 
 
-def lines_of(over: Sequence[str], ranks: Ranks) -> list[list[int]]:
+def subgroups_of(over: Sequence[str], ranks: Ranks) -> list[list[int]]:
     """Returns the ranks over which the vectors of a unit are cut, split `over` axes: for each of its parts, in their
     order."""
-    return ranks.lines(across=over) if over else [list(range(ranks.ranks))]
+    return ranks.subgroups(across=over) if over else [list(range(ranks.ranks))]
 
 
 def assign(
@@ -61,16 +61,17 @@ def assign(
 ) -> dict[int, list[int]]:
     """Returns unit -> owners of its leaves: the same on every rank.
 
-    units: `(unit, elements of a shard, leaves, lines)`. lines: for each part, the ranks over which its vector is cut
+    units: `(unit, elements of a shard, leaves, subgroups)`. subgroups: the ranks over which the vector of each part is
+        cut
     """
     load = [0] * ranks
     out: dict[int, list[int]] = {}
-    for unit, n, leaves, lines in units:
+    for unit, n, leaves, subgroups in units:
         out[unit] = []
         for leaf in leaves:
             ends = leaf.offset, leaf.offset + max(leaf.numel, 1) - 1
-            first, last = (min(at // max(n, 1), len(lines[0]) - 1) for at in ends)
-            holders = (rank for line in lines for rank in line[first : last + 1])
+            first, last = (min(at // max(n, 1), len(subgroups[0]) - 1) for at in ends)
+            holders = (rank for members in subgroups for rank in members[first : last + 1])
             owner = min(holders, key=lambda rank: (load[rank], rank))
             load[owner] += leaf.work
             out[unit].append(owner)

@@ -152,7 +152,7 @@ class Ranks:
         names = list(self.axes)
         return math.prod(self.axes[inner].size for inner in names[names.index(name) + 1 :])
 
-    def lines(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
+    def subgroups(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
         """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all
         but `across`."""
         names = (SHARD, *self.axes)

@@ -8,14 +8,14 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.nn.linear import Place
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
-from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.block_call import BlockCall, address_of
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.tracer import not_compiled
 from yafsdp_fn.util.randomness import seeded
@@ -72,8 +72,7 @@ def function_key(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
 
 # ---- Recomputed visits as work on static memory, which can be captured and replayed.
 #
-#     work(tensors) -> outs        beside its arguments it reads weight slots and writes gradient slots, which do not
-# move
+#     work(tensors) -> outs        beside its arguments it reads weight slots and writes gradient slots: these stay
 #
 # Two works of one block differ in: forward or backward, which gradients are wanted and given, and which gradient
 # slots are added to.
@@ -94,7 +93,7 @@ def _slots(visit: Any, op: ComputeOp) -> list[Tensor]:
 #     second                  captured, which runs nothing; then as below
 #     later                   arguments copied into static buffers, graph replayed, outputs copied out
 #
-# A key is the code (cuda_graphs.py), the shapes of its arguments, and the addresses of the memory that it uses; for a
+# A key is the code, the shapes of its arguments, and the addresses of the memory that it uses; for a
 # backward also which gradients exist and whether each is added to its slot. So two weight and two gradient slots take
 # two graphs of a forward and two of a backward (recompute included), however many layers there are; if slots are the
 # shards themselves (one rank), each layer takes its own. Waits and communication stay outside: a graph is replayed
@@ -345,16 +344,16 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, device: torch.device, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._known = device, set(map(_address, known))
+        self._device, self._known = device, set(map(address_of, known))
         self.found: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given, outs = _tensors((args, kwargs)), _tensors(out)
+        given, outs = tensors_in((args, kwargs)), tensors_in(out)
         made = func is torch.ops.aten.lift_fresh.default  # a new constant
         for tensor in () if made else given:
-            if tensor.numel() and _address(tensor) not in self._known:
+            if tensor.numel() and address_of(tensor) not in self._known:
                 self._find(
                     f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or "
                     "in consts"
@@ -369,7 +368,7 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         if random and all(x.device.type == "cpu" for x in (*given, *outs)):
             self._find("draws from the CPU's generator, whose numbers a graph would repeat")
-        self._known.update(map(_address, (*given, *outs)))
+        self._known.update(map(address_of, (*given, *outs)))
         return out
 
     def _find(self, what: str) -> None:
@@ -380,14 +379,6 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = {str(end.device) for end in ends if end is not None and end.device != self._device}
         if others:
             self._find(f"takes or returns a tensor on {', '.join(sorted(others))}")
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _outline(tensor: Tensor) -> Hashable:

@@ -19,7 +19,7 @@ from torch import Tensor
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.program.ops import Fetch, Offload
 from yafsdp_fn.program.trace import in_carry_slot
-from yafsdp_fn.runtime.block_call import movable
+from yafsdp_fn.runtime.block_call import address_of, movable
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.protocols import Works
 
@@ -53,8 +53,8 @@ class HostActivationBuffers:
         self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
     ) -> list[Tensor]:
         """Copies what it can of the first `carried` of a visit's arguments into `slot`; returns the others."""
-        memory = {_address(out) for out in outs}
-        passed = [k for k, x in enumerate(tensors[:carried]) if _address(x) in memory or not self._plain(x)]
+        memory = {address_of(out) for out in outs}
+        passed = [k for k, x in enumerate(tensors[:carried]) if address_of(x) in memory or not self._plain(x)]
         places: dict[int, Place] = {}
         end = 0
         for k in movable(tensors[:carried], passed):
@@ -103,14 +103,6 @@ class HostActivationBuffers:
             self._memory.made([("carry slot", self._number, slot)])
         return _copy(self._slots[slot][:size], self._host[visit][:size])
 
-    def nbytes(self) -> int:
-        """Returns the bytes allocated for activation buffers."""
-        return sum(slot.numel() for slot in self._slots.values())
-
-    def host_nbytes(self) -> int:
-        """Returns the bytes allocated on the host."""
-        return sum(buffer.numel() for buffer in self._host.values())
-
     def _plain(self, x: Tensor) -> bool:
         """Returns whether the memory of `x` describes it completely."""
         return type(x) is Tensor and x.device == self._device and not (x.is_conj() or x.is_neg())
@@ -125,10 +117,6 @@ class HostActivationBuffers:
         self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
         self._stream.keep(self._slots[slot])  # copies may be under way when a larger one replaces it
         return True
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _copy(to: Tensor, source: Tensor) -> Work:

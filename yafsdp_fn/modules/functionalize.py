@@ -41,8 +41,7 @@ from yafsdp_fn.util.torch_private import transforms_active
 #
 #     params   {"model.embed_tokens": {"weight": ..},                         # a unit for each module beside the layers
 #               "model.layers": Stacked({"mlp.up_proj.weight": .., ...}),     # a unit for each layer
-#               "lm_head": {"weight": ..}}                                    # absent if it is tied: the embedding's
-# unit
+#               "lm_head": {"weight": ..}}                                    # absent if it is tied to the embedding
 #     model    the module's own forward, in which these modules and each layer are visits
 #
 # The forward runs on a copy of the module without weights (tree.py). Where it calls a layer, or a module beside the

@@ -152,7 +152,7 @@ def _softmax_(logits: Tensor, labels: Tensor, factors: Tensor, *, gradient: bool
     return torch.cat(parts)
 
 
-# ---- linear_cross_entropy: the head and its loss as one function, in chunks of rows (cross_entropy.py).
+# ---- The head and its loss as one function.
 
 ON_CPU, ELSEWHERE = (32 << 20, 256), (256 << 20, 2048)
 """Limits of a chunk: bytes of logits in the dtype of the softmax, and the rows always allowed; with fewer, the pass of

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.step.cutting import SingleUnitOwner
-from yafsdp_fn.params.sharded import Origin, Sharded, is_sharded
+from yafsdp_fn.params.sharded import Origin, Sharded, handles_and_leaves, is_sharded
 from yafsdp_fn.params.sources import shards_of, whole_tree
-from yafsdp_fn.params.tree import Tree, dotted, shape_of
+from yafsdp_fn.params.tree import Tree, dotted, shape_of, tensors_in
 from yafsdp_fn.util.randomness import device_of_leaves, generators
 from yafsdp_fn.util.torch_private import transforms_active
 
@@ -56,7 +56,7 @@ class Elementwise:
         """Returns the number of the first leaf whose halves differ, and the difference relative to its largest element.
         None if all agree, or if it cannot be tested: fake tensors, or an update that draws random numbers, looks at
         more than its arguments, or needs all ranks."""
-        leaves = [leaf for leaf in optree.tree_leaves(updates) if isinstance(leaf, Tensor)]
+        leaves = tensors_in(updates)
         if self.tried or transforms_active() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return None
         drawn_from = generators(device_of_leaves(updates))
@@ -234,9 +234,8 @@ def _must_be_like(given: Tree, new: Tree, what: str) -> None:
 
 def _names(tree: Tree) -> list[str]:
     """Returns the names of the leaves; a unit of a sharded tree has its own."""
-    accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
     out: list[str] = []
-    for accessor, node in zip(accessors, nodes, strict=True):
+    for accessor, node in handles_and_leaves(tree):
         if isinstance(node, Sharded):
             out += [f"{group.name or 'params'} (shards)" for _, group, _ in node.group_leaves()]
         else:

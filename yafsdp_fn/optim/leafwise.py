@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.dist.owners import Leaf, assign, lines_of
+from yafsdp_fn.dist.owners import Leaf, assign, subgroups_of
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.optim.base import (
     EmptyState,
@@ -228,8 +228,8 @@ class LeafExchange:
         self._leaves, self._row, self._rank, self._group = leaves, row, ranks.rank, group
         self._copied = ranks.deterministic
         # rank -> which part of each leaf its vector has, if they are split, and which shard of the vector is there
-        lines = enumerate(lines_of(group.over, ranks))
-        self._at = {rank: (part, shard) for part, line in lines for shard, rank in enumerate(line)}
+        subgroups = enumerate(subgroups_of(group.over, ranks))
+        self._at = {rank: (part, shard) for part, members in subgroups for shard, rank in enumerate(members)}
 
         def parts(owner: int, rank: int) -> Parts:
             n, shard = row.numel(), self._at[rank][1]
@@ -353,7 +353,9 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
         return {}
     ranks = handles[0].owner.comms
     units = [
-        (unit, n, leaves, lines_of(group.over, ranks)) for group, leaves, n in chosen.values() for unit in group.held
+        (unit, n, leaves, subgroups_of(group.over, ranks))
+        for group, leaves, n in chosen.values()
+        for unit in group.held
     ]
     owners = assign(sorted(units, key=itemgetter(0)), ranks.ranks)
     return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}

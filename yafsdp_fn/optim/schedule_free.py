@@ -32,7 +32,7 @@ from yafsdp_fn.optim.partition import add_decayed_weights
 from yafsdp_fn.optim.rules import scale_by_rms, sgd
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate, warmup_constant_schedule
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, number_dtype
 
 
 class ScheduleFreeState(NamedTuple):
@@ -80,7 +80,7 @@ def schedule_free(
 
     def init(params: Tree) -> State:
         z = optree.tree_map(lambda p: p.to(state_dtype or p.dtype, copy=True), params)
-        count, wide = new_count(params) + 1, _wide(params)
+        count, wide = new_count(params) + 1, number_dtype(params)
         zero = torch.zeros((), dtype=wide, device=count.device)
         return ScheduleFreeState(torch.full_like(zero, b1), zero, count, zero.clone(), base.init(params), z)
 
@@ -266,7 +266,3 @@ def _average(y: Tensor, z: Tensor, b1: Any) -> Tensor:
 
 def _warm(learning_rate: float, warmup_steps: int | None) -> float | Rate:
     return learning_rate if warmup_steps is None else warmup_constant_schedule(0.0, learning_rate, warmup_steps)
-
-
-def _wide(params: Tree) -> torch.dtype:
-    return torch.float64 if any(p.dtype == torch.float64 for p in optree.tree_leaves(params)) else torch.float32

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from yafsdp_fn.optim.base import Around, GradientTransformation, State, as_transformation, chosen, new_count, updated
 from yafsdp_fn.params.algebra import global_norm
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, number_dtype
 
 # ---- Hyperparameters in the optimizer's state, as in Optax: they may be changed between steps, and are saved with
 # it.
@@ -84,8 +84,7 @@ def inject_hyperparams(
         tx = made({name: _first_value(name, schedule) for name, schedule in schedules.items()})
 
         def floats(like: Tree) -> torch.dtype:
-            wide = any(leaf.dtype == torch.float64 for leaf in optree.tree_leaves(like))
-            return hyperparam_dtype or (torch.float64 if wide else torch.float32)
+            return hyperparam_dtype or number_dtype(like)
 
         def tensors(values: dict[str, Any], like: Tree) -> dict[str, Tensor]:
             leaves = optree.tree_leaves(like)

@@ -19,7 +19,7 @@ from yafsdp_fn.dist.differentiable import SumOfShards
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
-from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, number_dtype
 from yafsdp_fn.util.exact_sums import binned, total
 from yafsdp_fn.util.randomness import in_step
 from yafsdp_fn.util.squares import inner, squared_norm, sum_of
@@ -51,7 +51,7 @@ def vdot(a: Tree, b: Tree) -> Tensor:
     def local(x: Tree, y: Tree) -> Tensor:
         return sum_of([inner(*pair) for pair in zip(optree.tree_leaves(x), optree.tree_leaves(y), strict=True)])
 
-    return _over_ranks("vdot", a, b, local).to(_dtype_of(a))
+    return _over_ranks("vdot", a, b, local).to(number_dtype(a))
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -61,7 +61,7 @@ def global_norm(tree: Tree) -> Tensor:
     tensor(5.)
     """
     squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
-    return squares.sqrt().to(_dtype_of(tree))
+    return squares.sqrt().to(number_dtype(tree))
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:
@@ -90,11 +90,6 @@ def normal_like(seed: int, tree: Tree) -> Tree:
         return Sharded(shards, node.context)
 
     return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
-
-
-def _dtype_of(tree: Tree) -> torch.dtype:
-    """Returns the dtype of a number over `tree`: float64 if it has float64 leaves."""
-    return torch.float64 if any(x.dtype == torch.float64 for x in optree.tree_leaves(tree)) else torch.float32
 
 
 def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:

@@ -37,9 +37,7 @@ from yafsdp_fn.params.tree import (
 # A unit that is split over axes inside blocks has the flat vector of a part, cut over the ranks that hold this part.
 #
 # Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
-# rank
-# owns an equal, aligned slice. Gaps and padding always hold zeros.
-
+# rank owns an equal, aligned slice. Gaps and padding always hold zeros.
 
 Split = tuple[tuple[str, int | tuple[int, int]], ...]
 """Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that
@@ -198,8 +196,8 @@ class Group:
         if not self.axes:
             return self.layout.split(flat)
         shards = flat.view(ranks.ranks, -1, *flat.shape[1:])
-        lines = ranks.lines(across=self.over)
-        parts = [self.layout.split(torch.cat([shards[rank] for rank in line])) for line in lines]
+        subgroups = ranks.subgroups(across=self.over)
+        parts = [self.layout.split(torch.cat([shards[rank] for rank in members])) for members in subgroups]
         return [self.joined(number, pieces, flat.ndim - 1) for number, pieces in enumerate(zip(*parts, strict=True))]
 
     def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:

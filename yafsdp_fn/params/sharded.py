@@ -316,6 +316,12 @@ def handles(tree: Tree) -> list[Sharded]:
     return [node for node in optree.tree_leaves(tree, is_leaf=is_sharded) if isinstance(node, Sharded)]
 
 
+def handles_and_leaves(tree: Tree) -> list[tuple[optree.PyTreeAccessor, Any]]:
+    """Returns `(accessor, node)` of each handle in `tree`, and of each leaf outside of handles, in order."""
+    accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
+    return list(zip(accessors, nodes, strict=True))
+
+
 def trainable(tree: Tree) -> Tree:
     """Returns `tree` without frozen leaves, as an optimizer sees it. Frozen plain subtrees become None."""
 

@@ -195,15 +195,20 @@ def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: t
 
     dtype: the part is converted to it before it travels
     """
-    comms, stacked, home = handle.owner.comms, handle.entry.stacked(group), group.home(place)
-    if home == group.stage:
-        row = leaf.select(-2, group.here.index(place)) if stacked else leaf
-        row = row if dtype is None else row.to(dtype)
-    else:
-        in_front = leaf.shape[: -2 if stacked else -1]
-        n = group.layout.shard_numel(comms.within(group.over).ranks)
-        row = leaf.new_empty(*in_front, n, dtype=dtype or leaf.dtype)
-    return row if group.stages is None else comms.from_stage(row, home)
+    comms = handle.owner.comms
+    row = part_at_home(handle, group, leaf, place)
+    row = row if dtype is None else row.to(dtype)
+    return row if group.stages is None else comms.from_stage(row, group.home(place))
+
+
+def part_at_home(handle: Sharded, group: Group, leaf: Tensor, place: int) -> Tensor:
+    """Returns this rank's part [..., n] of unit number `place` of a group, or uninitialised memory of its size where
+    another stage is the unit's home."""
+    stacked = handle.entry.stacked(group)
+    if group.home(place) != group.stage:
+        n = group.layout.shard_numel(handle.owner.comms.within(group.over).ranks)
+        return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], n)
+    return leaf.select(-2, group.here.index(place)) if stacked else leaf
 
 
 def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:

@@ -138,8 +138,7 @@ def without_markers(tree: Any) -> Any:
 #     params = {"embed": {"weight": Param((V, E))},           # one unit
 #               "layers": Stacked({"w": Param((L, E, F))})}   # L units, one a layer
 #
-# Markers define the units (tree.py). Leaves are `Param`s (abstract) or tensors; all else is derived from this
-# tree.
+# Markers define the units. Leaves are `Param`s (abstract) or tensors; all else is derived from this tree.
 
 Tree = Any
 """Any pytree: NamedTuples, dicts, lists, tuples, nested."""
@@ -223,6 +222,16 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 def stacked(trees: Sequence[Tree]) -> Tree:
     """Stacks trees into one, each leaf on a new leading axis."""
     return optree.tree_map(lambda *xs: torch.stack([torch.as_tensor(x) for x in xs]), trees[0], *trees[1:])
+
+
+def tensors_in(tree: Tree) -> list[Tensor]:
+    """Returns the leaves that are tensors, in order."""
+    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def number_dtype(tree: Tree) -> torch.dtype:
+    """Returns the dtype of a number over `tree`: float64 if it has float64 leaves, else float32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in optree.tree_leaves(tree)) else torch.float32
 
 
 def leaf_names(tree: Tree) -> Tree:

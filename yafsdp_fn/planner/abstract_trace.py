@@ -73,8 +73,8 @@ class _RmsNorm(torch.autograd.Function):
 # ---- ya.planner.trace: the visits of a loss and what they cost, from abstract parameters: no ranks, no memory, any
 # mesh.
 #
-#     trace = ya.planner.trace(llama.loss(config), llama.params(config), {"tokens": tokens, "targets": tokens},
-# ranks=16384)     program = ya.schedules.zero3()(trace)
+#     trace = ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=16384)
+#     program = ya.schedules.zero3()(trace)
 #
 # It is what `train_step(...).trace(state, batch)` gives for a state on such a mesh.
 

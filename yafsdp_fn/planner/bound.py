@@ -34,6 +34,7 @@ from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op
 from yafsdp_fn.program.program import after_program, part_of
 from yafsdp_fn.program.split import Call, Split
 from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.timeline.text import shown
 
 
 class Bound(NamedTuple):
@@ -58,7 +59,9 @@ class Bound(NamedTuple):
         """Words for it, beside a step of so many seconds."""
         if math.isinf(self.seconds):
             return "no program of this step fits into the memory"
-        return f"no program takes less than {self.seconds:.4g} s ({self.by}): {self.gap(seconds):.1%} below this one"
+        return (
+            f"no program takes less than {shown(self.seconds, 4)} ({self.by}): {self.gap(seconds):.1%} below this one"
+        )
 
 
 def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bound:
@@ -133,19 +136,16 @@ class _Path:
         source, target = self.split.ends(flow, back)
         if source == target:
             return 0.0
-        return _sum(phases(Send(flow, 0, 0, back), self.trace, self.cluster, self.places, False))
+        return seconds_of(phases(Send(flow, 0, 0, back), self.trace, self.cluster, self.places, False))
 
     def _call(
         self, segment: int, kind: type[Forward] | type[Backward], half: Literal["both", "inputs"] | None = None
     ) -> float:
-        visits, half = range(*self.split.segments[segment]), half or _half(self.trace)
+        # where there are stages, segments wait for the first half of a backward alone
+        half = half or ("both" if self.trace.split is None else "inputs")
+        visits = self.split.visits(segment)
         ops = [Forward(v, (), True) if kind is Forward else Backward(v, (), (), half=half) for v in visits]
-        return sum(_sum(phases(op, self.trace, self.cluster, self.places, False)) for op in ops)
-
-
-def _half(trace: Trace) -> Literal["both", "inputs"]:
-    """Segments wait for the first half of a backward alone, where there are stages."""
-    return "both" if trace.split is None else "inputs"
+        return sum(seconds_of(phases(op, self.trace, self.cluster, self.places, False)) for op in ops)
 
 
 # ---- One stage.
@@ -160,7 +160,7 @@ class _Stage:
             kinds = ("forward", "backward") if trace.trains else ("forward",)
             calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]  # type: ignore[arg-type]
             self.part = part_of(trace._replace(microbatches=1), stage, calls)
-        self.visits = [v for segment in self.segments for v in range(*path.split.segments[segment])]
+        self.visits = [v for segment in self.segments for v in path.split.visits(segment)]
         self.places = groups(self.part, cluster)
         self.used = sorted({unit for v in self.visits for unit in self.part.visits[v].units})
         self.trained = sorted(
@@ -175,10 +175,10 @@ class _Stage:
     def _work(self) -> None:
         """Adds up what there is to do at least: seconds of computes and of what else runs, by stream and by link."""
         part, m = self.part, self.microbatches
-        self.forward = {v: _sum(self.phases(Forward(v, (), True))) for v in self.visits}
-        self.backward = {v: _sum(self.phases(Backward(v, (), ()))) if part.trains else 0.0 for v in self.visits}
+        self.forward = {v: seconds_of(self.phases(Forward(v, (), True))) for v in self.visits}
+        self.backward = {v: seconds_of(self.phases(Backward(v, (), ()))) if part.trains else 0.0 for v in self.visits}
         self.recompute = {
-            v: _sum(self.phases(Backward(v, (), ()), True)) - self.backward[v] if part.trains else 0.0
+            v: seconds_of(self.phases(Backward(v, (), ()), True)) - self.backward[v] if part.trains else 0.0
             for v in self.visits
         }
         self.computes = m * sum(self.forward[v] + self.backward[v] for v in self.visits)
@@ -215,10 +215,11 @@ class _Stage:
         if part.update_when == "never" or not part.trained:
             return 0.0, 0.0, 0.0
         ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
-        norm = sum(_sum(self.phases(op)) for op in ops if isinstance(op, Norm)) * (part.update_when == "after norm")
+        norms = [op for op in ops if isinstance(op, Norm) and part.update_when == "after norm"]
+        norm = sum(seconds_of(self.phases(op)) for op in norms)
         first = [unit for unit in self.part.visits[self.visits[0]].units if part.units[unit].trainable]
-        of_first = sum(_sum(self.phases(Update((unit,)))) for unit in first)
-        return norm, sum(_sum(self.phases(op)) for op in ops if isinstance(op, Update)), of_first
+        of_first = sum(seconds_of(self.phases(Update((unit,)))) for unit in first)
+        return norm, sum(seconds_of(self.phases(op)) for op in ops if isinstance(op, Update)), of_first
 
     def terms(self) -> dict[str, float]:
         """Seconds of a step, by what they are the least for."""
@@ -243,7 +244,7 @@ class _Stage:
         last one but for updates. The gather is none where others compute meanwhile."""
         fill = min(self.path.begins[segment] for segment in self.segments)
         first = tuple(unit for unit in self.part.visits[self.visits[0]].units if self.part.units[unit].trainable)
-        gather = _sum(self.phases(Gather(first, first))) if first else 0.0
+        gather = seconds_of(self.phases(Gather(first, first))) if first else 0.0
         if self.part.update_when == "any time" or self.path.split.stages > 1:
             gather = 0.0  # the step before may have it, or other stages do something first
         if self.part.split is None and self.part.trains:  # the last backward is known
@@ -252,7 +253,7 @@ class _Stage:
         return fill, gather, min(map(self._reduction, self.trained), default=0.0)
 
     def _reduction(self, unit: int) -> float:
-        return _sum(self.phases(Reduce((unit,), (0,)))) + _sum(self.phases(AllReduce((unit,)))) * (
+        return seconds_of(self.phases(Reduce((unit,), (0,)))) + seconds_of(self.phases(AllReduce((unit,)))) * (
             self.part.replicas > 1
         )
 
@@ -336,9 +337,7 @@ class _Stage:
         items = []
         for segment in self.segments:
             seconds = self.path.again(segment)
-            items += [
-                (self._inner(v) * seconds * m, self.recompute[v] * m) for v in range(*self.path.split.segments[segment])
-            ]
+            items += [(self._inner(v) * seconds * m, self.recompute[v] * m) for v in self.path.split.visits(segment)]
         again, whole = _Freed(items), self._compute(0.0)
         all_kept = sum(held for held, _ in items)
         return lambda seconds: all_kept - room * (seconds - fill), lambda seconds: again(seconds - whole)
@@ -421,5 +420,6 @@ class _Freed:
         return self.free + self.bytes[at] + part * (self.bytes[at + 1] - self.bytes[at])
 
 
-def _sum(found: Iterable[Phase]) -> float:
+def seconds_of(found: Iterable[Phase]) -> float:
+    """Returns the seconds of phases, one after the other."""
     return sum(phase.seconds for phase in found)

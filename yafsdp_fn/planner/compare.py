@@ -21,7 +21,7 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline import perfetto, stages_draw
-from yafsdp_fn.timeline.spans import Span
+from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -79,6 +79,7 @@ class Comparison(NamedTuple):
 
     timelines: of each, simulated or measured; plans: of those that were not measured
     tokens: of one step, over all ranks, or rows (`unit`) where a batch is of something else; 0 where it is not known
+    words: lines about them, below the table and the picture
 
     >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
     >>> comparison = ya.planner.compare(both, "a100-80g")
@@ -90,6 +91,7 @@ class Comparison(NamedTuple):
     plans: dict[str, Plan]
     tokens: int = 0
     unit: str = "tokens"
+    words: tuple[str, ...] = ()
 
     @property
     def rows(self) -> dict[str, Row]:
@@ -112,7 +114,7 @@ class Comparison(NamedTuple):
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
         Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
-        stages_draw.save(self._titled, path)
+        stages_draw.save(self._titled, path, self.words)
 
     def perfetto(self, path: str | Path) -> None:
         """Writes all as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage."""
@@ -161,12 +163,10 @@ class Comparison(NamedTuple):
         """Says how two timelines of one program differ, op by op; nothing of two programs."""
         one, two = self.timelines[first], self.timelines[second]
         late = self.late(first, second)
-        if not late or any(_is_compute(span) and span.number not in late for each in (one, two) for span in each.spans):
+        computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, Forward | Backward)}
+        if not late or not computes <= late.keys():
             return
-        pairs = [("step", one.seconds, two.seconds)]
-        if one.stage_count == 1:
-            pairs += [(stream, one.busy(stream), two.busy(stream)) for stream in one.streams if stream in two.streams]
-        parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in pairs if b)
+        parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
         most = max(late, key=lambda number: abs(late[number]))
         yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {shown(abs(late[most]))}"
         if alone := sorted({span.number for each in (one, two) for span in each.spans} - late.keys()):
@@ -174,19 +174,19 @@ class Comparison(NamedTuple):
             yield f"in one of {first} and {second} alone: ops {some}"
 
     def __str__(self) -> str:
-        """The table, its units in a line of their own, and the notes."""
+        """The table, its units in a line of their own, the notes, and the words."""
         head, *rows = self.table
         names, units = zip(*(heading.partition(", ")[::2] for heading in head), strict=True)
         lines = [names, units, *rows]
         width = [max(map(len, column)) for column in zip(*lines, strict=True)]
         justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
-        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + self.notes)
+        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + [*self.notes, *self.words])
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
         drawn = io.BytesIO()
         try:
-            self.save(drawn)
+            self._replace(words=()).save(drawn)
         except ModuleNotFoundError:
             return in_notebook(str(self))
         data = base64.b64encode(drawn.getvalue()).decode()
@@ -282,7 +282,3 @@ def _size(trace: Trace) -> tuple[int, int]:
     flops = sum(visit.cost.flops + visit.cost.attention_flops for visit in trace.visits)
     ranks = trace.ranks * trace.replicas
     return sum(unit.numel * parts[unit.over] for unit in trace.units), flops * trace.microbatches * ranks
-
-
-def _is_compute(span: Span) -> bool:
-    return isinstance(span.op, Forward | Backward)

@@ -154,9 +154,18 @@ def differences(ours: Draft, theirs: Draft, trace: Trace) -> Iterator[tuple[str,
 
 
 def _several(numbers: Iterable[int], names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    each = sorted(numbers)
-    return ", ".join(names[number] for number in each[:6]) + (f" and {len(each) - 6} more" if len(each) > 6 else "")
+    """Names; of three neighbours and more the first and the last."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    shown = [
+        f"{names[run[0]]} to {names[run[-1]]}" if len(run) > 2 else ", ".join(names[number] for number in run)
+        for run in runs
+    ]
+    return ", ".join(shown[:6]) + f" and {sum(map(len, runs[6:]))} more" * (len(runs) > 6)
 
 
 class Changes:

@@ -14,11 +14,11 @@ from yafsdp_fn.program.trace import Trace
 
 # ---- What NCCL allocates for its communicators, beside torch's allocator: an estimate, of what tensors cannot have.
 #
-# ring (gathers, reduce-scatters, all-reduces)        1 peer
-# exchange of n ranks (`Precision.accumulate`)        n - 1 peers
-# messages to other stages of a pipeline, or from them    as many peers as there are such stages
-# an axis inside blocks                                   1 peer
-# a peer                                              CHANNELS x CHANNEL_BYTES
+#     ring (gathers, reduce-scatters, all-reduces)            1 peer
+#     exchange of n ranks (`Precision.accumulate`)            n - 1 peers
+#     messages to other stages of a pipeline, or from them    as many peers as there are such stages
+#     an axis inside blocks                                   1 peer
+#     a peer                                                  CHANNELS x CHANNEL_BYTES
 
 CHANNELS = 32
 """The most that NCCL opens; on slower links it opens fewer."""
@@ -52,11 +52,10 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
     return peers * CHANNELS * CHANNEL_BYTES
 
 
-# ---- Predicted memory of one rank: what the toolkit holds, to the byte, and what blocks need, at the op where it is
-# most.
+# ---- Memory at the op where it is most.
 #
-#     held by the state and its slots      master, optimizer, working copy, gradient shards, slots, buffers of
-# collectives     for op in program:                   activations: what is saved for a backward that has not run
+#     held by the state and its slots      master, optimizer, working copy, gradient shards, slots, collectives' buffers
+#     for op in program:                   activations: what is saved for a backward that has not run
 #         most(held + op's own)            logits: the last visit's own; workspace: any other visit's, and gradients
 #
 # The first step runs on demand and holds other slots for a while; this is every later one.
@@ -98,7 +97,7 @@ class Memory:
     op: number of the op at the peak; at: that op in words
     ranks: of the shard group; aliased: slots that cost nothing, since one rank has all of a unit
     host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
-        an estimate (footprint.py). Neither is in any other figure
+        an estimate. Neither is in any other figure
 
     >>> memory = ya.planner.predict_memory(program)
     >>> memory.master, memory.weight_slots, memory.at
@@ -273,7 +272,7 @@ def _aliases(trace: Trace, dtypes: Dtypes) -> tuple[frozenset[int], frozenset[in
 
 
 def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tuple[int, int]:
-    """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `comm.flat`."""
+    """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `dist/flat.py`."""
     trace, (param, _, wire, wide) = program.trace, dtypes
     if comms.deterministic:
         wide = param.promoted(wire)

@@ -82,9 +82,12 @@ class Run(NamedTuple):
         return 1 - max(map(calls.work, range(calls.stages))) / self.span
 
 
-def evaluate(calls: Calls, rows: Rows) -> Run:
-    """Runs rows, in which a backward may be whole. Raises ValueError where they wait for each other."""
+def evaluate(calls: Calls, rows: Rows, *, unawaited: Sequence[Call] = ()) -> Run:
+    """Runs rows, in which a backward may be whole. unawaited: calls that begin without what another segment sends them.
+    Raises ValueError where they wait for each other."""
     board = _Board(calls)
+    for call in unawaited:
+        board.need[board.code(call)] = -1
     return board.run([[board.code(call) for call in row] for row in rows])
 
 

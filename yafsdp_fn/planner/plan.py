@@ -11,9 +11,9 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.text import in_notebook
+from yafsdp_fn.program.text import in_notebook, shortened
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.text import shortened
+from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
 
 PARTS = ("compute", "communication", "overhead")
@@ -106,8 +106,9 @@ class Plan(NamedTuple):
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
         speed = f": {rate:,.0f} {self.unit}/s" if rate >= 100 else f": {rate:.3g} {self.unit}/s" if rate else ""
         lines = [
-            f"{self.step_s:.4g} s a step{counted} on {self.cluster.name}{speed}",
-            "alone: " + ", ".join(f"{name} {seconds:.4g} s" for name, seconds in zip(PARTS, self.work, strict=True)),
+            f"{shown(self.step_s, 4)} a step{counted} on {self.cluster.name}{speed}",
+            "alone: "
+            + ", ".join(f"{name} {shown(seconds, 4)}" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
             self.least.against(self.step_s),
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
@@ -116,6 +117,10 @@ class Plan(NamedTuple):
             f"{'fits' if self.fits else 'does NOT fit'} into {self.budget / 2**30:.1f} GiB",
         ]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        fits = f"{self.memory.peak_bytes / 2**30:.1f} of {self.budget / 2**30:.1f} GiB"
+        return f"Plan({shown(self.step_s, 4)} a step on {self.cluster.name}, bound by {self.bound}, {fits})"
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: its words, and the picture of its timeline where matplotlib is there."""

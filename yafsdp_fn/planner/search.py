@@ -9,9 +9,10 @@ from pathlib import Path
 
 from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.bound import Bound, bound
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.bound import Bound, bound, seconds_of
+from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import LINKS, tasks, work
@@ -21,7 +22,6 @@ from yafsdp_fn.planner.space import (
     Order,
     Point,
     alike_on,
-    arguments,
     arrangements,
     by_seconds,
     choice_of,
@@ -33,11 +33,10 @@ from yafsdp_fn.planner.synthesize import Report, Synthesis, Written
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
+from yafsdp_fn.timeline.text import shown
 
-# ---- The fastest schedule in simulation that fits into memory.
-#
 # For every builder on every mesh it can run on, and every prefetch:
 #
 #     few recomputed layers leave little memory for weights that stay; many cost compute
@@ -120,14 +119,28 @@ class Found:
         """The bound that no program falls below on the mesh and the stages that were found."""
         return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
 
+    def compared(self, tokens: int = 0) -> Comparison:
+        """The best builder's step and what was written from it, in one table and one picture, with the differences in
+        words. tokens: of a step, over all ranks. Raises ValueError where nothing was written.
+
+        >>> both = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).compared()
+        >>> both.timelines.keys()                                # both.save("written.png")
+        dict_keys(['best builder', 'written'])
+        """
+        if self.written is None:
+            raise ValueError("compared(): nothing was written: search(..., synthesize=seconds)")
+        both = {"best builder": self.best.point.program(self.trace), "written": self.written.program}
+        found = compare(both, self.cluster, tokens=tokens, memory=self.budget)
+        return found._replace(words=tuple(str(self.written).splitlines()))
+
     def __str__(self) -> str:
         best = self.best
-        lines = [f"{best.point}: {best.step_s:.4g} s a step, {best.peak_bytes / 2**30:.1f} GiB"]
+        lines = [f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"]
         lines.append(f"  {self.least.against(best.step_s)}")
         if self.default is not None and self.default.point != best.point:
             gain = 100 * (1 - best.step_s / self.default.step_s)
-            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {self.default.step_s:.4g} s")
-        others = [f"  {choice.point}: {choice.step_s:.4g} s, {choice.against(best)}" for choice in self.runners_up]
+            lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
+        others = [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
         return "\n".join([*lines, *others, *([str(self.written)] if self.written else [])])
 
 
@@ -280,7 +293,7 @@ class Sweep:
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
         forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
-        again = min(map(_seconds, forwards), default=0.0)
+        again = min(map(seconds_of, forwards), default=0.0)
         found: list[Choice] = []
         for defer in (True, False) if self.defers else (False,):
             point = self.plain._replace(defer=defer)
@@ -417,9 +430,11 @@ def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
     forward, backward, inputs = ([0.0] * len(whole.split.homes) for _ in range(3))
     for visit in whole.visits:
         at = whole.split.segment(visit.id)
-        forward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
-        backward[at] += _seconds(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
-        inputs[at] += _seconds(phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True))
+        forward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
+        backward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
+        inputs[at] += seconds_of(
+            phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True)
+        )
     most = 0.0
     for stage in range(order.stages):
         own = whole.split.of(stage)
@@ -442,7 +457,3 @@ def least_communication(part: Trace, cluster: Cluster) -> float:
                 links[op.stream] += seconds
                 links[resource] += seconds * (resource in LINKS)
     return max(links.values(), default=0.0)
-
-
-def _seconds(of: Sequence[Phase]) -> float:
-    return sum(phase.seconds for phase in of)

@@ -13,7 +13,7 @@ from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import StageMessage
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.timeline.spans import Crossing, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -212,7 +212,7 @@ def _after_all_sums(todo: Sequence[Task]) -> list[Task]:
 #     memory, host, latency   1
 #
 # A program without updates is followed by the norm and one update of all units, as in a step. All stages are
-# simulated together (simulate.py).
+# simulated together.
 #
 # Shared links and contention allow for anomalies: a faster part may begin something earlier that then slows the
 # critical path. For programs of the builders with gathers and reductions alone none has been seen; with all-reduces
@@ -262,8 +262,8 @@ def _on(program: Program, ranks: int) -> Program:
         raise TypeError("simulate: ranks is of a program without stages; build the pipeline on another mesh")
     if len(program.trace.mesh) > 1 or ranks < 1:
         raise ValueError(
-            f"simulate(ranks={ranks}): the program's mesh is {program.trace.mesh}; expected one axis, and ranks >= 1. "
-            "For another mesh build the schedule's program on trace.on(mesh)"
+            f"simulate(ranks={ranks}): the program's mesh is ({arguments(dict(program.trace.mesh))}); expected one "
+            "axis, and ranks >= 1. For another mesh build the schedule's program on trace.on(mesh)"
         )
     return program.with_trace(program.trace.on(((program.trace.mesh[0][0], ranks),)))
 

@@ -1,12 +1,13 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from yafsdp_fn.dist.ranks import inside_of
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import run, tasks, work
+from yafsdp_fn.program.trace import arguments
 from yafsdp_fn.schedules import (
     Assignment,
     Program,
@@ -23,6 +24,7 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 from yafsdp_fn.schedules.cut import Shape
+from yafsdp_fn.timeline.text import shown
 
 # ---- The space that `search` looks through: builders, the meshes they run on, and their options.
 #
@@ -119,11 +121,6 @@ class Point(NamedTuple):
         return f"{self.order.name}({call}){on}, {self.order.microbatches} microbatches{segments}"
 
 
-def arguments(sizes: Mapping[str, int]) -> str:
-    """Writes sizes as arguments in a call: `replicate=2, shard=8`."""
-    return ", ".join(f"{name}={size}" for name, size in sizes.items())
-
-
 def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
     """Builders and the meshes of as many ranks as `trace` has that they can run on.
 
@@ -182,7 +179,7 @@ class Choice(NamedTuple):
     def against(self, best: "Choice") -> str:
         """Says why it is slower than `best`."""
         more = {"compute": self.compute_s - best.compute_s, "communication": self.comm_s - best.comm_s}
-        reasons = [f"{what} {seconds:+.3g} s" for what, seconds in more.items() if seconds > 1e-3 * best.step_s]
+        reasons = [f"{what} +{shown(seconds)}" for what, seconds in more.items() if seconds > 1e-3 * best.step_s]
         slower = 100 * (self.step_s / best.step_s - 1)
         return f"+{slower:.1f}%: {' and '.join(reasons) or 'the same work, with more waiting'}"
 

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.bound import Bound, bound
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.bound import Bound, bound, seconds_of
+from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import groups, phases
 from yafsdp_fn.planner.drafts import Changes, Draft, OneStage, Seen, differences
 from yafsdp_fn.planner.orders import Calls, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
-from yafsdp_fn.planner.space import Point
+from yafsdp_fn.planner.space import Order, Point
 from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.program import Program, part_of
 from yafsdp_fn.program.split import Assignment, Call
@@ -396,10 +396,9 @@ class _Stages:
     def _differences(self, cut: _Cut) -> Iterator[str]:
         first, ours = self.owner.points[0], cut.point
         assert first.order is not None and ours.order is not None
-        names = [(order.name in pipelines.V_SHAPED, order.per_stage) for order in (first.order, ours.order)]
-        if names[0] != names[1]:
-            ours_are, theirs_are = (f"{count} segments a stage{', V-shaped' * v}" for v, count in reversed(names))
-            yield f"{ours_are}, not {theirs_are}"
+        shapes = [_shape(order) for order in (ours.order, first.order)]
+        if shapes[0] != shapes[1]:
+            yield f"{shapes[0]}, not {shapes[1]}"
         again = [len(draft.again) for draft in cut.drafts]
         if any(count != first.remat for count in again):
             yield f"recomputes {', '.join(map(str, again))} layers of its stages, not {first.remat}"
@@ -442,22 +441,24 @@ def _calls(whole: Trace, cluster: Cluster, drafts: Sequence[Draft]) -> Calls:
     columns: list[list[float]] = [[], [], [], [], []]
     for segment, home in enumerate(split.homes):
         each = [0.0] * 5
-        for v in range(*split.segments[segment]):
+        for v in split.visits(segment):
             cost = whole.visits[v].cost
             recompute = v in drafts[home].again
-            each[0] += _seconds(phases(Forward(v, (), True), whole, cluster, places, False))
-            each[1] += _seconds(phases(Backward(v, (), (), half="inputs"), whole, cluster, places, recompute))
-            each[2] += _seconds(phases(Backward(v, (), (), half="weights"), whole, cluster, places, False))
+            each[0] += seconds_of(phases(Forward(v, (), True), whole, cluster, places, False))
+            each[1] += seconds_of(phases(Backward(v, (), (), half="inputs"), whole, cluster, places, recompute))
+            each[2] += seconds_of(phases(Backward(v, (), (), half="weights"), whole, cluster, places, False))
             taken = sum(value.nbytes for value in cost.takes if recompute or value.number not in cost.unsaved)
             each[3] += (0 if recompute else cost.inner_bytes) + taken + cost.beside_bytes
             each[4] += cost.between_bytes
         for column, value in zip(columns, each, strict=True):
             column.append(value)
     crossing = [number for number in range(len(split.flows)) if len(set(split.ends(number, False))) > 1]
-    message = max((_seconds(phases(Send(n, 0), whole, cluster, places, False)) for n in crossing), default=0.0)
+    message = max((seconds_of(phases(Send(n, 0), whole, cluster, places, False)) for n in crossing), default=0.0)
     forward, inputs, weights, held, between = map(tuple, columns)
     return Calls(split.homes, whole.microbatches, forward, inputs, weights, message, held, between)
 
 
-def _seconds(found: Iterable[Phase]) -> float:
-    return sum(phase.seconds for phase in found)
+def _shape(order: Order) -> str:
+    if order.per_stage == 1:
+        return "1 segment a stage"
+    return f"{order.per_stage} segments a stage, {'V-shaped' if order.name in pipelines.V_SHAPED else 'in a loop'}"

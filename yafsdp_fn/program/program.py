@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from yafsdp_fn.dist.owners import Leaf, assign, lines_of
+from yafsdp_fn.dist.owners import Leaf, assign, subgroups_of
 from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
@@ -36,13 +36,13 @@ def _away(
     units = []
     for unit, _, measured in lent:
         numel, over = cut[unit]
-        lines = lines_of(over, every)
-        leaves = [Leaf("", offset, shape, 0, len(lines)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, len(lines[0])) // len(lines[0]), leaves, lines))
+        subgroups = subgroups_of(over, every)
+        leaves = [Leaf("", offset, shape, 0, len(subgroups)) for offset, shape, _, _ in measured]
+        units.append((unit, padded_numel(numel, len(subgroups[0])) // len(subgroups[0]), leaves, subgroups))
     owners = assign(units, ranks)
     out: dict[int, int] = {}
-    for (unit, n, leaves, lines), (_, _, measured) in zip(units, lent, strict=True):
-        shard_of = {rank: shard for line in lines for shard, rank in enumerate(line)}
+    for (unit, n, leaves, subgroups), (_, _, measured) in zip(units, lent, strict=True):
+        shard_of = {rank: shard for members in subgroups for shard, rank in enumerate(members)}
         pairs = zip(leaves, owners[unit], strict=True)
         away = [1 - len(leaf.part(shard_of[owner], n)) / max(math.prod(leaf.shape), 1) for leaf, owner in pairs]
         out[unit] = round(sum(share * nbytes for share, (_, _, nbytes, _) in zip(away, measured, strict=True)))
@@ -114,7 +114,7 @@ def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     split = trace.split
     assert split is not None and trace.stage is None, "a whole step that is split"
     held = units_of(trace, stage)
-    here = {number for segment in split.of(stage) for number in range(*split.segments[segment])}
+    here = {number for segment in split.of(stage) for number in split.visits(segment)}
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
     between = tuple(each for each in trace.between if max(each.after, 0) in here)
@@ -156,7 +156,7 @@ def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int],
 def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
     assert trace.split is not None
     for kind, segment, microbatch in calls:
-        visits = range(*trace.split.segments[segment])
+        visits = trace.split.visits(segment)
         for visit in visits if kind == "forward" else reversed(visits):
             yield Compute(kind, visit, microbatch)
 

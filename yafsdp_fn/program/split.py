@@ -74,6 +74,10 @@ class Split(NamedTuple):
         """The segment that `visit` is in."""
         return next(number for number, (first, end) in enumerate(self.segments) if first <= visit < end)
 
+    def visits(self, segment: int) -> range:
+        """The numbers of the visits of a segment."""
+        return range(*self.segments[segment])
+
     def of(self, stage: int) -> tuple[int, ...]:
         """The segments of `stage`."""
         return tuple(number for number, home in enumerate(self.homes) if home == stage)

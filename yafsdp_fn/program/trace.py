@@ -3,7 +3,7 @@ else.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
@@ -195,6 +195,11 @@ class Compute(NamedTuple):
     closes: tuple[int, ...] = ()
 
 
+def arguments(sizes: Mapping[str, int]) -> str:
+    """Writes sizes as arguments in a call: `replicate=2, shard=8`."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
 class Lent(NamedTuple):
     """A unit whose leaves are lent to their owners by the optimizer.
 
@@ -239,6 +244,15 @@ class Trace(NamedTuple):
     stage: int | None = None
     loss_of: tuple[int, ...] = ()
     between: tuple[Between, ...] = ()
+
+    def __str__(self) -> str:
+        """The step, a line for each visit, and the order of computes; of many the first and the last."""
+        from yafsdp_fn.program import text  # it imports this
+
+        return text.of_trace(self)
+
+    def __repr__(self) -> str:
+        return f"Trace({str(self).partition(chr(10))[0]})"
 
     @property
     def ranks(self) -> int:

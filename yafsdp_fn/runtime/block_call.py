@@ -209,7 +209,7 @@ class BlockCall(TensorCall):
     def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises if an output is a view of the weights, whose memory will hold other values."""
         for out in outs:
-            address = out.untyped_storage().data_ptr()
+            address = address_of(out)
             if address in storages and address and out.numel():  # 0: no memory, or a fake tensor
                 raise errors.view_of_weights(self.name, out)
 
@@ -230,6 +230,11 @@ class BlockCall(TensorCall):
                 if leaf is not runner.leaves[number]:
                     return None
         return None if transforms_active() else runner
+
+
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of the tensor's memory; 0 where it has none."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:

@@ -148,15 +148,15 @@ class BlockCollectives:
         return None if stretch.run is None else stretch.run.collective(f"{call.kind} {call.axis}")
 
     def _compare(self, call: AxisCollective, x: Tensor, place: str) -> None:
-        """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one line along its
+        """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one subgroup along its
         axis of one size."""
         comms, what = self._comms, f"{call.kind} over {call.axis!r}"
         shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
         self._must_agree(f"{what} of {x.dtype}, {place}", what)
         mine = torch.tensor([zlib.crc32(repr(shape).encode())])
-        lines = comms.numbers_of_all(mine, what, in_stage=True)
-        lines = lines.view(-1, comms.axes[call.axis].size, comms.stride(call.axis))
-        if not bool((lines == lines[:, :1]).all()):
+        sizes = comms.numbers_of_all(mine, what, in_stage=True)
+        sizes = sizes.view(-1, comms.axes[call.axis].size, comms.stride(call.axis))
+        if not bool((sizes == sizes[:, :1]).all()):
             self._must_agree(f"{what} of {x.dtype} {shape}, {place}", what)
 
     def _must_agree(self, text: str, what: str) -> None:

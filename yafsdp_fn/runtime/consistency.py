@@ -107,7 +107,9 @@ def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) 
     every = comms.numbers_of_all(torch.tensor([0 if all(told) else _digest(batch), *told]), "comparing batches")
     first = comms.world_rank - comms.rank
     for at, name in enumerate(axes, 1):
-        of_line = [first + rank for line in comms.lines(along=(name,)) if comms.rank in line for rank in line]
+        of_subgroup = [
+            first + rank for members in comms.subgroups(along=(name,)) if comms.rank in members for rank in members
+        ]
         if every[:, at].any():
             continue
         if name in split:
@@ -117,7 +119,7 @@ def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) 
                 f"by ya.psum(x, {name!r}), say (docs/axes.md)",
                 stacklevel=2,
             )
-        elif len(set(every[of_line, 0].tolist())) == 1:
+        elif len(set(every[of_subgroup, 0].tolist())) == 1:
             warnings.warn(
                 f"the ranks of {name} all do the same: their batches are equal, no leaf is split over {name}, and "
                 f"neither a block nor the loss names it. Leave it out of the mesh, for more ranks of shard",

@@ -6,11 +6,11 @@ Steady steps enter this file only for a loss whose weight has a graph.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import optree
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.util.torch_private import is_transform_wrapper, memory_key
 
 # ---- Tests whether a tensor made by a loss depends on the differentiated arguments, by following its graph through
@@ -45,7 +45,7 @@ def depends(tensor: Tensor) -> bool:
 def depends_again(asked: Asked, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
     """Answers a visit's question once it has run with a graph from `inputs` to `outs`."""
     edges = [_edge(outs[number]) for number in asked.outputs if outs[number].requires_grad]
-    return _ends_in_leaf(edges, _origins(inputs, asked.arguments))
+    return _ends_in_leaf(edges, dict(zip(map(id, inputs), asked.arguments, strict=True)))
 
 
 def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
@@ -80,10 +80,6 @@ def _edge(tensor: Tensor) -> Edge:
     return node, number
 
 
-def _origins(inputs: Sequence[Tensor], arguments: Sequence[Edge]) -> dict[int, Edge]:
-    return {id(tensor): edge for tensor, edge in zip(inputs, arguments, strict=True)}
-
-
 # ---- Which memory a graph keeps alive.
 
 
@@ -100,7 +96,7 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
         todo += [below for below, _ in node.next_functions]
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved: Any = [getattr(node, "saved_tensors", ()), *(getattr(node, name) for name in names)]
-        found.update(memory_key(leaf) for leaf in optree.tree_leaves(saved) if isinstance(leaf, Tensor))
+        found.update(map(memory_key, tensors_in(saved)))
     return found
 
 
@@ -170,18 +166,12 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given: Any = [args, kwargs or {}]
-        for leaf in optree.tree_leaves(given):
-            if isinstance(leaf, Tensor) and id(leaf) not in self._known and _tracked(leaf):
+        for leaf in tensors_in(given):
+            if id(leaf) not in self._known and (leaf.requires_grad or is_transform_wrapper(leaf)):
                 raise RuntimeError(_message(self._name, _shown(leaf)))
         out = func(*args, **(kwargs or {}))
-        for leaf in optree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._known[id(leaf)] = leaf
+        self._known |= {id(leaf): leaf for leaf in tensors_in(out)}
         return out
-
-
-def _tracked(tensor: Tensor) -> bool:
-    return tensor.requires_grad or is_transform_wrapper(tensor)
 
 
 def _shown(tensor: Tensor) -> str:

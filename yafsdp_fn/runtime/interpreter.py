@@ -39,6 +39,7 @@ from yafsdp_fn.program.ops import (
 )
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Visit
+from yafsdp_fn.runtime.block_call import address_of
 from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 
@@ -97,7 +98,7 @@ class Slots:
         self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}
         rows = memory.working.rows
-        self._shards = self.storages = _addresses(rows[unit] for unit in rows.keys() & memory.weights_alias)
+        self._shards = self.storages = {address_of(rows[unit]) for unit in rows.keys() & memory.weights_alias}
         self._secondary: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
@@ -150,7 +151,7 @@ class Slots:
                     self.contents.pop(slot, None)
                     self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
                     self._kept = {key: pairs for key, pairs in self._kept.items() if key[0] != slot}
-                    self.storages = self._shards | _addresses(buffers.values())
+                    self.storages = self._shards | set(map(address_of, buffers.values()))
 
     def _new(self, name: Buffer, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.memory.comms.device)
@@ -197,8 +198,8 @@ class Slots:
                     found = None
                     break
         if found is None:
-            # a weak proxy; a bound method would be a cycle
-            scratch = partial(_scratch_of, self.memory) if track else None
+            memory = self.memory  # a weak proxy; a bound method would be a cycle
+            scratch = (lambda shape, dtype: memory.scratch(shape, dtype)) if track else None
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
             self._leaves[slot, unit, track] = found
         return found
@@ -217,10 +218,6 @@ class Slots:
             out.append(leaf)
         return out
 
-    def nbytes(self) -> int:
-        """Returns the bytes allocated for slots."""
-        return sum(b.numel() for b in (*self._weights.values(), *self._grads.values(), *self._secondary.values()))
-
     @staticmethod
     def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         return buffer[:size].view(dtype)
@@ -233,14 +230,6 @@ def _aliased(
     found = {number: unit for unit, number in pairs if unit in alias}
     kept = [use for use in uses if use[0] != slot or use[2] not in found]
     return [*kept, *((shard, unit) for unit in found.values())]
-
-
-def _addresses(buffers: Iterable[Tensor]) -> set[int]:
-    return {buffer.untyped_storage().data_ptr() for buffer in buffers}
-
-
-def _scratch_of(memory: Memory, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return memory.scratch(shape, dtype)
 
 
 # ---- The interpreter: puts ops on their streams, in the order that the scoreboard derives.

@@ -1,4 +1,8 @@
-"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them."""
+"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them.
+
+A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances its
+generation, and older views raise.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -51,10 +55,6 @@ class Shards:
                 self.counts.update(group.held[row] for row in group.counted)
                 self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
 
-    def divide_(self, divisor: Tensor) -> None:
-        for tensor in self.present:
-            tensor.div_(divisor)
-
     def leaves(self, unit: int) -> list[Tensor]:
         """Returns views of a unit's leaves. One rank only: the shard is the whole flat vector."""
         if unit not in self._leaves:
@@ -66,13 +66,6 @@ class Shards:
         if unit not in self._gaps:
             self._gaps[unit] = self._layouts[unit].gaps(self.rows[unit])
         return self._gaps[unit]
-
-
-# ---- The memory behind a sharded state: shards, working copies, gradient shards, slots, and the scoreboard over
-# them.
-#
-# A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances
-# its generation, and older views raise.
 
 
 class Memory(Placement[Communicators]):

@@ -19,6 +19,7 @@ from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import after_program
 from yafsdp_fn.program.trace import Lent, OptimizerMemory
@@ -39,7 +40,7 @@ def optimizer_memory(
         params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
         state = as_transformation(tx).init(params)
         trees: Any = params, grads, state
-        lives = LiveBytes(leaf for leaf in optree.tree_leaves(trees) if isinstance(leaf, Tensor))
+        lives = LiveBytes(tensors_in(trees))
         one = torch.ones((), device=device)
         try:
             with InPlace(), lives:  # type: ignore[no-untyped-call]

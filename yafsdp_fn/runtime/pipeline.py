@@ -16,8 +16,8 @@ from torch import Tensor
 
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.params.sharded import is_sharded
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
+from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.split import Call, StageMessage
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
@@ -72,7 +72,7 @@ class Segment:
     def checked(self, call: Any, out: Tree, number: int) -> Tree:
         """Returns the outputs of a visit that is here. Raises if they differ from what stands for them elsewhere."""
         traced = self._crossing.placeholders[number]
-        shapes = [(x.shape, x.dtype) for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+        shapes = [(x.shape, x.dtype) for x in tensors_in(out)]
         if call.structure[0] != traced.structure[0] or shapes != [(x.shape, x.dtype) for x in traced.tensors]:
             raise errors.visit_differs_from_trace(
                 f"{call.name} (visit {number})", "it returns other shapes, or another tree"
@@ -163,8 +163,7 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
 
     rest: the arguments of the function, positional and keyword, but for parameters
     """
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(rest, is_leaf=is_sharded)
-    named = {argument_name(at): x for at, x in zip(accessors, leaves, strict=True) if not is_sharded(x)}
+    named = {argument_name(at): x for at, x in handles_and_leaves(rest) if not is_sharded(x)}
     comms.must_agree(WHAT, {name: _outline(leaf) for name, leaf in named.items()}, NEW)
     tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
     if not tensors:

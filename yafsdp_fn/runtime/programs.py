@@ -13,7 +13,7 @@ from typing import Any
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.trace import Cost, Lent, Trace, UpdateWhen
+from yafsdp_fn.program.trace import Cost, Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.deadlock import unmeasured, weighed
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.errors import LATE
@@ -197,10 +197,12 @@ def _check_stages(program: Program, trace: Trace) -> None:
 def difference(theirs: Trace, ours: Trace) -> str | None:
     """Describes the first difference between a program's trace and the one it would run for; measured costs
     may differ."""
+    if ours.mesh != theirs.mesh:
+        return f"mesh: it has {arguments(dict(theirs.mesh))}, here it is {arguments(dict(ours.mesh))}"
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
-            return f"it is of other units: it has {other} where there is {mine}"
-    for field in ("mesh", "microbatches", "split", "update_when", "lent", "ordered", "order"):
+            return f"it is of other units: it has {_unlike(other, mine)} where there is {_unlike(mine, other)}"
+    for field in ("microbatches", "split", "update_when", "lent", "ordered", "order"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field == "lent":
             mine, other = ([of[:2] for of in lent] for lent in (mine, other))
@@ -212,6 +214,14 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         for trace in (ours, theirs)
     ]
     return "visits" if costless[0] != costless[1] else None
+
+
+def _unlike(unit: UnitSpec | None, other: UnitSpec | None) -> str:
+    """Names a unit, and the fields in which it is not another one of that name."""
+    if unit is None:
+        return "none"
+    fields = unit._fields if other is not None and other.name == unit.name else ()
+    return ", ".join([unit.name, *(f"{f}={getattr(unit, f)}" for f in fields if getattr(unit, f) != getattr(other, f))])
 
 
 def agree(program: Program, comms: Communicators) -> None:

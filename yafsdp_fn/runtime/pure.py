@@ -12,7 +12,7 @@ from yafsdp_fn.dist.differentiable import AllGather
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
-from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.block_call import BlockCall, address_of
 from yafsdp_fn.runtime.graph_walks import Watch
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
@@ -140,7 +140,7 @@ def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]
             here.task = outer
 
 
-# ---- The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func.
+# ---- Visits.
 #
 #     whole = all_gather(shard)            # backward: reduce-scatter, whose backward is all-gather again
 #     outs = remat(block)(whole, ...)      # only shards and arguments are saved
@@ -222,7 +222,7 @@ def visit(call: BlockCall) -> Tree:
     wrapped = tracked and not call.first and not forward_by_hand()
     outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
     if not transformed:  # at world size 1 the weights are the shards themselves
-        call.refuse_views(outs, {shard.untyped_storage().data_ptr() for shard in shards})
+        call.refuse_views(outs, set(map(address_of, shards)))
     return call.outputs(outs)
 
 

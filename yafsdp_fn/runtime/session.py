@@ -231,7 +231,7 @@ class Session:
         ends = {"forward": 0, "backward": -1, "inputs": -1, "weights": -1}
         for kind, number, microbatch, _ in self.verified.program.trace.order:
             segment = split.segment(number)
-            if range(*split.segments[segment])[ends[kind]] == number:
+            if split.visits(segment)[ends[kind]] == number:
                 yield Call(kind, segment, microbatch)
 
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
@@ -284,7 +284,7 @@ class Session:
         """Runs the later halves of the backwards of a segment."""
         assert self.verified is not None and self.verified.crossing is not None
         self.microbatch = call.microbatch
-        for number in reversed(range(*self.verified.crossing.split.segments[call.segment])):
+        for number in reversed(self.verified.crossing.split.visits(call.segment)):
             visit = self.verified.program.trace.visits[number]
             with self.compute("weights", visit, call.microbatch) as op:
                 assert isinstance(op, Backward)

@@ -1,4 +1,10 @@
-"""States: a frozen pytree of parameters, optimizer state, step and seed, sharded or plain."""
+"""States: a frozen pytree of parameters, optimizer state, step and seed, sharded or plain.
+
+    state = init(params, tx, mesh=mesh(), seed=0)
+    state, metrics = step(state, batch)               # the old state is donated: its memory is the new one's
+
+Donation happens at the commit, the last thing a step does, so that an exception before it leaves the state usable.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,13 +24,6 @@ from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import Memory
-
-# ---- The sharded state: parameters, optimizer state, step, seed. A frozen pytree, passed in and returned.
-#
-#     state = init(params, tx, mesh=mesh(), seed=0)
-#     state, metrics = step(state, batch)               # the old state is donated: its memory is the new one's
-#
-# Donation happens at the commit, the last thing a step does, so that an exception before it leaves the state usable.
 
 
 class NoOptimizer(NamedTuple):

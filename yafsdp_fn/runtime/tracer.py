@@ -8,14 +8,13 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_fn.dist.ranks import AxisCollective
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.trace import Argument, Between, Trace, Value, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
@@ -64,14 +63,10 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if not self.paused:
-            made = frozenset[int]().union(*[self.made(x) for x in _tensors((args, kwargs))])
-            for x in _tensors(out) if made else ():
+            made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
+            for x in tensors_in(out) if made else ():
                 self.comes_from(x, made | self.made(x))
         return out
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 # ---- Traces a call on fake tensors: the visits and the cost of each, with nothing computed and nothing gathered.
@@ -292,7 +287,7 @@ def traced(
                 out = arguments.call(0, tracer, True)
                 tracer.end_between()
             total = _total(out)
-            made = {id(x): tracer.beside.made(x) for x in optree.tree_leaves(out) if isinstance(x, Tensor)}
+            made = {id(x): tracer.beside.made(x) for x in tensors_in(out)}
             reads = placement.comms.stages > 1 and tracer.reads_leaves(total)
             visits = tracer.finish(total)
     except Exception as error:

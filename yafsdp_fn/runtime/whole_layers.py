@@ -10,6 +10,7 @@ from yafsdp_fn.dist.flat import gather_into
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
+from yafsdp_fn.params.sources import part_at_home
 from yafsdp_fn.params.tree import Tree, stacked, without_markers
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.runtime.memory import Memory
@@ -26,30 +27,30 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
     length = stacks[0].entry.length
     assert length is not None
     comms, call = memory.comms, object()  # names the buffers of this call on the scoreboard
-    parts = [(group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
+    parts = [(stack, group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
 
-    def buffer(group: Group, leaf: Tensor) -> Tensor:
+    def buffer(_: Sharded, group: Group, leaf: Tensor) -> Tensor:
         return leaf.new_empty(group.layout.shard_numel(comms.within(group.over).ranks) * comms.ranks)
 
     even = [buffer(*part) for part in parts]
-    odd = [flat if part[0].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
+    odd = [flat if part[1].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
     buffers = [even, odd]
 
     def start(layer: int) -> None:
         # pinned units come with layer 0 and stay
         starting = [
-            (g, leaf, flat)
-            for (g, leaf), flat in zip(parts, buffers[layer % 2], strict=True)
-            if layer == 0 or not g.pinned
+            (*part, 0 if part[1].pinned else layer, flat)
+            for part, flat in zip(parts, buffers[layer % 2], strict=True)
+            if layer == 0 or not part[1].pinned
         ]
         # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
-        jobs = [(flat, _shard_at_home(comms, group, leaf, layer).contiguous()) for group, leaf, flat in starting]
+        jobs = [(flat, part_at_home(*part).contiguous()) for *part, flat in starting]
         if comms.ranks == comms.stages == 1:
             for out, shard in jobs:
                 out.copy_(shard)
             return
-        homes = [group.home(0 if group.pinned else layer) for group, _, _ in starting]
-        shards: list[Buffer] = [("shard", group.unit(layer)) for group, _, _ in starting]
+        homes = [group.home(place) for _, group, _, place, _ in starting]
+        shards: list[Buffer] = [("shard", group.unit(layer)) for _, group, *_ in starting]
         label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_whole_layers)"
 
         def work() -> None:
@@ -75,21 +76,13 @@ def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tre
                 start(layer + 1)
             with memory.using([("layer", call, layer % 2)]):
                 flats = zip(parts, buffers[layer % 2], strict=True)
-                views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (group, _), flat in flats])
+                views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (_, group, _), flat in flats])
                 yield [
                     stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
                 ]
     finally:
         with memory.using([], [("layer", call, 0), ("layer", call, 1)]):  # a gather ahead may still write to a buffer
             memory.board.forget(("layer", call, 0), ("layer", call, 1))
-
-
-def _shard_at_home(comms: Ranks, group: Group, leaf: Tensor, layer: int) -> Tensor:
-    """Returns this rank's shard of a layer, or uninitialised memory of its size if another stage has it."""
-    place = 0 if group.pinned else layer
-    if group.home(place) != group.stage:
-        return leaf.new_empty(group.layout.shard_numel(comms.within(group.over).ranks))
-    return leaf if group.pinned else leaf[group.here.index(layer)]
 
 
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:

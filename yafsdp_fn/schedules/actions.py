@@ -16,10 +16,10 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
 from yafsdp_fn.schedules.build import begun_early, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.messages import Item, gives, takes, with_messages
+from yafsdp_fn.schedules.messages import Item, computes_at_ends, gives, takes, with_messages
 from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
 
-# ---- Rows of actions, as torch.distributed.pipelining writes them, read.
+# ---- Rows as torch writes them, read.
 #
 #     0F0  1B2  1I2  1W2        forward, backward, its halves, of a segment (torch's stage) in a microbatch
 #     0SEND_F2  1RECV_F2        what goes between segments; SEND_B, RECV_B: gradients
@@ -120,7 +120,8 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     listed = list(_listed(program.trace, actions, slots, gathers, reductions))
     ops: list[Op] = list(listed[0])
     done = calls = 0
-    ends = [end for _, end in _counted_calls(program.trace, actions)]
+    assert program.trace.split is not None
+    ends = list(computes_at_ends(program.trace.split, _calls(actions)))
     for op in program.ops:
         if isinstance(op, tuple(dropped)):
             continue
@@ -138,15 +139,6 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
             calls += 1
             ops += listed[calls]
     return Program(program.trace, tuple(begun_early(ops) if reductions else ops))
-
-
-def _counted_calls(trace: Trace, actions: Iterable[Action]) -> Iterator[tuple[Call, int]]:
-    """Each call, and how many computes there are up to its end."""
-    total = 0
-    for action in actions:
-        if action.call is not None:
-            total += len(_visits(trace, action.segment))
-            yield action.call, total
 
 
 def _listed(
@@ -223,10 +215,10 @@ def _units(trace: Trace, segment: int) -> tuple[int, ...]:
 def _visits(trace: Trace, segment: int) -> range:
     split: Split | None = trace.split
     assert split is not None
-    return range(*split.segments[segment])
+    return split.visits(segment)
 
 
-# ---- Schedules that others wrote: rows of actions of torch.distributed.pipelining as a schedule of ours.
+# ---- A schedule from rows.
 #
 #     rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
 #     ya.train_step(loss_fn, tx, schedule=ya.schedules.from_actions(rows, ya.schedules.zero3()))
@@ -275,7 +267,7 @@ def from_actions(
             _check_reductions(trace, split, actions)
         listed = not words.isdisjoint(MESSAGES)
         if not listed:
-            lists = with_messages(split, [[a.call for a in row if a.call is not None] for row in actions])
+            lists = with_messages(split, [_calls(row) for row in actions])
         else:
             _check_flows(split)
             lists = [list(_items(split, row)) for row in actions]

@@ -143,7 +143,7 @@ def readers(ops: Sequence[Op]) -> dict[int, int | None]:
 #     compute
 #     reduce the gradients that are complete; sum them over replicas
 # with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
-# what is gathered for one compute, or reduced after one, becomes one op (build.py)
+# what is gathered for one compute, or reduced after one, becomes one op
 # a forward whose backward comes next may begin its gradients, where their slots are free
 # where `remat` says so, carries move to the host and back (remat.py)
 

@@ -29,6 +29,7 @@ class Group(NamedTuple):
     """Units that are gathered and reduced together.
 
     reshard: whether they are freed after their forward; a number: kept by as many ranks, and gathered from these
+    stays: they are not freed after their backward
     forward, backward: other groups, by number, that are gathered ahead when its own forward, or backward, begins; None:
         of a backward, those of the compute that comes next, if that is one
     """
@@ -37,6 +38,7 @@ class Group(NamedTuple):
     reshard: bool | int = True
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] | None = None
+    stays: bool = False
 
 
 def fsdp2(
@@ -51,11 +53,13 @@ def fsdp2(
     """FSDP2: torch's `fully_shard`, on each layer and on the whole.
 
     Gathers, with L layers, U other units, M microbatches: M (2 L + U), of g (R - 1) / R each; without resharding after
-    forward M (L + U). Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R each.
+    forward M (L + U); with `defer` (M + 1) L + U, or L + U. Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R
+    each.
 
-    module: one that `fully_shard` was applied to, of any number of ranks: its groups, what each does after its forward,
-        and its lists of modules to prefetch are read, in place of the next three arguments. Units are found by their
-        names: `layers[3]` of a trace is `layers.3` of the module, as `ya.functionalize` names them
+    module: one that `fully_shard` was applied to, of any number of ranks: its groups, what each does after its forward
+        and its backward, and its lists of modules to prefetch are read, in place of the next three arguments. Units are
+        found by their names: `layers[3]` of a trace is `layers.3` of the module, as `ya.functionalize` names them. What
+        else changes a step (`set_requires_gradient_sync(False)`, `CPUOffloadPolicy` and the like) is refused by name
     reshard_after_forward: free layers after their forward. A number, as torch takes it: keep them in the ranks of a
         node, as many as that, and gather them from there; the mesh has axes `node` and `local`
     wrap: "layers": `fully_shard` was called with each layer and with the whole, which has all other units as one group,
@@ -67,7 +71,8 @@ def fsdp2(
     remat: as of all builders: what is checkpointed in the module
     defer: gradients are added up unreduced, and weights stay after a backward, as torch's pipelines do with stages
 
-    A unit's slot is one of two, or `prefetch + 1`, that take turns; its own where it is held, or gathered with others.
+    A unit's slot is one of two that take turns, of `prefetch + 1` if these are more, or of as many as are gathered at
+    once by a module's lists; its own where it is held, or gathered with others.
 
     >>> freed, kept = (ya.schedules.fsdp2(reshard_after_forward=after)(trace) for after in (True, False))
     >>> freed.count(ya.schedules.Gather), kept.count(ya.schedules.Gather)
@@ -157,8 +162,8 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
         return tuple(number[group] for group in groups if group in number)
 
     return [
-        Group(tuple(own), found[at].reshard, listed(found[at].forward), listed(found[at].backward) or None)
-        for at, own in units.items()
+        Group(tuple(own), of.reshard, listed(of.forward), listed(of.backward) or None, of.stays)
+        for of, own in ((found[at], own) for at, own in units.items())
     ]
 
 
@@ -177,7 +182,11 @@ def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool =
             f"fsdp2: {kept} ranks keep weights after forward, on the mesh {dict(trace.mesh)}: build the state on "
             f"ya.mesh(local={kept})"
         )
-    builder, recompute = _Builder(trace, groups, defer, hold), remat(trace)
+    dry, recompute = _Builder(trace, groups, defer, hold, None), remat(trace)
+    for i in () if hold else range(len(trace.order)):
+        dry.gather(i)
+        dry.free(i)
+    builder = _Builder(trace, groups, defer, hold, max(2, dry.most))
     for i, now in enumerate(trace.order):
         visit = trace.visits[now.visit]
         builder.gather(i)
@@ -194,16 +203,23 @@ def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool =
 
 
 class _Builder:
-    def __init__(self, trace: Trace, groups: list[Group], defer: bool, hold: bool) -> None:
+    """The ops so far, and what is gathered.
+
+    width: slots, or sets of slots, that take turns; None: every unit has its own
+    most: of the groups that take turns, how many were gathered at once
+    """
+
+    def __init__(self, trace: Trace, groups: list[Group], defer: bool, hold: bool, width: int | None) -> None:
         self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
-        ahead = max((len(group.forward + (group.backward or (0,))) for group in groups), default=0)
         visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
         uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
         whole = [
             (g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}
         ]  # in a visit
-        self.slots = _in_turns(trace, [group.units for group, _ in whole if group.reshard], max(2, 1 + ahead))
+        turns = [group.units for group, _ in whole if group.reshard and not group.stays]
+        self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
+        self.turns, self.most = {unit for units in turns for unit in units}, 0
         once = [group.units for group, times in whole if len(times) == 1]
         self.grad_slots = own_slots(trace.units) if defer else _in_turns(trace, once, 2)
         self.ops: list[Op] = []
@@ -248,6 +264,7 @@ class _Builder:
         if any(self.held.get(slot) != unit for unit, slot in zip(units, slots, strict=True)):
             self.ops.append(Gather(units, slots, "node" if number in self.stashed else "shard"))
             self.held.update(zip(slots, units, strict=True))
+            self.most = max(self.most, len({self.of[unit] for unit in self.turns.intersection(self.held.values())}))
             if type(self.groups[number].reshard) is int and number not in self.stashed:
                 self.ops.append(Stash(units, slots))
                 self.stashed.add(number)
@@ -262,7 +279,7 @@ class _Builder:
             if forward:
                 freed = bool(self.groups[number].reshard) and (last or len(units) == 1)
             else:
-                freed = last and not self.defer and not self.hold
+                freed = last and not (self.defer or self.hold or self.groups[number].stays)
                 self.stashed -= {number} if freed else set()
             if freed:
                 self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}

@@ -256,7 +256,7 @@ def wired(
 
 
 def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
-    ends = list(_ends(split, items))
+    ends = list(computes_at_ends(split, items))
     ops: list[Op] = []
     late: list[Op] = []
 
@@ -285,11 +285,10 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
     return *ops, *late
 
 
-def _ends(split: Split, items: Sequence[Item]) -> Iterator[int]:
+def computes_at_ends(split: Split, items: Sequence[Item]) -> Iterator[int]:
     """Yields the number of computes up to the end of each call."""
     total = 0
     for item in items:
         if isinstance(item, Call):
-            first, end = split.segments[item.segment]
-            total += end - first
+            total += len(split.visits(item.segment))
             yield total

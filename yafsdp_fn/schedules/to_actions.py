@@ -118,7 +118,7 @@ class _Stage:
             self.at.append((now, done > 0))
             if isinstance(op, Forward | Backward):
                 done += 1
-                if done == len(range(*split.segments[self.calls[now].segment])):
+                if done == len(split.visits(self.calls[now].segment)):
                     now, done = now + 1, 0
 
     def units(self, segment: int) -> frozenset[int]:

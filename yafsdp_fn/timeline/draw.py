@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from yafsdp_fn.timeline import paint
 from yafsdp_fn.timeline.geometry import IDLE, INSIDE, INSIDE_PART, OTHERWISE, PLAIN, Bar, Lane, Layout
 from yafsdp_fn.timeline.paint import (
+    CLEAR,
     FLOOR,
     HATCH,
     INK,
@@ -90,8 +91,6 @@ def samples(layouts: Sequence[Layout]) -> list[Sample]:
 
 
 # ---- Which boxes of a lane are labelled: all that have room, else every k-th layer.
-
-CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
 
 
 class Label(NamedTuple):

@@ -1,14 +1,26 @@
-"""The geometry of a picture of a timeline: lanes and rows in inches, boxes in seconds, colours. Nothing is drawn
-here."""
+"""The geometry of pictures of timelines, of one stage or of a pipeline: lanes and rows in inches, boxes in seconds,
+colours. Nothing is drawn here."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Forward, Gather, Norm, Offload, Receive, Reduce, Send
+from yafsdp_fn.program.ops import (
+    AllReduce,
+    Backward,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Receive,
+    Reduce,
+    Send,
+    kind_of,
+)
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.spans import Held, Span, Spans, grad_slots, weight_slots
+from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import because
 
 # ---- Colours of a timeline: a ramp of hues over the layers of each stack, hues of their own for units outside of
@@ -70,7 +82,7 @@ def _between(first: float, last: float, k: int, count: int) -> float:
     return first + (last - first) * k / max(1, count - 1)
 
 
-# ---- What is where in the picture of a timeline: lanes and rows in inches, boxes in seconds. Nothing is drawn here.
+# ---- What is where in the picture of one stage: lanes of streams, and rows of slots below them.
 
 COMPUTE, STREAM, STRIP, GAP = 0.40, 0.28, 0.13, 0.07  # heights
 SLOT, BLOCK, MANY_SLOTS = 0.15, 1.25, 8  # of one slot; of all slots of a kind where they are more than so many
@@ -211,3 +223,95 @@ class Layout:
             text = f"{gap.why} {short}" if short else because(gap.why)
             found.append(Bar(gap.start, gap.end, IDLE.get(gap.why, OTHERWISE), text, short=short))
         return found
+
+
+# ---- What is where in the picture of a pipeline: for each stage a row of its computes, and below it thin rows of what
+# it communicates.
+
+HUES = {"forward": 255.0, "backward": 150.0, "inputs": 190.0, "weights": 80.0}
+THIN = {"gather": ("gather",), "reduce": ("reduce", "replicate"), "message": ("send", "receive")}  # row -> streams
+THIN_COLOURS = {"gather": "#b9a7d6", "reduce": "#d9b98a", "message": "#6b7280"}
+TINTS = IDLE | {"receive": "#ecebe4", "fill": "#f4f4f2", "drain": "#f4f4f2"}
+TALL, ROW, BETWEEN = 0.27, 0.05, 0.1  # heights of a row of computes and of a thin one; between two stages
+
+
+class Call(NamedTuple):
+    """A stretch of compute without a break, in one call: a forward, a backward, or half of one.
+
+    segment: its number among those of the stage, None for norm and update, which are no call
+    first: number of its first op
+    """
+
+    start: float
+    end: float
+    kind: str
+    microbatch: int
+    segment: int | None
+    first: int
+
+
+class StagesLayout:
+    """A pipeline, stage under stage. squeezed: part of the full height that a stage has, where there are many
+
+    calls: by stage, in order; thin: names of the rows below each stage
+    tall, pitch, height: of a row of computes, of a stage and of all of them
+    segments: of the stage that has most
+    """
+
+    def __init__(self, timeline: Spans, squeezed: float = 1.0) -> None:
+        self.timeline = timeline
+        self.calls = [list(_calls(timeline, stage)) for stage in range(timeline.stage_count)]
+        used = {span.stream for span in timeline.spans if span.seconds}
+        self.thin = [name for name, streams in THIN.items() if used & set(streams)]
+        self.tall = TALL * squeezed
+        self.pitch = self.tall + ROW * len(self.thin) + BETWEEN * squeezed
+        self.height = self.pitch * timeline.stage_count
+        split = timeline.trace.split
+        self.segments = 1 if split is None else max(map(split.homes.count, split.homes))
+
+    def computes(self, stage: int) -> Lane:
+        return Lane(f"stage {stage}", stage * self.pitch, self.tall)
+
+    def rows(self, stage: int) -> Iterator[tuple[Lane, list[Span], str]]:
+        """Yields the thin rows of a stage: each with the spans in it, and their colour."""
+        for number, name in enumerate(self.thin):
+            spans = [span for stream in THIN[name] for span in self.timeline.parts[stage].on(stream) if span.seconds]
+            top = stage * self.pitch + self.tall + ROW * number + 0.01
+            yield Lane(name, top, ROW - 0.01), spans, THIN_COLOURS[name]
+
+    def colour(self, what: Call | Idle) -> Colour | str:
+        """The colour of a call, or of a gap by what it waited for."""
+        if isinstance(what, Idle):
+            return TINTS.get(what.why, OTHERWISE)
+        return PLAIN if what.segment is None else shade(what.kind, what.segment, self.segments)
+
+
+def shade(kind: str, segment: int, count: int) -> Colour:
+    """The colour of a call: a hue for each kind, darker from the first segment of a stage to the last."""
+    return oklch(0.86 - 0.2 * segment / max(1, count - 1) if count > 1 else 0.8, 0.09, HUES[kind])
+
+
+def _calls(timeline: Spans, stage: int) -> Iterator[Call]:
+    """Yields the calls that compute does on `stage`, in order."""
+    split, home = timeline.trace.split, timeline.trace.stage
+    segments = () if split is None else split.of(stage if home is None else home)
+
+    def of(span: Span) -> tuple[str, int, int | None]:
+        if not isinstance(span.op, Forward | Backward):
+            return "update", 0, None
+        segment = 0 if split is None else segments.index(split.segment(span.op.visit))
+        return kind_of(span.op), span.op.microbatch, segment
+
+    for what, run in itertools.groupby(timeline.parts[stage].on("compute"), of):
+        for spans in _unbroken(run):
+            yield Call(spans[0].start, spans[-1].end, *what, spans[0].number)
+
+
+def _unbroken(spans: Iterator[Span]) -> Iterator[list[Span]]:
+    out: list[Span] = []
+    for span in spans:
+        if out and span.start > out[-1].end:
+            yield out
+            out = []
+        out.append(span)
+    yield out

@@ -6,6 +6,7 @@ Lengths are inches until they are drawn. Needs matplotlib, which is imported whe
 import functools
 import io
 import itertools
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ NARROWEST, WIDEST = 9.0, 18.0  # of a figure
 MARGIN, LEFT = 0.12, 1.0
 AXIS, BETWEEN = 0.46, 0.18  # below the last panel; between two
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
+LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wide a letter is, about
+CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
 INK, SOFT, GRID, FLOOR = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6"
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
@@ -124,14 +127,22 @@ def across(fullest: float, right: float) -> float:
 
 
 def sheet(
-    across: float, right: float, header: float, heights: Sequence[float], explained: Sequence["Sample"]
+    across: float,
+    right: float,
+    header: float,
+    heights: Sequence[float],
+    explained: Sequence["Sample"],
+    words: Sequence[str] = (),
 ) -> tuple[Any, list[Any]]:
-    """The figure, and axes for panels of these heights, each below a header of its own."""
+    """The figure, and axes for panels of these heights, each below a header of its own. words: lines of text below"""
     from matplotlib.figure import Figure
 
     width = across + LEFT + right
     found = in_rows(explained, width - 2 * MARGIN)
-    below = AXIS + found[-1].row * ROW + 0.3
+    letters = int((width - 2 * MARGIN) / LETTER)
+    said = [line for text in words for line in textwrap.wrap(text, letters, subsequent_indent="      ")]
+    legend = found[-1].row * ROW + 0.3
+    below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
     height = sum(heights) + header * len(heights) + BETWEEN * (len(heights) - 1) + below + MARGIN
     figure: Any = Figure(figsize=(width, height), facecolor="white")
     top, axes = height - MARGIN, []
@@ -141,6 +152,8 @@ def sheet(
         top -= high + BETWEEN
     floor = figure.add_axes((MARGIN / width, 0, 1 - 2 * MARGIN / width, (below - AXIS) / height))
     draw(floor, found, width - 2 * MARGIN, below - AXIS)
+    for number, line in enumerate(said):
+        floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
     return figure, axes
 
 

@@ -23,6 +23,7 @@ def save(timelines: Sequence[Spans], path: str | Path) -> None:
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     """The document that is written: an object with a list of trace events."""
     events: list[dict[str, Any]] = []
+    seconds: dict[str, list[str]] = {}  # of all with a title, which several can have
     first = 0
     for timeline in timelines:
         of = f"{timeline.title}, " * (timeline.stage_count > 1 < len(timelines))
@@ -30,9 +31,10 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
             _add(events, each._replace(title=of + each.title), process)
         _add_across(events, timeline, first)
         first += timeline.stage_count
+        seconds.setdefault(timeline.title, []).append(f"{timeline.seconds} s")
     return {
         "displayTimeUnit": "ms",
-        "otherData": {each.title: f"{each.seconds} s" for each in timelines},
+        "otherData": {title: ", ".join(each) for title, each in seconds.items()},
         "traceEvents": events,
     }
 

@@ -11,8 +11,6 @@ from yafsdp_fn.program.program import part_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 
-# ---- When each op of a step began and ended, on which stream, and what it had waited for: the data.
-
 MEASURED = "measured"
 """The word that titles of recorded steps begin with."""
 
@@ -249,6 +247,15 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     for name, seconds in parts:
         found[name] += seconds  # type: ignore[assignment]
     return found
+
+
+def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
+    """Returns `(what, seconds in one, seconds in two)`: of the step, and busy ones of the streams that both use. Of
+    pipelines the step alone."""
+    both = [("step", one.seconds, two.seconds)]
+    if one.stage_count == two.stage_count == 1:
+        both += [(stream, one.busy(stream), two.busy(stream)) for stream in one.streams if stream in two.streams]
+    return both
 
 
 def are_timelines(what: str, *timelines: object) -> None:

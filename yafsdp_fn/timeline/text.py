@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from yafsdp_fn.program.text import shortened
 from yafsdp_fn.timeline.spans import Crossing, Span, Spans, kind, sums
-
-SHOWN = 16
-"""Lines of stages, and of what crosses between them; of more, those in the middle are left out."""
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -16,11 +14,13 @@ def unit_of(seconds: float) -> tuple[float, str]:
     return next((unit for unit in UNITS if seconds >= unit[0]), UNITS[-1])
 
 
-def shown(seconds: float) -> str:
-    """Three digits and a unit: `1.24 s`, `56.2 ms`."""
+def shown(seconds: float, digits: int = 3) -> str:
+    """So many digits and a unit: `1.24 s`, `56.2 ms`; `0 s`."""
+    if seconds == 0:
+        return "0 s"
     scale, name = unit_of(seconds)
     value = seconds / scale
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {name}"
+    return f"{value:.{digits - (1 if value < 10 else 2 if value < 100 else 3)}f} {name}"
 
 
 def reasons(timeline: Spans) -> Counter[str]:
@@ -86,10 +86,3 @@ def idle(timeline: Spans, stage: int | None = None, most: int = 3) -> str:
 def _crossing(crossing: Crossing) -> str:
     source, target, link, messages, nbytes = crossing
     return f"  {f'stage {source} -> {target}':<16}{messages} messages, {nbytes / 2**30:.2f} GiB a rank, over the {link}"
-
-
-def shortened(rows: Sequence[str]) -> list[str]:
-    """The first and the last of many."""
-    if len(rows) <= SHOWN:
-        return list(rows)
-    return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]

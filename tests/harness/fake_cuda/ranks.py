@@ -3,7 +3,7 @@
     with rank_of({"stage": 2, "shard": 2}, rank=3) as mesh:
         state = ya.init(params, tx, mesh=mesh)
 
-Other ranks hold what this one holds (`emulated.contents`), and messages are zeros; what is read and written is what
+Other ranks hold what this one holds (`emulated.group`), and messages are zeros; what is read and written is what
 NCCL would read and write. The log has what each communicator launches, and when it is connected: as NCCL's, it is made
 at its first use, and connected at the first one of each kind, which blocks the hosts of all members and may wait for
 the device.

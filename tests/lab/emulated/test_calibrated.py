@@ -41,7 +41,7 @@ def measured() -> Cluster:
     clock = Clock()
     with (
         patch("yafsdp_fn.lab.calibrate.time", clock),
-        patch.multiple("yafsdp_fn.lab.emulated.links", time=clock, threading=clock),
+        patch.multiple("yafsdp_fn.lab.emulated.lanes", time=clock, threading=clock),
         emulate(KNOWN, 16),
     ):
         return calibrate(device="cpu", per_node=8)

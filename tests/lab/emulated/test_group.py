@@ -18,8 +18,7 @@ from tests.lab.emulated.toy import UNIT_BYTES, cluster
 from yafsdp_fn.dist import agreement
 from yafsdp_fn.dist.collectives import Group as Collectives
 from yafsdp_fn.lab.emulated import emulate
-from yafsdp_fn.lab.emulated.contents import gathered
-from yafsdp_fn.lab.emulated.group import place
+from yafsdp_fn.lab.emulated.group import gathered, place
 from yafsdp_fn.planner.cluster import Group
 
 RANKS, RANK = 4, 1
@@ -139,7 +138,7 @@ def order() -> None:
         assert begun.wait(60)
         gathered(*args)
 
-    with emulate(cluster(seconds), 64), patch("yafsdp_fn.lab.emulated.contents.gathered", held):
+    with emulate(cluster(seconds), 64), patch("yafsdp_fn.lab.emulated.group.gathered", held):
         groups = [dist.new_group(list(range(64))) for _ in range(2)]
         full, shard = torch.zeros(UNIT_BYTES // 4), torch.zeros(UNIT_BYTES // 4 // 64)
         take = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

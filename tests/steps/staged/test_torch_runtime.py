@@ -6,6 +6,7 @@ which gathers and reduces where the rows say it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections import Counter
@@ -22,14 +23,19 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.schedules.traces import cut, model
+from tests.steps.test_written import WEAK
+from train.bench.unlike import TINY, Model
 from yafsdp_fn import schedules as s
+from yafsdp_fn.planner.orders import Calls, Search, evaluate
 from yafsdp_fn.program.split import Call, Split
 
 TOLERANCE = 1e-12
 SIZE, ROWS = 6, 2  # of a layer; of a microbatch
 LAYERS = 2  # of a segment
+MOVES = 300  # of a search of orders
 
 
 # ---- programs
@@ -66,14 +72,45 @@ def by_chance(seed: int, split: Split, microbatches: int) -> list[list[Call]]:
     return rows
 
 
+def written(split: Split, microbatches: int, memory: float) -> s.Schedule:
+    """The order that a search writes in the memory of so many microbatches of a segment: no builder's. Backwards of
+    weights take less than the others, and segments are not alike."""
+    count = range(len(split.homes))
+    forward = tuple(1.0 + 0.2 * (k % 3) for k in count)
+    held, between = (1.0,) * len(count), (0.5,) * len(count)
+    inputs, weights = tuple(1.2 * f for f in forward), tuple(0.7 * f for f in forward)
+    calls = Calls(split.homes, microbatches, forward, inputs, weights, 0.3, held, between)
+    search = Search(calls, memory, seed=0)
+    search.run(MOVES)
+    rows = search.rows
+    assert max(evaluate(calls, rows).memory) <= memory
+    for builder in s.pipelines.ORDERS.values():
+        with contextlib.suppress(ValueError):  # of another shape, or of other numbers of microbatches
+            assert rows != builder(split, microbatches)
+    return s.staged(lambda *_: rows, s.zero1(), pace=calls.pace)
+
+
+def searched(stages: int) -> s.Program:
+    """What `ya.planner.search` writes for as many microbatches as stages."""
+    few = Model((("global", 4 * stages - 2),), TINY)
+    trace = ya.planner.trace(few.loss, few.params(), few.batch(stages), tx=ya.optim.sgd(0.1), microbatches=stages)
+    found = ya.planner.search(trace, WEAK, memory=2**30, stages=(stages,), ranks=stages, synthesize=600, moves=10)
+    assert found.written is not None and found.written.rows and found.written.step_s < found.written.builder_s
+    return found.program
+
+
 def programs(stages: int) -> dict[str, s.Program]:
-    """By name, all of 2 P microbatches and more, that torch's DualPipeV wants."""
+    """By name, most of 2 P microbatches and more, that torch's DualPipeV wants."""
 
     def on(places: tuple[int, ...]) -> s.Trace:
         return cut(model(LAYERS * len(places) - 2, 2 * stages + 1), places)
 
     def chance(seed: int) -> s.Schedule:
         return s.staged(lambda split, m: by_chance(seed, split, m), s.zero1())
+
+    def of_less_memory(trace: s.Trace, memory: float) -> s.Program:
+        assert trace.split is not None
+        return written(trace.split, trace.microbatches, memory)(trace)
 
     rows = get_schedule_ops("DualPipeV", stages, 2 * stages + 1, 2)
     found = {
@@ -83,7 +120,9 @@ def programs(stages: int) -> dict[str, s.Program]:
         "gathered anew": s.interleaved(s.zero3())(on(homes(stages, 2))),
         "chance 0": chance(0)(on(homes(stages, 1))),
         "chance 1": chance(1)(on(homes(stages, 2))),
-        "chance 2": chance(2)(on(homes(stages, 2, v=True))),
+        "written V": of_less_memory(on(homes(stages, 2, v=True)), 2 * stages - 0.5),
+        "written, less than 1F1B": of_less_memory(on(homes(stages, 1)), stages - 0.5),
+        "searched": searched(stages),
     }
     return {name: s.verify(program) for name, program in found.items()}
 
@@ -190,7 +229,7 @@ def cases_of(folder: Path, stages: int, names: set[str] | None, formats: tuple[A
 
 
 def test_torch_runs_what_is_written(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(check, 1, cases_of(tmp_path, 2, {"zbv", "chance 1"}, ("compute_comms",)))
+    pools[2].run(check, 1, cases_of(tmp_path, 2, {"zbv", "chance 1", "searched"}, ("compute_comms",)))
 
 
 BOTH = ("compute_only", "compute_comms")

@@ -318,6 +318,18 @@ def test_pipelines_go_on_where_they_were_on_any_number_of_ranks(
     assert one.fingerprint() == pipeline(tmp_path, source, name).fingerprint()
 
 
+def test_a_dataset_of_another_length_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Of fewer rows than were passed, a run went to the next epoch; other lengths have another order."""
+    pytest.importorskip("grain")
+    one, position = pipeline(tmp_path, GRAIN, "numbered"), {"place": [1, [4, 11], 0]}
+    row = one.cursor(position, 3).next()
+    assert row is not None and lists(row) == lists(next(islice(by_hand(one, seed=3), 15, None)))
+    for total in (3, 9, 12):
+        other = pipeline(tmp_path, GRAIN.replace("return 11", f"return {total}"), "numbered")
+        with pytest.raises(ConfigError, match=rf"training: its MapDataset has {total} rows, and had 11 when the"):
+            other.cursor(position, 3).next()
+
+
 REUSING = """
 from __future__ import annotations
 from dataclasses import dataclass

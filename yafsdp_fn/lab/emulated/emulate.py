@@ -15,8 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from yafsdp_fn.dist.groups import EMULATED
 from yafsdp_fn.lab.emulated.group import EmulatedGroup
-from yafsdp_fn.lab.emulated.lanes import HostLane, Lane
-from yafsdp_fn.lab.emulated.links import Wire
+from yafsdp_fn.lab.emulated.lanes import HostLane, Lane, Wire
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 
@@ -87,7 +86,7 @@ def emulate(cluster: str | Cluster, ranks: int = 64, rank: int = 0, *, move_byte
     It makes the default process group, with a backend of its own; every program that takes its process groups from
     torch runs on it unmodified. A collective takes the time of `Cluster.ring` or `all_to_all`, by the nodes of its
     ranks (neighbouring ranks share one). Groups that use a link at the same time share it, and collectives of one group
-    follow each other. Results: other ranks hold this rank's data (`emulated.contents`).
+    follow each other. Results: other ranks hold this rank's data (`emulated.group`).
 
     On the CPU compute takes its real time, in the thread that issues: `simulate` such runs with
     `cluster.replace(host_computes=True)` and durations of computes from `ya.timeline.record`.

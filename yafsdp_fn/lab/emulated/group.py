@@ -1,11 +1,23 @@
 """A process group of the emulated cluster: collectives that take the modelled time, with defined results.
 
 On the CPU one thread runs a group's collectives in order; on CUDA they are kernels on a stream, in order by events.
-Collectives of a group never overlap, whatever their streams. Their results: see `contents`.
+Collectives of a group never overlap, whatever their streams. Other ranks hold this rank's data, each in its own place:
+
+    all-gather        every slice is this rank's shard
+    reduce-scatter    the reduction of all slices of this rank's input: rank r + k has it rotated by k slices
+    all-to-all        the input: slice k is rank k's version of this rank's slice
+    all-reduce        the value times the ranks (SUM), or as it is (AVG, MIN, MAX)
+    broadcast         the value as it is
+    gather, reduce    as those for all, at the root; scatter: of the root's own list, at the root only
+
+So a reduce-scatter is the adjoint of the all-gather: the trained model has equal shards, on equal batches, with its
+true gradient (shared by all its slices: 1 / R of their sum). Its loss falls as that of any model. An exchange with a
+local sum gives the result of a reduce-scatter, ranks that compare texts agree, and data parallelism is that of equal
+batches.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +27,6 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from yafsdp_fn.dist.groups import EMULATED
-from yafsdp_fn.lab.emulated import contents
 from yafsdp_fn.lab.emulated.lanes import Collective, Lane
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 
@@ -59,7 +70,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
         work = [
-            partial(contents.gathered, self._rows("all_gather", out, part.numel()), flat(part), self._rank)
+            partial(gathered, self._rows("all_gather", out, part.numel()), flat(part), self._rank)
             for out, part in zip(outs, mine, strict=True)
         ]
         return self._run("all_gather", self._ring(outs), work, outs, mine, opts)
@@ -74,7 +85,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], full: list[Tensor], opts: Any = None) -> dist.Work:
         op = reduction(opts)
         work = [
-            contents.scattered(flat(out), self._rows("reduce_scatter", whole, out.numel()), op)
+            scattered(flat(out), self._rows("reduce_scatter", whole, out.numel()), op)
             for out, whole in zip(outs, full, strict=True)
         ]
         return self._run("reduce_scatter", self._ring(full), work, outs, full, opts)
@@ -84,12 +95,12 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
         def work() -> None:
             for out, row in zip(outs, full, strict=True):
-                contents.scattered(data(out), torch.stack([data(part) for part in row]), op)()
+                scattered(data(out), torch.stack([data(part) for part in row]), op)()
 
         return self._run("reduce_scatter", self._ring(every), [work], outs, every, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        work = [contents.reduced(data(x), reduction(opts), self._ranks) for x in tensors]
+        work = [reduced(data(x), reduction(opts), self._ranks) for x in tensors]
         return self._run("all_reduce", self._ring(tensors) * 2, work, tensors, [], opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
@@ -125,7 +136,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         """Reduces at the root as an all-reduce; elsewhere the value stays as it is."""
         here = opts.rootRank == self._rank
-        work = [contents.reduced(data(x), reduction(opts), self._ranks) for x in tensors] * here
+        work = [reduced(data(x), reduction(opts), self._ranks) for x in tensors] * here
         return self._run("reduce", self._ring(tensors), work, tensors, [], opts)
 
     def scatter(self, outs: list[Tensor], mine: list[list[Tensor]], opts: Any) -> dist.Work:
@@ -212,3 +223,58 @@ def reduction(opts: Any) -> dist.ReduceOp:
     """Returns the reduction that `opts` asks for, SUM by default."""
     op: dist.ReduceOp = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
     return op
+
+
+# ---- What collectives leave.
+
+Op = dist.ReduceOp
+KEPT = (Op.AVG, Op.MIN, Op.MAX, Op.BAND, Op.BOR)
+"""Reductions of equal values that give that value."""
+
+
+def gathered(rows: Tensor, mine: Tensor, rank: int) -> None:
+    """Fills `rows` [R, n] from `mine` [n], which may already be its own row."""
+    own = rows[rank]
+    if own.data_ptr() != mine.data_ptr():
+        own.copy_(mine)
+    for others in (rows[:rank], rows[rank + 1 :]):
+        others.copy_(own.expand_as(others))
+
+
+def scattered(out: Tensor, rows: Tensor, op: Any) -> Callable[[], object]:
+    """Returns work that reduces `rows` [R, n] into `out` [n], which may be one of them."""
+    by: dict[Any, Callable[[], Tensor]] = {
+        Op.SUM: lambda: rows.sum(0),
+        Op.AVG: lambda: rows.sum(0) / len(rows),
+        Op.PREMUL_SUM: lambda: rows.sum(0) * _factor(op),
+        Op.PRODUCT: lambda: rows.prod(0),
+        Op.MIN: lambda: rows.amin(0),
+        Op.MAX: lambda: rows.amax(0),
+    }
+    found = _reduction_of("reduce-scatter", by, op)
+    return lambda: out.copy_(found())
+
+
+def reduced(value: Tensor, op: Any, ranks: int) -> Callable[[], object]:
+    """Returns work that reduces `value`, equal on all `ranks`, in place."""
+    by: dict[dist.ReduceOp.RedOpType, Callable[[], object]] = {
+        Op.SUM: lambda: value.mul_(ranks),
+        Op.PREMUL_SUM: lambda: value.mul_(ranks * _factor(op)),
+        Op.PRODUCT: lambda: value.pow_(ranks),
+    } | dict.fromkeys(KEPT, lambda: None)
+    return _reduction_of("all-reduce", by, op)
+
+
+def _reduction_of(name: str, by: Mapping[Any, Callable[[], Any]], op: Any) -> Callable[[], Any]:
+    """Returns that of `by` for `op`. Raises NotImplementedError where there is none."""
+    found = [reduction for known, reduction in by.items() if op == known]
+    if not found:
+        names = ", ".join(str(each).rpartition(".")[2] for each in by)
+        raise NotImplementedError(f"the emulated {name} knows the reductions {names}: take one of these")
+    return found[0]
+
+
+def _factor(op: Any) -> Tensor | float:
+    """Returns the factor of a PREMUL_SUM, which torch exposes only to pickle."""
+    factor: Tensor | float = op.__getstate__()[1]
+    return factor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import by_leaf
-from yafsdp_fn.params.sharded import Context, Origin, Sharded, is_sharded
+from yafsdp_fn.params.sharded import Context, Origin, Sharded, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, shape_of
 
 # ---- Cuts sharded trees into units, for transformations that are not fused:
@@ -54,8 +54,7 @@ class Cutter:
         self.names: dict[int, str] = {}
         # first unit of a group: its layout, its leaf's shape, the context of its units' handles
         self._like: dict[int, tuple[FlatLayout, torch.Size, Context]] = {}
-        accessors, nodes, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_sharded)
-        for accessor, node in zip(accessors, nodes, strict=True):
+        for accessor, node in handles_and_leaves(params):
             if not isinstance(node, Sharded):
                 raise TypeError(
                     f"optim: {dotted(accessor) or 'the tree'} is {shape_of(node)}, no sharded handle: only the units "

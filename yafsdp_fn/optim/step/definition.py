@@ -20,7 +20,7 @@ from yafsdp_fn.optim.leafwise import Leafwise, Messages, at_owners, plan
 from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import handles
-from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
+from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
 from yafsdp_fn.util.torch_private import foreach_copy
 
 
@@ -92,7 +92,7 @@ class Definition:
         rules = [(id(tx), tx.rule) for tx, _ in lane.stages if isinstance(tx.rule, Leafwise) and lane.units]
         self._plans = {number: plan(rule, found) for number, rule in rules}
         states: Tree = [state for _, state in lane.stages]
-        self._shared = {id(x): x for x in optree.tree_leaves(states) if isinstance(x, Tensor) and not x.ndim}
+        self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
         self._cut: tuple[list[Cut | None], list[Cut]] | None = None  # trees, and states
         self._new: dict[int, Tensor] = {}
         self._compared = False

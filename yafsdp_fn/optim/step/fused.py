@@ -17,7 +17,7 @@ from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
 from yafsdp_fn.optim.step.cutting import Runs, row_runs, rows
 from yafsdp_fn.optim.step.definition import Call, Lane
 from yafsdp_fn.params.leaf_mask import plain_param
-from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.tree import Param, Tree, dotted
 from yafsdp_fn.util.on_gpu import HAS_TRITON
 from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
@@ -202,8 +202,7 @@ class FusedSteps:
         """The pieces of each unit; leaves of a plain tree count as units."""
         out: dict[int, list[Piece]] = {}
         columns = iter(list(zip(*self._columns, strict=True)))
-        accessors, nodes, _ = optree.tree_flatten_with_accessor(self.lane.params, is_leaf=is_sharded)
-        for accessor, node in zip(accessors, nodes, strict=True):
+        for accessor, node in handles_and_leaves(self.lane.params):
             if not isinstance(node, Sharded):
                 decays = self._decays(dotted(accessor), plain_param(accessor, node))
                 out[len(out)] = _split([(decays, node.numel())], node.numel(), next(columns))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.schedules.cases import SMALL, program
-from yafsdp_fn.lab.emulated.links import Links
+from yafsdp_fn.lab.emulated.lanes import Links
 from yafsdp_fn.planner.cluster import CLUSTERS, Phase
 from yafsdp_fn.planner.simulate import Task, run
 from yafsdp_fn.program.ops import Norm
