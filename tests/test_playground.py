@@ -111,7 +111,7 @@ def test_every_builder_on_every_mesh(ask: Ask, builder: str) -> None:
         assert sorted(ops) == sorted(timed)
 
 
-@pytest.mark.parametrize("order", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped"])
+@pytest.mark.parametrize("order", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped", "v_min"])
 def test_every_order_of_a_pipeline(ask: Ask, order: str) -> None:
     found = ask("build", settings(stages=2, microbatches=4, order=order))
     assert len(found["stages"]) == 2 and "refused" not in found

@@ -307,7 +307,7 @@ class Sharding:
         require(ok, f"sharding.remat is {self.remat!r}: none, all, offload, first:N or every:N, N at least 1")
 
 
-Order = Literal["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped"]
+Order = Literal["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped", "v_half", "v_min"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,8 +316,8 @@ class Mesh:
     """Stages of a pipeline, each with some of the layers and as many ranks; 1: none. Best with several times as many
     --sharding.microbatches. No timeline of a step is recorded."""
     order: Order = "one_f_one_b"
-    """The order of computes. interleaved and v_shaped: of two runs of layers; zero_bubble: gradients of weights
-    fill the gaps."""
+    """The order of computes. interleaved and v_: of two runs of layers; zero_bubble and v_: gradients of weights
+    fill the gaps; v_half and v_min: in less memory."""
     tensor: int = 1
     """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a machine."""
     sequence: bool = False
@@ -357,7 +357,7 @@ class Mesh:
     @property
     def per_stage(self) -> int:
         """Runs of layers that a stage has."""
-        return 2 if self.order in ("interleaved", "v_shaped") else 1
+        return 2 if self.order in ("interleaved", "v_shaped", "v_half", "v_min") else 1
 
     def check(self, sharding: Sharding) -> None:
         """Refuses what does not go with several stages, or with axes inside of layers."""

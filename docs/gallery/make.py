@@ -266,6 +266,26 @@ PUBLISHED = (
         shape="v",
     ),
     Entry(
+        "v-half",
+        "V-Half",
+        f"{S}.v_half()",
+        "The V of ZB-V with half as many microbatches kept: calls of a microbatch at fixed times, those of the next "
+        "one six calls later.",
+        paper("Qi et al. 2024", "2405.15362"),
+        segments=2,
+        shape="v",
+    ),
+    Entry(
+        "v-min",
+        "V-Min",
+        f"{S}.v_min()",
+        "The V of ZB-V with a third of the microbatches kept: each call as soon as its microbatch can have it, down "
+        "the V and up.",
+        paper("Qi et al. 2024", "2405.15362"),
+        segments=2,
+        shape="v",
+    ),
+    Entry(
         "interleaved-zb",
         "Interleaved zero bubble",
         f'{S}.from_actions(get_schedule_ops("InterleavedZeroBubble", STAGES, MICROBATCHES, 2))',

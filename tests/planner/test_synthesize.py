@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
-from yafsdp_fn.planner import Written, predict_memory, search, simulate, synthesize
+from yafsdp_fn.planner import Found, Written, drafts, predict_memory, search, simulate
+from yafsdp_fn.planner.drafts import Draft
+from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import Point, arrangements
-from yafsdp_fn.planner.synthesize import Draft
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
 
@@ -26,6 +30,20 @@ def test_drafts_of_builders_are_their_programs() -> None:
                 assert simulate(made, SLOW).seconds == simulate(program, SLOW).seconds, point
                 assert predict_memory(made).peak_bytes == predict_memory(program).peak_bytes
                 assert made == program or point.kept + 1 > CONFIG.layers, point
+
+
+def test_drafts_of_stages_are_their_programs() -> None:
+    """What each stage of a builder's pipeline does is a draft's, too."""
+    trace = traced(microbatches=4)
+    for point in staged_points(trace, [2, 4], 16, SLOW, 64):
+        point = point._replace(remat=1, kept=1 if point.builder != "ddp" else 0, defer=point.builder != "ddp")
+        assert point.order is not None
+        program = point.program(trace)
+        for part in program.parts:
+            inside = point._replace(order=None)
+            made, theirs = Draft.of(inside, part.trace).program(part.trace), inside.schedule()(part.trace)
+            assert simulate(made, SLOW).seconds == simulate(theirs, SLOW).seconds, point
+            assert predict_memory(made).peak_bytes == predict_memory(theirs).peak_bytes, point
 
 
 def written(microbatches: int = 2, moves: int = 60, **options: object) -> Written:
@@ -46,38 +64,59 @@ def expect_right(made: Written) -> None:
     assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
 
 
-def test_a_step_without_stages() -> None:
+def test_a_step_without_stages(tmp_path: Path) -> None:
     lines: list[str] = []
     made = written(report=lines.append)
     expect_right(made)
     assert made.step_s < made.builder_s and made.differences and not made.early
     assert len(lines) >= 1 and all(line.startswith("move ") and "above the bound" in line for line in lines)
-    again = written()
-    assert again.program == made.program and again.moves == made.moves
+    made.save(file := tmp_path / "search.json")
     more = made.more(60)
     expect_right(more)
-    assert more.step_s <= made.step_s and more.moves > made.moves
+    assert more.step_s <= made.step_s and more.moves == made.moves + 60 == 120
+    for same in (written(moves=120), written(resume=file)):
+        assert (same.program, same.moves, same.step_s) == (more.program, more.moves, more.step_s)
     assert made.more(10**6, seconds=0.0).early
 
 
-def test_a_pipeline() -> None:
-    trace = traced(microbatches=4)
-    memory = 4 * needs(trace, Point("zero3", trace.mesh, kept=CONFIG.layers))
-    found = search(trace, FAST, memory=memory, stages=(4,), ranks=4, synthesize=600, moves=600)
+def pipeline(**options: Any) -> Found:
+    """Four stages with less memory than the builders' orders need to keep all graphs."""
+    trace = traced(microbatches=1)
+    memory = needs(trace, Point("zero3", trace.mesh, kept=CONFIG.layers)) * 6 // 5
+    return search(trace, FAST, memory=memory, stages=(4,), ranks=4, synthesize=600, **options)
+
+
+def test_a_pipeline(tmp_path: Path) -> None:
+    found = pipeline(moves=16)
     made = found.written
     assert made is not None and verify(made.program) == Program.from_json(made.program.to_json())
     assert made.program == found(found.program.trace)
-    assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
+    assert made.least.seconds <= made.step_s * ROUNDING and made.step_s < made.builder_s
     assert simulate(made.program, FAST).seconds == pytest.approx(made.step_s)
-    assert found.stages is not None and found.stages.stages == 4
+    assert max(predict_memory(part).peak_bytes for part in made.program.parts) == made.peak_bytes <= found.budget
+    assert found.stages is not None and found.stages.stages == 4 and len(made.drafts) == 4
+    made.save(file := tmp_path / "search.json")
+    same, more = pipeline(moves=4, resume=file).written, made.more(4)
+    assert same is not None and (same.program, same.moves) == (more.program, more.moves)
+
+
+def test_files_of_other_searches(tmp_path: Path) -> None:
+    made, file = written(moves=5), tmp_path / "search.json"
+    made.save(file)
+    with pytest.raises(ValueError, match=r"search.json is of another search, whose 'begins with' is .*: go on from it"):
+        pipeline(moves=5, resume=file)
+    file.write_text(file.read_text().replace("]], ", "], [null]], ").replace("]]}", "], [null]]}"))
+    with pytest.raises(ValueError, match=r"search.json: a search of this version does not look at the programs"):
+        written(moves=5, resume=file)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=r"search.json: expected what Written.save writes, version 1"):
+        written(moves=5, resume=file)
 
 
 def test_runs_of_neighbours_are_named_by_their_ends() -> None:
     names = [f"layers[{k}]" for k in range(20)]
-    assert (
-        synthesize._several({0, 1, 2, 3, 5, 7, 8}, names) == "layers[0] to layers[3], layers[5], layers[7], layers[8]"
-    )
-    assert synthesize._several(range(0, 20, 2), names).endswith("layers[10] and 4 more")
+    assert drafts._several({0, 1, 2, 3, 5, 7, 8}, names) == "layers[0] to layers[3], layers[5], layers[7], layers[8]"
+    assert drafts._several(range(0, 20, 2), names).endswith("layers[10] and 4 more")
 
 
 def test_nothing_to_compare_where_nothing_was_written() -> None:

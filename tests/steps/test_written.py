@@ -54,7 +54,7 @@ def written(name: str) -> Written:
     )
     if stages > 1:
         traced = traced.on((("shard", 1),))
-        found = search(traced, WEAK, memory=2**30, stages=(stages,), ranks=ranks, synthesize=600, moves=900).written
+        found = search(traced, WEAK, memory=2**30, stages=(stages,), ranks=ranks, synthesize=600, moves=40).written
         assert found is not None
         return found
     several = microbatches > 1

@@ -123,13 +123,26 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["step_s"] < base["step_s"] and found["fits"]
 
 
+@pytest.mark.nightly
+def test_writing_goes_on_from_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "search.json"
+    flags = [*SMALL, "--search", "--synthesize", "1", "--save", str(file), "--timeline", "None"]
+    moves = []
+    for _ in range(2):
+        assert main(flags) == 0
+        moves.append(json.loads(file.read_text())["moves"])
+    assert 0 < moves[0] < moves[1] and f"{moves[1]} moves" in capsys.readouterr().out
+    assert main([*flags, "--seq-len", "1024"]) == 2
+    assert "is of another search" in " ".join(capsys.readouterr().err.split())
+
+
 def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     assert main([*SMALL, "--search", "--synthesize", "1", "--timeline", str(picture)]) == 0
     out = capsys.readouterr().out
     drawn = picture.read_text()
-    for line in ("best builder", "written: ", "no program takes less than", "programs looked at"):  # and the picture
-        assert line in out and line in drawn and out.count("programs looked at") == 1
+    for line in ("best builder", "written: ", "no program takes less than", " moves"):  # and the picture
+        assert line in out and line in drawn and out.count(" moves") == 1
     for words in (
         "llama3.2-1b",
         "bound by",
@@ -202,6 +215,7 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--schedule", "zero3-chunk2", "--ckpt-layers", "2"], "recomputed anyway"),
         (["--ckpt-layers", "17"], "has 16 layers"),
         (["--search", "--ckpt-layers", "2"], "give none of them"),
+        (["--search", "--save", "search.json"], "--save search.json: it is for --synthesize, with --search"),
         (["--search", "--schedule", "yafsdp"], "give none of them"),
         (["--search", "--mesh.tensor", "2"], "give none of them"),
         (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),

@@ -114,6 +114,8 @@ class Options:
     layers over tensor, and long sequences over context."""
     synthesize: float = 0.0
     """Seconds for writing a program that no builder has, from what --search finds."""
+    save: Path | None = None
+    """File (.json) of what --synthesize has tried so far: where it is there, writing goes on from it."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     memory_gib: float | None = None
@@ -150,6 +152,8 @@ class Options:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
         if self.synthesize < 0 or (self.synthesize and not self.search):
             raise ValueError(f"--synthesize {self.synthesize}: expected seconds, with --search")
+        if self.save is not None and not self.synthesize:
+            raise ValueError(f"--save {self.save}: it is for --synthesize, with --search")
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
         if self.search and (own or self.ckpt_layers is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")

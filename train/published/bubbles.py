@@ -203,12 +203,14 @@ def show_bubbles() -> None:
 
 
 def settings() -> Iterator[tuple[Row, float]]:
-    """Rows of eight stages with their memory, in activations: p, 1.5 p and 2 p. m = 8 has the times of m = 24."""
+    """Rows of eight stages with their memory, in activations: that of V-Min, of V-Half, p, 1.5 p and 2 p. m = 8 has the
+    times of m = 24."""
     for model in ("1.5B", "6.2B"):
         of_model = {row.microbatches: row for row in rows() if row.model == model}
         for row in (of_model[24]._replace(microbatches=8), *of_model.values()):
-            for memory in (1.0, 1.5, 2.0):
-                yield row, memory * row.stages
+            p = row.stages
+            for memory in ((p + 4) // 3, (p + 2) // 2, p, 3 * p // 2, 2 * p):
+                yield row, float(memory)
 
 
 def ordered(row: Row, memory: float, moves: int) -> dict[str, Any]:
@@ -220,7 +222,7 @@ def ordered(row: Row, memory: float, moves: int) -> dict[str, Any]:
     for shape, split in (("loop", split_of(p)), ("V", split_of(p, v=True))):
         calls = calls_of(row, split)
         orders = (
-            {"ZB-V": pipelines.v_shaped_calls}
+            {"ZB-V": pipelines.v_shaped_calls, "V-Half": pipelines.v_half_calls, "V-Min": pipelines.v_min_calls}
             if shape == "V"
             else {"1F1B": pipelines.one_f_one_b_calls, "ZB-H1": pipelines.zero_bubble_calls, "ZB-H2": zero_bubble_2}
         )

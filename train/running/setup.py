@@ -173,7 +173,7 @@ def assignment(config: Settings, model: Shape, params: Any) -> ya.schedules.Assi
     tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)
     trace = ya.planner.trace(models.of(model).loss(model), params, {"tokens": tokens, "targets": tokens})
     try:
-        shape: Any = "v" if stages.order == "v_shaped" else "loop"
+        shape: Any = "v" if stages.order in ya.schedules.pipelines.V_SHAPED else "loop"
         return ya.schedules.assign(trace, stages.stage, per_stage=stages.per_stage, shape=shape)
     except ValueError as error:
         raise ConfigError(f"--mesh.stage {stages.stage}, --mesh.order {stages.order}: {error}") from error

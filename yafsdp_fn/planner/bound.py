@@ -7,6 +7,7 @@ it. A step is at least as long as each of these, of each stage:
                      begins, and what must follow the last one; slower for as long as communication must run beside it
     communication    one gather and one reduction of each unit, messages: on each stream, and on each link
     fill             before the first backward there are forwards alone, as many as memory holds the graphs of
+    drain            after a stage's last backward of inputs those before it have theirs, and its weights' to do
     memory           what does not fit is computed again, gathered again, reduced in parts, or moved to the host: the
                      least seconds in which that can make enough room
 
@@ -93,6 +94,7 @@ class _Path:
     """Seconds of each segment's calls, and the earliest that they begin after one another.
 
     forward, inputs: of a call; begins, turns: segment -> the earliest begin of its forward, and of its backward
+    drains: segment -> the least from the end of its backward of inputs to that of all that waits for it
     """
 
     def __init__(self, trace: Trace, cluster: Cluster) -> None:
@@ -103,6 +105,11 @@ class _Path:
         self.forward = [self._call(segment, Forward) for segment in range(len(self.split.homes))]
         self.inputs = [self._call(segment, Backward) for segment in range(len(self.split.homes))]
         self.begins, self.turns = self._from(None)
+        self.drains = [max(0.0, self._call(s, Backward, "both") - inputs) for s, inputs in enumerate(self.inputs)]
+        for number, flow in sorted(enumerate(self.split.flows), key=lambda each: each[1].target):
+            if flow.grad_bytes:
+                after = self._message(number, True) + self.inputs[flow.source] + self.drains[flow.source]
+                self.drains[flow.target] = max(self.drains[flow.target], after)
 
     def again(self, segment: int) -> float:
         """The least from the end of a segment's forward to the begin of its backward, in one microbatch."""
@@ -131,9 +138,11 @@ class _Path:
             return 0.0
         return seconds_of(phases(Send(flow, 0, 0, back), self.trace, self.cluster, self.places, False))
 
-    def _call(self, segment: int, kind: type[Forward] | type[Backward]) -> float:
+    def _call(
+        self, segment: int, kind: type[Forward] | type[Backward], half: Literal["both", "inputs"] | None = None
+    ) -> float:
         # where there are stages, segments wait for the first half of a backward alone
-        half: Literal["both", "inputs"] = "both" if self.trace.split is None else "inputs"
+        half = half or ("both" if self.trace.split is None else "inputs")
         visits = self.split.visits(segment)
         ops = [Forward(v, (), True) if kind is Forward else Backward(v, (), (), half=half) for v in visits]
         return sum(seconds_of(phases(op, self.trace, self.cluster, self.places, False)) for op in ops)
@@ -222,6 +231,7 @@ class _Stage:
                 found[f"communication ({'stream' if name not in LINKS else 'link'} {name})"] = seconds
         if self.part.trains and len(self.path.split.homes) > 1:
             found["fill"] = self._fill()
+            found["drain"] = self._drain()
         most = max(found.values())
         if self.part.trains and self.room < math.inf:
             found["memory"] = self._with_room(most)
@@ -278,6 +288,16 @@ class _Stage:
         free = sum(max(0.0, self.forward[v] - self.recompute[v]) for v in self.visits) * self.microbatches
         most = min(done + free, self.microbatches * sum(self.forward.values()))
         return turn + self.computes - most + self.norm + self.update
+
+    def _drain(self) -> float:
+        """Until a stage has sent its last gradient, it computes all forwards and backwards of inputs; updates that wait
+        for the norm come when the stages before it are ready, too."""
+        path = self.path
+        own = [segment for segment in self.segments if path.inputs[segment] > 0]
+        each = self.microbatches * sum(path.forward[segment] + path.inputs[segment] for segment in own)
+        last = min((path.drains[segment] for segment in own), default=0.0)
+        update = self.update * (self.part.update_when == "after norm")
+        return min(path.begins[segment] for segment in self.segments) + each + last + update
 
     def _inner(self, visit: int) -> int:
         """Bytes that a kept graph holds, and a recomputed one does not."""

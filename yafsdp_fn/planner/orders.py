@@ -14,7 +14,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.split import Call, Kind
@@ -29,8 +29,9 @@ class Calls(NamedTuple):
 
     homes: segment -> stage; forward, inputs, weights: seconds of each segment's calls
     message: seconds from one stage to another
-    held: what a microbatch of a segment holds of its stage's memory, in any unit, from the begin of its forward to the
-        end of its backward of inputs; between: what of that it holds until the end of its backward of weights
+    held: what a microbatch of a segment holds of its stage's memory, in any unit, from the begin of its forward to that
+        of its backward of inputs; between: from then to the end of its backward of weights, more where a graph is made
+        again
     """
 
     homes: tuple[int, ...]
@@ -234,6 +235,9 @@ def _listed(board: _Board, rules: _Rules, memory: float) -> list[list[int]] | No
     done = [0] * (3 * count)  # calls of each kind and segment
     # what later segments of a stage need to go on with one microbatch
     reserve = [sum(calls.held[t] for t in own[calls.homes[s]] if t > s) for s in range(count)]
+    # what a graph that is made again takes more, one at a time at least
+    again = [max(0.0, calls.between[s] - calls.held[s]) for s in range(count)]
+    reserve = [reserve[s] + max(again[t] for t in own[calls.homes[s]]) for s in range(count)]
     ends = [math.inf] * (2 * size)
     used, free = [0.0] * calls.stages, [0.0] * calls.stages
     rows: list[list[int]] = [[] for _ in range(calls.stages)]
@@ -253,7 +257,7 @@ def _listed(board: _Board, rules: _Rules, memory: float) -> list[list[int]] | No
                 comes = ends[other] + board.delay[code] if other >= 0 else 0.0
                 if comes > now:
                     soonest = min(soonest, comes)
-                elif not kind and used[stage] + calls.held[s] + reserve[s] > memory + 1e-9:
+                elif used[stage] + (again[s] if kind else calls.held[s] + reserve[s]) > memory + 1e-9:
                     blocked = True
                 elif (likes := rules.likes[stage][s][kind]) > liked:
                     best, liked = code, likes
@@ -401,9 +405,14 @@ class Search:
             self._path = self._critical(rows)
         stage, at, to = self._choice(rows)
         row = rows[stage]
-        changed = row[:at] + row[at + 1 :]
-        changed.insert(to, row[at])
-        if changed == row or not self._in_order(row, at, to) or board.memory(changed) > self.limit:
+        # one call, or those of its kind and segment in some microbatches that follow each other
+        alike = range(row[at], row[at] + 1)
+        if rng.random() < 0.3:
+            first = row[at] // self.calls.microbatches * self.calls.microbatches
+            ends = sorted(rng.choices(range(self.calls.microbatches), k=2))
+            alike = range(first + ends[0], first + ends[1] + 1)
+        changed = self._moved(row, reversed(alike) if to > at else alike, to - at)
+        if changed == row or board.memory(changed) > self.limit:
             return
         others = [*rows]
         others[stage] = changed
@@ -427,6 +436,16 @@ class Search:
             at = rng.randrange(len(rows[stage]))
             far = rng.choice([-8, -3, -2, -1, 1, 2, 3, 8, 20])
         return stage, at, min(len(rows[stage]) - 1, max(0, at + far))
+
+    def _moved(self, row: list[int], codes: Iterable[int], far: int) -> list[int]:
+        """The row with calls moved so far, those that may."""
+        row = [*row]
+        for code in codes:
+            at = row.index(code)
+            to = min(len(row) - 1, max(0, at + far))
+            if self._in_order(row, at, to):
+                row.insert(to, row.pop(at))
+        return row
 
     def _in_order(self, row: list[int], at: int, to: int) -> bool:
         """Tells whether a call may go so far: not past another half of its own pass, nor past its kind of other

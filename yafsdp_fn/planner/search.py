@@ -5,6 +5,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
@@ -58,7 +59,7 @@ NEARBY = 4
 SWEEP = 6
 """Numbers of recomputed layers in the coarse sweep."""
 
-HALVED = ("zero_bubble", "v_shaped")
+HALVED = ("zero_bubble", *pipelines.V_SHAPED)
 """Orders with backwards in halves."""
 
 UNDER_WAY = 3
@@ -154,6 +155,7 @@ def search(
     synthesize: float = 0.0,
     moves: int = 2000,
     seed: int = 0,
+    resume: str | Path | None = None,
     report: Report | None = None,
 ) -> Found:
     """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
@@ -164,8 +166,9 @@ def search(
     stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
     ranks: other than those that the trace is of; the step stays that of all batches together
     synthesize: seconds for writing a program that no builder has, from the best builder's and the runners-up's
-        (`Found.written`): `moves` programs are looked at, fewer where the seconds are over; the same `seed` and moves
-        write the same. report: is given a line whenever there is a better one
+        (`Found.written`): `moves` changes are tried, fewer where the seconds are over; the same `seed` and moves
+        write the same. resume: a file of `Written.save`, from which it goes on. report: is given a line whenever
+        there is a better one
 
     Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
 
@@ -194,7 +197,11 @@ def search(
     of: dict[Point, Trace] = {}
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if sweep.bound < fastest * sweep.shown and (choice := sweep.best(fastest)) is not None:
+        if (
+            sweep.bound < fastest * sweep.shown
+            and not _spares(sweep.plain, found)
+            and (choice := sweep.best(fastest)) is not None
+        ):
             found.append(choice)
             of[choice.point] = sweep.trace
             fastest = min(fastest, choice.step_s)
@@ -208,7 +215,7 @@ def search(
         return result
     near = [choice.point for choice in (best, *others[:runners_up]) if of[choice.point] is of[best.point]]
     alike = [point for point in near if (point.order is None) == (best.point.order is None)]
-    writing = Synthesis(of[best.point], alike, where, budget, seed)
+    writing = Synthesis(of[best.point], alike, where, budget, seed, resume)
     return dataclasses.replace(result, written=writing.run(moves, seconds=synthesize, report=report))
 
 
@@ -345,6 +352,17 @@ class Sweep:
         return point.schedule()(self.whole)
 
 
+def _spares(point: Point, found: Sequence[Choice]) -> bool:
+    """Tells whether an order is of less memory than another that lies as it does, and recomputes nothing in what there
+    is."""
+    order = point.order
+    if order is None or order.name not in pipelines.V_SHAPED[1:]:
+        return False
+    others = (point._replace(order=order._replace(name=name)) for name in pipelines.V_SHAPED)
+    plain = [(other.builder, other.mesh, other.order) for other in others]
+    return any((c.point.builder, c.point.mesh, c.point.order) in plain and not c.point.remat for c in found)
+
+
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     """The parts of the first stage and the last in a step of few microbatches."""
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
@@ -373,15 +391,16 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
-    """The orders that `stages` stages can run: 1F1B, halves of backwards; and with 2, 4, 8, ... segments each, or as
-    many as make them equal, interleaved, and all microbatches through one segment before the next (gpipe)."""
+    """The orders that `stages` stages can run: 1F1B, halves of backwards, V-shaped that of the most memory first; and
+    with 2, 4, 8, ... segments each, or as many as make them equal, interleaved, and all microbatches through one before
+    the next (gpipe)."""
     visits = len(trace.visits)
     if visits < stages:
         return
     yield Order("one_f_one_b", stages, 1, microbatches)
     yield Order("zero_bubble", stages, 1, microbatches)
     if 2 * stages <= visits:
-        yield Order("v_shaped", stages, 2, microbatches)
+        yield from (Order(name, stages, 2, microbatches) for name in pipelines.V_SHAPED)
     layers = len(remat.layer_visits(trace))
     for per_stage in range(2, visits // stages + 1):
         if layers % (stages * per_stage) and per_stage & (per_stage - 1):

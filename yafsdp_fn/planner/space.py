@@ -46,7 +46,7 @@ class Order(NamedTuple):
 
     def assignment(self, trace: Trace) -> Assignment:
         """Assigns the units of `trace` to stages, even by cost."""
-        shape: Shape = "v" if self.name == "v_shaped" else "loop"
+        shape: Shape = "v" if self.name in pipelines.V_SHAPED else "loop"
         return assign(trace, self.stages, per_stage=self.per_stage, shape=shape)
 
     def whole(self, trace: Trace, mesh: Mesh) -> Trace:

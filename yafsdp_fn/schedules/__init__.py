@@ -35,7 +35,16 @@ from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
 from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.schedules.fsdp2 import fsdp2
-from yafsdp_fn.schedules.pipelines import gpipe, interleaved, one_f_one_b, staged, v_shaped, zero_bubble
+from yafsdp_fn.schedules.pipelines import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    staged,
+    v_half,
+    v_min,
+    v_shaped,
+    zero_bubble,
+)
 from yafsdp_fn.schedules.to_actions import Actions, to_actions
 
 __all__ = ["AllReduce", "Backward", "Exchange", "Fetch", "Forward", "Gather", "Norm", "Offload", "Op", "Reduce"]
@@ -56,5 +65,6 @@ __all__ += [
 __all__ += ["alternating_slots", "build", "chained_order", "own_slots", "verify"]
 __all__ += ["ddp", "fsdp2", "hpz", "hsdp", "zero1", "zero2", "zero3"]
 __all__ += ["Assignment", "Call", "Flow", "Receive", "Send", "Split"]
-__all__ += ["assign", "cut", "from_actions", "gpipe", "interleaved", "one_f_one_b", "staged", "v_shaped", "zero_bubble"]
+__all__ += ["assign", "cut", "from_actions", "gpipe", "interleaved", "one_f_one_b", "staged"]
+__all__ += ["v_half", "v_min", "v_shaped", "zero_bubble"]
 __all__ += ["Actions", "remat", "to_actions"]

@@ -215,10 +215,96 @@ def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
             yield from call(segment, "weights")
 
 
-FACTORIES = {factory.__name__: factory for factory in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped)}
+def v_half(sharding: Schedule | None = None) -> Schedule:
+    """V-Half (Qi et al. 2024): the V of `v_shaped` in half the memory, (P + 2) // 2 microbatches of a stage.
+
+    Where halves are as long as a forward, little more than half as much is idle as with `one_f_one_b`.
+
+    sharding: as for `staged`
+
+    >>> step = ya.planner.trace(loss_fn, params, batch, microbatches=2)
+    >>> step = ya.schedules.cut(step, ya.schedules.assign(step, stages=2, per_stage=2, shape="v"))
+    >>> len(ya.verify(ya.schedules.v_half()(step)).stages)
+    2
+    """
+    return staged(v_half_calls, sharding)
+
+
+def v_half_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `v_half`."""
+    _expect("v_half", split, per_stage=2, v=True)
+    return _repeated(split, microbatches, (1, 2, 1, 2))
+
+
+def v_min(sharding: Schedule | None = None) -> Schedule:
+    """V-Min (Qi et al. 2024): the V of `v_shaped` in a third of the memory, (P + 4) // 3 microbatches of a stage.
+
+    Where halves are as long as a forward, two thirds as much is idle as with `one_f_one_b`.
+
+    sharding: as for `staged`
+
+    >>> step = ya.planner.trace(loss_fn, params, batch, microbatches=2)
+    >>> step = ya.schedules.cut(step, ya.schedules.assign(step, stages=2, per_stage=2, shape="v"))
+    >>> len(ya.verify(ya.schedules.v_min()(step)).stages)
+    2
+    """
+    return staged(v_min_calls, sharding)
+
+
+def v_min_calls(split: Split, microbatches: int) -> Rows:
+    """The calls of `v_min`."""
+    _expect("v_min", split, per_stage=2, v=True)
+    return _repeated(split, microbatches, (1, 1, 1, 1))
+
+
+BLOCK = 6
+"""Calls of a microbatch on a stage of two segments."""
+
+
+def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int]) -> Rows:
+    """The calls of a microbatch at fixed times, and those of each next one six calls later.
+
+    steps: time from a stage to the next one: of forwards down the V and up, of backwards down and up
+    Turns at the ends of the V take as long as lets no two calls of a stage meet and keeps the fewest microbatches; of
+    these, those with the shortest turn from forwards to backwards.
+    """
+    found = []
+    for turns in itertools.product(range(1, BLOCK + 1), repeat=3):
+        blocks = [_block(split.stages, stage, steps, turns) for stage in range(split.stages)]
+        if all(len({at % BLOCK for at in block}) == BLOCK for block in blocks):
+            kept = max(sum((t - b[k]) // BLOCK - (t - b[5 - k]) // BLOCK for k in (0, 1)) for b in blocks for t in b)
+            found.append((kept, turns[1], -turns[0], blocks))
+    *_, blocks = min(found)
+    rows = []
+    for stage, block in enumerate(blocks):
+        down, up = stage, 2 * split.stages - 1 - stage
+        one: list[tuple[Kind, int]] = [("forward", down), ("forward", up), ("inputs", up), ("inputs", down)]
+        one += [("weights", up), ("weights", down)]
+        timed = [(at + BLOCK * m, *of, m) for m in range(microbatches) for at, of in zip(block, one, strict=True)]
+        rows.append([Call(kind, segment, m) for _, kind, segment, m in sorted(timed)])
+    return whole_if_idle(rows, split)
+
+
+def _block(stages: int, stage: int, steps: Sequence[int], turns: Sequence[int]) -> list[int]:
+    """The times of forwards down and up, backwards of inputs down and up, and of weights: where there is room next."""
+    at, block = 0, list[int]()
+    for leg, step in enumerate(steps):
+        block.append(at + step * (stage if leg % 2 == 0 else stages - 1 - stage))
+        at += step * (stages - 1) + (turns[leg] if leg < 3 else 0)
+    for first in block[2:4]:
+        taken = {each % BLOCK for each in block}
+        block.append(next((t for t in range(first + 1, first + BLOCK) if t % BLOCK not in taken), first))
+    return block
+
+
+V_SHAPED = ("v_shaped", "v_half", "v_min")
+"""The builders whose segments lie like a V."""
+
+_ALL = (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped, v_half, v_min)
+FACTORIES = {factory.__name__: factory for factory in _ALL}
 """The builders by name."""
 
-SEGMENTS = {"interleaved": 2, "v_shaped": 2}
+SEGMENTS = {"interleaved": 2} | dict.fromkeys(V_SHAPED, 2)
 """Segments of a stage, at least, of the builders that take more than one."""
 
 ORDERS: dict[str, Order] = {
@@ -227,6 +313,8 @@ ORDERS: dict[str, Order] = {
     "interleaved": interleaved_calls,
     "zero_bubble": zero_bubble_calls,
     "v_shaped": v_shaped_calls,
+    "v_half": v_half_calls,
+    "v_min": v_min_calls,
 }
 """Their calls by name."""
 

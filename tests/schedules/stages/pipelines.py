@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.schedules.traces import cut, model, on
 from yafsdp_fn.schedules import Schedule, Trace, hsdp, zero1, zero2, zero3
-from yafsdp_fn.schedules.pipelines import FACTORIES
+from yafsdp_fn.schedules.pipelines import FACTORIES, V_SHAPED
 
 ORDERS = tuple(FACTORIES)
 SHARDINGS: dict[str, tuple[Schedule | None, str, str]] = {
@@ -19,7 +19,7 @@ SHARDINGS: dict[str, tuple[Schedule | None, str, str]] = {
 
 def homes(order: str, stages: int) -> tuple[int, ...]:
     """The stages of segments, as the order wants them."""
-    if order == "v_shaped":
+    if order in V_SHAPED:
         return (*range(stages), *reversed(range(stages)))
     return tuple(range(stages)) * (2 if order == "interleaved" else 1)
 

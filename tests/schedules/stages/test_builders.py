@@ -102,6 +102,19 @@ def test_what_orders_keep() -> None:
     assert [under_way(row) for row in pipelines.v_shaped_calls(split("v_shaped", P), M)] == [2 * P] * P
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8, 12])
+def test_v_shapes_of_less_memory(stages: int) -> None:
+    """What Qi et al. (2024) give for them: a half and a third of the microbatches, and two thirds of the idle time."""
+    of, M = split("v_min", stages), 3 * stages
+    for order, most, idle in (
+        (pipelines.v_half_calls, (stages + 2) // 2, 0.6),
+        (pipelines.v_min_calls, (stages + 4) // 3, 2 / 3),
+    ):
+        rows = order(of, M)
+        assert max(map(under_way, rows)) == 2 * most
+        assert length(of, rows) / 2 <= 3 * M + 3 * idle * (stages - 1)
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4, nightly(8)])
 def test_what_interleaved_keeps(stages: int) -> None:
     """As docs/schedules.md has it: P + (P - 1) / v microbatches where P divides M, at most 2 P - 1 else."""

@@ -49,6 +49,8 @@ HOW = {
     "v": How(s.v_shaped, s.zero2(), 2, "v"),
     "v, reduced once": How(s.v_shaped, s.zero3(defer=True), 2, "v"),
     "zero-bubble, gathered anew": How(s.zero_bubble, s.zero3()),
+    "v, half the memory": How(s.v_half, s.zero2(), 2, "v"),
+    "v, a third of the memory": How(s.v_min, s.zero3(), 2, "v"),
 }
 ALL = os.environ.get("STAGES") == "all"
 
