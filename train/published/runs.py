@@ -106,7 +106,7 @@ class Run(NamedTuple):
 
     @property
     def stops_early(self) -> bool:
-        """Whether layers are recomputed by torch's checkpoint, which stops at the last that is saved: reentrant ones,
+        """Says whether torch's checkpoint recomputes layers, which stops at the last that is saved: reentrant ones,
         of Megatron, DeepSpeed, InternLM and transformers, do not."""
         return (
             self.framework in ("fsdp1", "fsdp2")
