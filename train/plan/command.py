@@ -206,15 +206,14 @@ class Result:
             console.print(searched, markup=False, highlight=False, soft_wrap=True)
 
     def _time(self) -> Table:
-        plan, rate = self.plan, self.tokens / self.plan.step_s
+        plan, rate, (low, high) = self.plan, self.tokens / self.plan.step_s, self.plan.range_s
+        speed = f"{rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a GPU"
         gains = sorted(plan.sensitivity().items(), key=lambda item: -item[1])[:3]
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="cyan")
         table.add_column(overflow="fold")
         table.add_row("schedule", self.schedule)
-        table.add_row(
-            "step", f"[bold]{plan.step_s:.3f} s[/], {rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a GPU"
-        )
+        table.add_row("step", f"[bold]{plan.step_s:.3f} s[/] ({low:.3g} to {high:.3g}), {speed}")
         alone = zip(PARTS, plan.work, strict=True)
         table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
         table.add_row("bound by", f"{plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}%")
