@@ -30,7 +30,7 @@ import torch
 import yafsdp_fn as ya
 from train.command_line import cli
 from train.config import ConfigError, require
-from train.published import bubbles, over_axes, predicted, runs
+from train.published import bubbles, errors, over_axes, predicted, runs
 from train.published.fit import (
     A100,
     PRECISION,
@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         elif options.axes:
             over_axes.show(options.json)
         elif options.sources:
-            runs.show(runs.TABLE, options.json, sources=True)
+            errors.show(runs.TABLE, options.json, sources=True)
         elif options.bubbles:
             bubbles.show_bubbles()
         elif options.orders:
@@ -126,7 +126,7 @@ def show_rows(file: Path, as_json: bool) -> None:
         of_frameworks = runs.is_table(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--rows: {error}") from None
-    (runs.show if of_frameworks else predicted.show_rows)(file, as_json)
+    (errors.show if of_frameworks else predicted.show_rows)(file, as_json)
 
 
 def show() -> None:

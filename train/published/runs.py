@@ -4,7 +4,7 @@ columns of docs/benchmarks/published_runs.csv.
     read(line)       a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
     program(run)     the peer's program of it
     predict(run)     seconds of a step, and memory of a rank, on `KINDS[run.gpu]`
-    show(...)        errors by source, kind of GPU, number of GPUs and parallelism
+    table(file)      the runs of a file, and what is refused
 
 Taken, where sources do not say: HSDP over nodes below 20B and FSDP above, where a source has both; torchtitan's
 recomputation of its default, half of the products; gathers in bf16, and reductions in fp32 but for FSDP1, DeepSpeed and
@@ -16,20 +16,17 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 import models
 import yafsdp_fn as ya
 from models import gpt2, llama
 from models.parts import layers
-from train.config import ConfigError
 from train.machine import ROOT
 from train.published.foundry import FP8_RATE, mpt_loss
 from train.published.over_axes import cast_bytes, moving, with_scores
@@ -497,84 +494,6 @@ def predict(run: Run) -> Predicted:
     return Predicted(run, seconds(run, cluster_of(run)), memory(run).peak_bytes)
 
 
-# ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.
-
-FAMILIES = {"A100": ("A100", "A100 40GB"), "H100": ("H100", "H100 HBM2e", "H200")}
-"""The GPUs that share a fit: of one factor on the rate of their products. Other kinds have theirs from data sheets."""
-FACTORS = np.linspace(0.6, 1.6, 401)
-
-
-def left_out(found: list[Predicted]) -> tuple[dict[str, dict[str, float]], list[tuple[Predicted, float]]]:
-    """(Factors on the rate of products by family and source left out, "" for none; each measured run with its error in
-    percent when its source is left out). Sources count alike, whatever their rows; absolute logarithms of errors."""
-    factors: dict[str, dict[str, float]] = {}
-    errors: dict[int, float] = {}
-    for family, kinds in FAMILIES.items():
-        own = [one for one in found if one.run.gpu in kinds and one.run.measured_s is not None]
-        if not own:
-            continue
-        measured = np.array([one.run.measured_s for one in own])
-        now = np.array([one.seconds for one in own])
-        slower = np.array([seconds(one.run, _slower(cluster_of(one.run))) for one in own])
-        times = now + (slower - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
-        sources = [one.run.source for one in own]
-        weights = np.array([1 / sources.count(source) for source in sources])
-        factors[family] = {}
-        for source in ["", *dict.fromkeys(sources)]:
-            kept = weights * np.array([other != source for other in sources])
-            cost = np.abs(np.log(times / measured)) @ kept
-            at = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
-            factors[family][source] = round(float(FACTORS[at]), 4)
-            for each, of, seen in zip(own, times[at], measured, strict=True):
-                if each.run.source == source:
-                    errors[id(each)] = 100 * (seen / of - 1)
-    rest = {id(one): one.error for one in found if one.error is not None}
-    return factors, [(one, errors.get(id(one), rest[id(one)])) for one in found if id(one) in rest]
-
-
-def _slower(cluster: Cluster) -> Cluster:
-    return cluster.replace(matmul_flops=cluster.matmul_flops / 1.1)
-
-
-def interval(errors: list[tuple[Predicted, float]], part: float = 0.8) -> tuple[float, float]:
-    """Measured over predicted seconds, between which `part` of the runs are."""
-    low, high = np.quantile([1 + error / 100 for _, error in errors], [(1 - part) / 2, (1 + part) / 2])
-    return round(float(low), 3), round(float(high), 3)
-
-
-# ---- Prints the errors.
-
-MARGIN = 1.06
-"""The bytes that an allocator holds over those of tensors, at the least: of torch's own figures 1.03 to 1.12."""
-
-
-def fitting(found: list[Predicted]) -> tuple[int, int]:
-    """(Runs of which it is said rightly whether they fit, all whose memory is known)."""
-    known = [one for one in found if one.run.measured_bytes is not None]
-    right = [
-        (one.peak_bytes * MARGIN <= CARD[one.run.gpu] * 2**30) == (one.run.measured_bytes != float("inf"))
-        for one in known
-    ]
-    return sum(right), len(right)
-
-
-def spread(errors: Iterable[float]) -> dict[str, float]:
-    """Number, median and 90th percentile of absolute errors, and the median of errors with their sign."""
-    found = np.array([*errors])
-    sizes = np.abs(found)
-    numbers = {"median": np.median(sizes), "p90": np.percentile(sizes, 90), "bias": np.median(found)}
-    return {"rows": len(sizes), **{name: round(float(value), 2) for name, value in numbers.items()}}
-
-
-GROUPS: dict[str, Callable[[Run], str]] = {
-    "source": lambda run: run.source,
-    "gpu": lambda run: run.gpu,
-    "gpus": lambda run: str(next(n for n in (1, 8, 64, 512, 1 << 30) if run.gpus <= n)).replace(str(1 << 30), "more"),
-    "parallelism": lambda run: run.parallelism,
-    "kernels": lambda run: run.kernels,
-}
-
-
 def is_table(file: Path) -> bool:
     """Tells whether a file has the columns of published_runs.csv."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
@@ -594,51 +513,3 @@ def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
             except Refused as error:
                 refused.append(str(error))
     return runs, refused
-
-
-def show(file: Path, as_json: bool, sources: bool = False) -> None:
-    """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
-    be."""
-    try:
-        runs, refused = table(file)
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(f"--rows: {error}") from None
-    if not runs:
-        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
-    found = list[Predicted]()
-    for run in runs:
-        found.append(one := predict(run))
-        if not as_json:
-            print(_line(one), flush=True)
-    factors, apart = left_out(found) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
-    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [off for _, off in apart]}} if apart else {}
-    for name, key in GROUPS.items():
-        groups[name] = {}
-        for one, off in sorted(apart, key=lambda each: key(each[0].run)):
-            groups[name].setdefault(key(one.run), []).append(off)
-    spreads = {name: {of: spread(each) for of, each in group.items()} for name, group in groups.items()}
-    right, known = fitting(found)
-    told: dict[str, Any] = {"fits or not": {"right": right, "of": known}}
-    if sources and apart:
-        told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
-    if as_json:
-        rows = [{**one.run._asdict(), "config": str(one.run.config), "seconds": one.seconds} for one in found]
-        listed = {} if sources else {"rows": rows}
-        print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
-        return
-    for name, group in spreads.items():
-        print(f"\nby {name}" if name != "all" else "")
-        for of, each in group.items():
-            words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
-            print(f"{of:<34} {each['rows']:>4} rows   {words}")
-    for name, what in told.items():
-        print(f"{name}: {what}")
-    for why in refused:
-        print(f"not predicted: {why}")
-
-
-def _line(one: Predicted) -> str:
-    run = one.run
-    seen = "" if one.error is None else f"{run.measured_s:8.3f} {one.error:+6.1f}%"
-    held = "" if run.measured_bytes is None else f"{run.measured_bytes / 2**30:6.1f}"
-    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {one.peak_bytes / 2**30:6.1f} {held:>6}"
