@@ -404,6 +404,7 @@ def test_json_holds_plain_data() -> None:
         "stage",
         "loss_of",
         "between",
+        "kernels",
     }
     assert set(data["trace"]) == fields
 

@@ -45,7 +45,7 @@ def test_a_slot_that_holds_odd_layers_is_numbered_like_one_that_holds_even_ones(
 def test_numbers_of_calls_are_clear_of_each_other(microbatches: int) -> None:
     """In every row of a pipeline whose calls are hardly as wide as their numbers."""
     program = pipeline(chain(4, microbatches), 4, one_f_one_b(zero1()))
-    figure = stages_draw._figure([simulate(program, NO_LINKS)])
+    figure = stages_draw._figure([simulate(program, NO_LINKS)], ())
     axes, inches = figure.axes[0], figure.get_figwidth() - LEFT - stages_draw.RIGHT
     rows: dict[float, list[tuple[float, float]]] = {}
     for text in axes.texts:

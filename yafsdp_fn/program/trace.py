@@ -221,6 +221,17 @@ def arguments(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
+SHOWN = 16
+"""Lines of a table that are shown at most."""
+
+
+def shortened(rows: Sequence[str]) -> list[str]:
+    """The first and the last of many."""
+    if len(rows) <= SHOWN:
+        return list(rows)
+    return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]
+
+
 class Lent(NamedTuple):
     """A unit whose leaves are lent to their owners by the optimizer.
 
@@ -271,9 +282,7 @@ class Trace(NamedTuple):
 
     def __str__(self) -> str:
         """The step, a line for each visit, and the order of computes; of many the first and the last."""
-        from yafsdp_fn.program import text  # it imports this
-
-        return text.of_trace(self)
+        return _table(self)
 
     def __repr__(self) -> str:
         return f"Trace({str(self).partition(chr(10))[0]})"
@@ -426,3 +435,30 @@ def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = T
             closes = tuple(unit for unit in dict.fromkeys(visit.trained) if first[unit] == visit.id)
             order.append(Compute("backward", visit.id, microbatch, closes))
     return tuple(order)
+
+
+def _table(trace: Trace) -> str:
+    """A trace as a table: its visits, with what a unit has and what a visit costs, and the order of computes."""
+    what = "a training step" if trace.trains else "an evaluation"
+    stage = "" if trace.stage is None else f", stage {trace.stage} alone"
+    numel = sum(unit.numel for unit in trace.units)
+    head = (
+        f"trace of {what} on the mesh ({arguments(dict(trace.mesh))}){stage}: {len(trace.units)} units, "
+        f"{numel:,} parameters, {len(trace.visits)} visits, microbatches: {trace.microbatches}"
+    )
+    rows = [["visit", "units", "trained", "parameters", "gathered", "FLOPs forward", "backward", "its graph keeps"]]
+    for visit in trace.visits:
+        units, cost = [trace.units[unit] for unit in visit.units], visit.cost
+        ids = (", ".join(map(str, each)) for each in (visit.units, visit.trained))
+        size = f"{sum(unit.gather_bytes for unit in units) / 2**20:.2f} MiB"
+        forward, backward = cost.flops + cost.attention_flops, cost.bwd_flops + cost.bwd_attention_flops
+        costs = (f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB") if forward else ("-",) * 3
+        rows.append([f"{visit.id} {visit.name}", *ids, f"{sum(unit.numel for unit in units):,}", size, *costs])
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join([cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])]).rstrip() for cells in rows]
+    order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * (trace.microbatches > 1) for now in trace.order]
+    several = (
+        f"; {len(order)} computes, as visit of microbatch" if trace.microbatches > 1 else f"; {len(order)} computes"
+    )
+    shown = order if len(order) <= 8 else [*order[:5], "...", *order[-3:]]
+    return "\n".join([head, *shortened(lines), "order: " + ", ".join(shown) + several, f"updates: {trace.update_when}"])

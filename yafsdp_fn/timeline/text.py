@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from yafsdp_fn.program.text import shortened
+from yafsdp_fn.program.trace import shortened
 from yafsdp_fn.timeline.spans import Crossing, Span, Spans, kind, sums
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
