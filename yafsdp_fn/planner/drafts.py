@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.bound import seconds_of
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import groups, phases
 from yafsdp_fn.planner.simulate import simulate
@@ -181,7 +182,7 @@ class Changes:
         kinds: dict[tuple[float, int], list[int]] = {}
         for v in self.layers:
             twice, once = (phases(Backward(v, (), ()), trace, cluster, places, again) for again in (True, False))
-            self.again_s[v] = sum(p.seconds for p in twice) - sum(p.seconds for p in once)
+            self.again_s[v] = seconds_of(twice) - seconds_of(once)
             self.held[v] = trace.visits[v].cost.inner_bytes
             kinds.setdefault((self.again_s[v], self.held[v]), []).append(v)
         self.units = sorted({u for v in trace.visits for u in v.units})
@@ -251,6 +252,24 @@ class Changes:
         return draft._replace(**{what: getattr(draft, what) ^ {number}})
 
 
+def seen(make: Callable[[], Program], cluster: Cluster, budget: int) -> Seen:
+    """Returns what the program that `make` builds comes to: proved, and simulated where it fits into `budget`."""
+    try:
+        program = make()
+        peaks = peaks_of(program)
+        if max(peaks) > budget:
+            return math.inf, peaks
+        verify(program)
+    except (ValueError, Refused):
+        return math.inf, ()
+    return simulate(program, cluster).seconds, peaks
+
+
+def peaks_of(program: Program) -> tuple[int, ...]:
+    """The predicted peak of each stage, in bytes."""
+    return tuple(footprint.predict_memory(part).peak_bytes for part in program.parts)
+
+
 # ---- A step without stages.
 
 
@@ -269,7 +288,7 @@ class OneStage:
 
     def measured(self, draft: Draft) -> Seen:
         if draft not in self.known:
-            self.known[draft] = self.look(partial(self._measured, draft))
+            self.known[draft] = self.look(partial(self._found, draft))
         return self.known[draft]
 
     def fits(self, draft: Draft) -> bool:
@@ -278,16 +297,8 @@ class OneStage:
         except ValueError:
             return False
 
-    def _measured(self, draft: Draft) -> Seen:
-        try:
-            program = draft.program(self.trace)
-            peak = footprint.predict_memory(program).peak_bytes
-            if peak > self.budget:
-                return math.inf, (peak,)
-            verify(program)
-        except (ValueError, Refused):
-            return math.inf, ()
-        return simulate(program, self.cluster).seconds, (peak,)
+    def _found(self, draft: Draft) -> Seen:
+        return seen(partial(draft.program, self.trace), self.cluster, self.budget)
 
     def move(self) -> None:
         draft = next(self.plan, None) or self.changes.of(self.now)
@@ -370,7 +381,7 @@ class OneStage:
         return {"program": program, "step_s": seconds, "peak_bytes": peak, "differences": tuple(said), "draft": best}
 
     def _known(self, draft: Draft) -> Seen:
-        return self.known.get(draft) or self._measured(draft)
+        return self.known.get(draft) or self._found(draft)
 
     def _without(self, best: Draft, seconds: float, field: str) -> str:
         """Says what taking a field back would cost."""

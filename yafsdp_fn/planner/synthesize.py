@@ -23,11 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound, seconds_of
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import groups, phases
-from yafsdp_fn.planner.drafts import Changes, Draft, OneStage, Seen, differences
+from yafsdp_fn.planner.drafts import Changes, Draft, OneStage, Seen, differences, peaks_of, seen
 from yafsdp_fn.planner.orders import Calls, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Order, Point
@@ -35,7 +34,6 @@ from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.program import Program, part_of
 from yafsdp_fn.program.split import Assignment, Call
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
 from yafsdp_fn.schedules.builders import Schedule
@@ -295,7 +293,7 @@ class _Stages:
         few, most = [-1] * len(parts), [*map(len, layers)]
         while any(high - low > 1 for low, high in zip(few, most, strict=True)):
             middle = [(low + high) // 2 if high - low > 1 else high for low, high in zip(few, most, strict=True)]
-            peaks = self._peaks(self._program(whole, drafts(middle), rows))
+            peaks = peaks_of(self._program(whole, drafts(middle), rows))
             for stage, peak in enumerate(peaks):
                 (most if peak <= owner.budget else few)[stage] = middle[stage]
         cut = _Cut(point, whole, drafts(most), rows, math.inf, (), [Changes(p, owner.cluster, self.rng) for p in parts])
@@ -305,27 +303,13 @@ class _Stages:
     def _program(self, whole: Trace, drafts: Sequence[Draft], rows: Rows) -> Program:
         return _staged(rows, drafts, _calls(whole, self.owner.cluster, drafts).pace)(whole)
 
-    @staticmethod
-    def _peaks(program: Program) -> tuple[int, ...]:
-        return tuple(footprint.predict_memory(part).peak_bytes for part in program.parts)
-
-    def _measured(self, whole: Trace, drafts: Sequence[Draft], rows: Rows) -> Seen:
-        try:
-            program = self._program(whole, drafts, rows)
-            peaks = self._peaks(program)
-            if max(peaks) > self.owner.budget:
-                return math.inf, peaks
-            verify(program)
-        except (ValueError, Refused):
-            return math.inf, ()
-        return simulate(program, self.owner.cluster).seconds, peaks
-
     def _look(self, cut: _Cut, drafts: tuple[Draft, ...], rows: Rows) -> bool:
         """Tells whether a program is better than the cut's best, which it then is: faster, or in less memory. One that
         does not fit leaves orders less room on its stages."""
         assert cut.whole.split is not None
         rows = pipelines.whole_if_idle([[*row] for row in rows], cut.whole.split)
-        seconds, peaks = self.owner.look(partial(self._measured, cut.whole, drafts, rows))
+        make = partial(self._program, cut.whole, drafts, rows)
+        seconds, peaks = self.owner.look(partial(seen, make, self.owner.cluster, self.owner.budget))
         if seconds == math.inf or (seconds, sum(peaks)) >= (cut.seconds, sum(cut.peaks)):
             if seconds == math.inf and peaks and drafts == cut.drafts and cut.search is not None:
                 rooms = self._rooms(cut, rows, peaks)
@@ -378,22 +362,22 @@ class _Stages:
             return {
                 "program": program,
                 "step_s": self.seconds,
-                "peak_bytes": max(self._peaks(program)),
+                "peak_bytes": max(peaks_of(program)),
                 "differences": (),
             }
-        pace = _calls(cut.whole, owner.cluster, cut.drafts).pace
+        program = verify(self._program(cut.whole, cut.drafts, cut.rows))
         return {
-            "program": verify(self._program(cut.whole, cut.drafts, cut.rows)),
+            "program": program,
             "step_s": cut.seconds,
             "peak_bytes": max(cut.peaks),
-            "differences": tuple(self._differences(cut)),
+            "differences": tuple(self._differences(cut, program)),
             "drafts": cut.drafts,
             "rows": tuple(map(tuple, cut.rows)),
             "made_of": cut.point,
-            "pace": pace,
+            "pace": _calls(cut.whole, owner.cluster, cut.drafts).pace,
         }
 
-    def _differences(self, cut: _Cut) -> Iterator[str]:
+    def _differences(self, cut: _Cut, program: Program) -> Iterator[str]:
         first, ours = self.owner.points[0], cut.point
         assert first.order is not None and ours.order is not None
         shapes = [_shape(order) for order in (ours.order, first.order)]
@@ -410,7 +394,6 @@ class _Stages:
         for words, stages in alike.items():
             where = "every stage" if len(stages) == len(cut.drafts) else f"stage {', '.join(map(str, stages))}"
             yield f"{where} {words}"
-        program = self._program(cut.whole, cut.drafts, cut.rows)
         before, now = (
             simulate(first.program(self.owner.trace), self.owner.cluster),
             simulate(program, self.owner.cluster),
