@@ -80,6 +80,11 @@ class Row(NamedTuple):
         return self.seq_len * self.sequences / (self.tensor * self.context * self.stages)
 
     @property
+    def stops_early(self) -> bool:
+        """Says whether torch's checkpoint recomputes layers, which stops at the last that is saved."""
+        return self.recompute == "all" and self.run == "torchtitan"
+
+    @property
     def inside(self) -> dict[str, int]:
         return {name: n for name, n in (("context", self.context), ("tensor", self.tensor)) if n > 1}
 
@@ -124,8 +129,9 @@ def _traced(row: Row) -> Trace:
     )
     layers = remat.layer_visits(found)
     found = found._replace(visits=tuple(_as_run(row, v) if v.id in layers else v for v in found.visits))
-    policy = {"half": "op", "all": "checkpoint" if row.run == "torchtitan" else None}.get(row.recompute)
-    return by_ops(found, policy) if policy else found
+    if row.recompute == "half":
+        return by_ops(found, "op")
+    return by_ops(found, "checkpoint") if row.stops_early else found
 
 
 def _as_run(row: Row, layer: Visit) -> Visit:
@@ -193,7 +199,7 @@ def _in_fp8(call: AxisCollective) -> AxisCollective:
 def step(row: Row, microbatches: int) -> Program:
     """The program of `row` in so many microbatches. Across stages weights are gathered once and gradients reduced once
     a step; without, weights are gathered for each half of it (FSDP)."""
-    again = "all" if row.recompute == "all" and row.run != "torchtitan" else "none"
+    again = "all" if row.recompute == "all" and not row.stops_early else "none"
     one = _traced(row._replace(measured=0.0, async_tensor="no"))
     if row.stages == 1:
         return ya.schedules.zero3(remat=again, prefetch=2)(one)

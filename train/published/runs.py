@@ -29,7 +29,7 @@ from models import gpt2, llama
 from models.parts import layers
 from train.machine import ROOT
 from train.published.foundry import FP8_RATE, mpt_loss
-from train.published.over_axes import cast_bytes, moving, with_scores
+from train.published.over_axes import A100, H100, HBM2E, cast_bytes, moving, with_scores
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Memory, predict_memory, simulate, trace
 from yafsdp_fn.planner.costs import by_ops
@@ -61,13 +61,14 @@ class Refused(ValueError):
 
 class Run(NamedTuple):
     """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None if
-    it is not said; framework: of `FRAMEWORKS`; replicas: of the state, around shard groups
-    order: of a pipeline; recompute: "none", "half" of the products, "every 2nd" layer, or "all"; kernels: of what is no
-    product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is
-    products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist
-    as a whole, in fp32; param, reduce: dtypes of master and reductions
+    it is not said; framework: "fsdp1", "fsdp2", "zero1" to "zero3", or "ddp"; replicas: of the state, around shard
+    groups; order: of a pipeline
+    recompute: "none", "half" of the products, "every 2nd" layer, or "all"; reentrant: and its layers run to their end;
+    kernels: of what is no product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is products
+    whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist as a whole, in fp32; param, reduce: dtypes
+    of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
-    they are known; measured_bytes: memory, math.inf where it ran out; reserved: by the allocator, not by tensors
+    they are known; measured_bytes: memory, math.inf where it ran out
     """
 
     source: str
@@ -94,7 +95,6 @@ class Run(NamedTuple):
     reentrant: bool = False
     measured_s: float | None = None
     measured_bytes: float | None = None
-    reserved: bool = False
 
     @property
     def parallelism(self) -> str:
@@ -216,9 +216,6 @@ def model_of(line: Line) -> tuple[str, Any]:
     return name, dataclasses.replace(config, layers=int(layers[1])) if layers else config
 
 
-FRAMEWORKS = ("fsdp1", "fsdp2", "zero1", "zero2", "zero3", "ddp")
-
-
 def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> tuple[str, int, str, int]:
     """Framework, replicas of the state, order of a pipeline, stages."""
     stages = int(found[1]) if (found := re.search(r"\bpp\s*=?\s*(\d+)", scheme)) else 1
@@ -318,8 +315,7 @@ def _memory(line: Line) -> dict[str, Any]:
     if not re.fullmatch(r"[\d.]+", text):
         return {}
     unit = 2**30 if "gib" in kind else 1e9
-    reserved = "allocated" not in kind  # torchtitan's, too
-    return {"measured_bytes": float(text) * unit, "reserved": reserved}
+    return {"measured_bytes": float(text) * unit}
 
 
 # ---- The clusters, and the program of a run.
@@ -335,7 +331,7 @@ CARD = {
     "MI300X": 191.0,
 }
 """GiB that a process may take of a card."""
-A100, H100, H200 = (CLUSTERS[name] for name in ("a100-80g", "h100-80g", "h200-141g"))
+H200 = CLUSTERS["h200-141g"]
 
 
 def _by_data_sheet(flops: float, memory: float, node: float) -> Cluster:
@@ -346,10 +342,10 @@ def _by_data_sheet(flops: float, memory: float, node: float) -> Cluster:
 
 
 KINDS: dict[str, Cluster] = {
-    "A100": A100.replace(network_bandwidth=170e9),
-    "A100 40GB": A100.replace(network_bandwidth=170e9, memory_bandwidth=A100.memory_bandwidth * 1.55 / 2.04),
+    "A100": A100,
+    "A100 40GB": A100.replace(memory_bandwidth=A100.memory_bandwidth * 1.55 / 2.04),
     "H100": H100,
-    "H100 HBM2e": H100.replace(memory_bandwidth=H100.memory_bandwidth * 2.4 / 3.35),
+    "H100 HBM2e": H100.replace(memory_bandwidth=HBM2E),
     "H200": H200,
     "B200": _by_data_sheet(2250e12, 8e12, 700e9),
     "MI300X": _by_data_sheet(1307e12, 5.3e12, 300e9),
@@ -378,13 +374,9 @@ class _EvenByVisits(Order):
 
 def program(run: Run, microbatches: int) -> Program:
     """The peer's program, with so many microbatches."""
-    one = _traced(run._replace(measured_s=None, measured_bytes=None, source="", network=None, gpu="", accumulation=1))
-    if run.recompute == "every 2nd":
-        again: Any = remat.every(2)
-    else:
-        again = "all" if run.recompute == "all" else "none"
-    if run.stops_early:
-        again = "none"
+    one = _traced(_key(run))
+    policies: dict[str, Any] = {} if run.stops_early else {"every 2nd": remat.every(2), "all": "all"}
+    again = policies.get(run.recompute, "none")
     shard = run.gpus // run.stages // run.replicas
     outer = (("replicate", run.replicas),) if run.replicas > 1 else ()
     mesh = (*outer, ("shard", shard))

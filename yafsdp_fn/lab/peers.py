@@ -39,8 +39,8 @@ AS_RUN = dataclasses.replace(
 )
 """The preset with the extra time of YaFSDP's published runs, on 8 to 32 nodes: so many seconds per unit and step,
 fitted to docs/benchmarks/published_yafsdp.csv together with its products and network. Its cause is unknown, and LLM
-Foundry's runs on
-one node of the same GPUs do not have it: use it only for comparisons with those runs. See docs/planner.md."""
+Foundry's runs on one node of the same GPUs do not have it: use it only for comparisons with those runs. See
+docs/planner.md."""
 
 
 class Copy(NamedTuple):
