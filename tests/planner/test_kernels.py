@@ -49,6 +49,8 @@ def test_a_plan_says_its_kernels_and_its_range() -> None:
     eager, fused = (plan(loss, PARAMS, torch.empty(S, E), **given, kernels=kind) for kind in ("eager", "fused"))
     assert eager.step_s > fused.step_s
     assert "eager torch's kernels" in str(eager) and "fused as torch.compile does" in str(fused)
+    held = [f"{nbytes / 2**30:.1f}" for nbytes in fused.reserved_bytes]
+    assert f"of tensors; a process holds {' to '.join(held)} GiB" in str(fused)
     low, high = fused.range_s
     assert low < fused.step_s < high and f"({shown(low, 3)} to {shown(high, 3)})" in str(fused)
     with pytest.raises(ValueError, match=r"kernels='some', expected one of fused, eager, pieces"):
@@ -95,6 +97,14 @@ def test_small_sums_take_a_tree_and_stragglers_cost_more_on_more_nodes() -> None
     )
 
 
+def test_a_congested_network_loses_bandwidth_with_nodes() -> None:
+    busy = A100.replace(congestion=0.1)
+    assert busy.ring(1e10, Group(16, 8)) == A100.ring(1e10, Group(16, 8))
+    (_, moved), (_, before) = busy.ring(1e10, Group(96, 8)), A100.ring(1e10, Group(96, 8))
+    assert moved.seconds == pytest.approx(2 * before.seconds)  # 12 nodes: 1 + 0.1 x 10
+    assert [phase.resource for phase in busy.all_reduce(1e4, Group(1024, 8))] == ["latency", "network"]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_plan_counts_the_kernels_of_its_device(device: Literal["cpu", "cuda"]) -> None:
     params = {"x": ya.Unit({"gain": ya.Param((E,)), "w": ya.Param((E, E))})}
@@ -109,3 +119,9 @@ def test_a_plan_counts_the_kernels_of_its_device(device: Literal["cpu", "cuda"])
     # the CPU has no kernel of its own for RMSNorm, and keeps more
     fused = trace(normed, params, torch.empty(S, E), **{**given, "device": "cuda"}).visits[0].cost.kept_bytes
     assert (made.program.trace.visits[0].cost.kept_bytes > fused) == (device == "cpu")
+
+    moved = made.program.trace.visits[0].cost.moved
+    assert (moved.pieces > 0) == (device == "cuda")
+    assert moved.others("pieces") == (moved.eager + moved.pieces, moved.eager_kernels + moved.piece_kernels)
+    out = plan(normed, params, torch.empty(S, E), cluster=A100, kernels="pieces", **given)
+    assert (out.step_s > made.step_s) == (device == "cuda")

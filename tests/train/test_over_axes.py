@@ -13,8 +13,7 @@ from yafsdp_fn.planner import simulate
 FAR = {
     ("Llama 3", 430),
     ("Llama 3", 400),
-    *(("PTD-P", rate) for rate in (171, 167, 159)),
-    *(("torchtitan", rate) for rate in (3890, 2540, 1071, 548, 876, 47, 31, 16, 185)),
+    *(("torchtitan", rate) for rate in (3890, 1071, 548, 829, 876, 47, 31, 16, 185)),
 }
 """(run, what was measured) of the rows that are predicted more than 10% away: docs/planner.md says why."""
 
@@ -33,7 +32,7 @@ def test_the_table_is_of_runs_over_axes() -> None:
     for row in table:
         ranks = row.tensor * row.context * row.stages
         assert row.gpus % ranks == 0 and row.sequences % row.microbatches == 0 and row.gpu in KINDS, row
-    assert sum(map(far, table)) == 14
+    assert sum(map(far, table)) == 11
 
 
 DAILY = [row for row in rows() if row.run == "torchtitan" and row.stages == row.context == 1 and row.tensor == 8]

@@ -256,3 +256,41 @@ def test_a_run_of_others_is_predicted_near_what_was_measured() -> None:
     found = steps.predict(known[0])
     assert found.error is not None and -50 < found.error < 100, found
     assert found.peak_bytes > 0
+
+
+def the_run(**fields: object) -> runs.Run:
+    return next(run for run in runs.table()[0] if run.measured_s and run._asdict().items() >= fields.items())
+
+
+def test_what_frameworks_do_beside_their_schedule_is_counted() -> None:
+    tuned = the_run(source="fms_acceleration_a100", gpus=4, trained="all", micro_batch=4, logits=False)
+    assert tuned.foreach and tuned.kernels == "fused"
+    cluster = steps.cluster_of(tuned)
+    assert steps.seconds(tuned, cluster) > steps.seconds(tuned._replace(foreach=False), cluster)
+    # the optimizer's step is where its memory is most: 16 bytes an element, and foreach's copy of gradients
+    assert tuned.measured_bytes
+    assert steps.memory(tuned) == pytest.approx(20 * tuned.config.num_parameters / 4, rel=0.01)
+    assert steps.memory(tuned) == pytest.approx(tuned.measured_bytes, rel=0.02)
+
+    adapted = the_run(source="fms_acceleration_a100", gpus=1, trained="adapters", micro_batch=8, logits=True)
+    found = steps.predict(adapted)
+    assert adapted.measured_bytes and found.error is not None
+    assert abs(found.error) < 5 and found.peak_bytes == pytest.approx(adapted.measured_bytes, rel=0.03)
+
+
+def test_zero3_of_2021_waits_for_each_weight() -> None:
+    run = the_run(source="ptdp_zero3", gpus=384)
+    cluster = steps.cluster_of(run)
+    beside = steps.seconds(run._replace(framework="fsdp1", foreach=False), cluster)
+    waited = steps.seconds(run, cluster) - beside
+    assert waited > 3 * 4 * run.config.layers * 384 * 380e-6 / 8  # and rings that nothing hides
+    later = {"parallelism": "ZeRO-3", "model": "GPT 175B", "layers": "96", "hidden": "12288", "seq_len": "2048"}
+    line = {**later, "gpus": "384", "gpu": "A100", "microbatch_per_gpu": "4", "precision": "fp16"}
+    with pytest.raises(runs.Refused, match="ZeRO-3 of later DeepSpeed is not modelled"):
+        runs.read(line, "line 1")
+
+
+def test_ethernet_is_congested_and_infiniband_is_not() -> None:
+    far = the_run(source="internlm_zero1", gpus=1024)
+    assert far.roce and steps.cluster_of(far).congestion > 0
+    assert not steps.cluster_of(the_run(source="ptdp_zero3", gpus=384)).congestion

@@ -268,9 +268,9 @@ H100 = Cluster(
     collective_latency=8.4e-6,
 )
 """Products are fitted to the runs of five sources, with those of H200; the rest is not fitted: FlashAttention-2 at head
-dim 128 in FlashAttention-3's paper (Shah et al. 2024: 319 to 333 forward, 310 to 318 backward), 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the
-host as nvbandwidth's examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with
-`ya.planner.calibrate`."""
+dim 128 in the paper of FlashAttention-3 (Shah et al. 2024: 319 to 333 TFLOP/s forward, 310 to 318 backward), 80% of the
+memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the host as nvbandwidth's
+examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with `ya.planner.calibrate`."""
 
 H200 = dataclasses.replace(H100, name="h200-141g", memory_bandwidth=3.9e12, memory_bytes=109 * 2**30)
 """An H100 with more and faster memory; the same part of it."""
