@@ -279,7 +279,7 @@ def test_a_search_over_stages_finds_what_it_says() -> None:
     assert predict_memory(program).peak_bytes == found.best.peak_bytes <= found.budget
     assert found.mesh["stage"] == found.best.point.order.stages and found.stages is not None
     assert found(found.best.point.order.whole(trace, found.best.point.mesh)) == program
-    tokens = program.trace.microbatches * program.trace.ranks * program.trace.replicas
+    tokens = program.trace.microbatches * program.trace.stage_ranks
     assert tokens == trace.microbatches * trace.ranks
     assert f"{found.best.point.order.microbatches} microbatches" in str(found)
 

@@ -305,7 +305,7 @@ class Trace(NamedTuple):
     @property
     def batch_ranks(self) -> int:
         """Parts that the rows of a batch are dealt to, in one stage."""
-        return self.replicas * self.ranks // math.prod(size for name, size in self.inside if name != EXPERT)
+        return self.stage_ranks // math.prod(size for name, size in self.inside if name != EXPERT)
 
     @property
     def stages(self) -> int:
@@ -316,6 +316,16 @@ class Trace(NamedTuple):
     def replicas(self) -> int:
         """Ranks that hold the same shard."""
         return dict(self.mesh).get("replicate", 1)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage: all axes but `stage`."""
+        return self.ranks * self.replicas
+
+    @property
+    def world(self) -> int:
+        """Ranks of the mesh, all stages together."""
+        return self.stage_ranks * self.stages
 
     @property
     def local_ranks(self) -> int:
