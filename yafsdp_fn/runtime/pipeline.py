@@ -6,7 +6,6 @@
 The session and its calls are those of any step: a plain one has a single segment, for which nothing arrives.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.split import Call, StageMessage
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
+from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
@@ -168,7 +168,7 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
     tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
     if not tensors:
         return
-    sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    sums = torch.tensor([digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
     every = comms.numbers_of_all(sums, NEW).view(comms.stages, -1, len(sums))
     for stage, place, number in (every != every[0]).nonzero()[:1].tolist():
         one, other = place, stage * every.shape[1] + place
@@ -182,8 +182,3 @@ def _outline(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
     return repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf).__name__
-
-
-def _checksum(tensor: Tensor) -> int:
-    values: Any = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(values)
