@@ -12,7 +12,7 @@ from yafsdp_fn.program.events import Event, Times, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.timeline.spans import Crossing, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
@@ -161,7 +161,7 @@ def _check_places(program: Program, cluster: Cluster) -> None:
 
 def _joined(todo: Sequence[Task]) -> list[Task]:
     """Sends and receives with their partners."""
-    ends: dict[StageMessage, dict[type, int]] = {}
+    ends: dict[Parcel, dict[type, int]] = {}
     for number, task in enumerate(todo):
         if isinstance(task.op, Send | Receive):
             ends.setdefault(task.op.parcel, {})[type(task.op)] = number

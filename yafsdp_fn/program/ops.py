@@ -5,7 +5,7 @@ import re
 from collections.abc import Hashable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
-from yafsdp_fn.program.split import Kind, StageMessage
+from yafsdp_fn.program.split import Kind, Parcel
 
 # ---- What ops read and write, by name: hazards are found from that alone (hazards.py).
 
@@ -354,9 +354,9 @@ class Send(NamedTuple):
     back: bool = False
 
     @property
-    def parcel(self) -> StageMessage:
+    def parcel(self) -> Parcel:
         """The message that travels."""
-        return StageMessage(self.flow, self.microbatch, self.back)
+        return Parcel(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:
@@ -380,9 +380,9 @@ class Receive(NamedTuple):
     back: bool = False
 
     @property
-    def parcel(self) -> StageMessage:
+    def parcel(self) -> Parcel:
         """The message that travels."""
-        return StageMessage(self.flow, self.microbatch, self.back)
+        return Parcel(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:

@@ -272,7 +272,7 @@ class Program:
         size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
         crossing: list[tuple[Any, int]] = []
         for op in self.ops:
-            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.messages_of(op)]
+            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.parcels_of(op)]
         for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
             size |= {(number, False): _aligned(flow.nbytes), (number, True): _aligned(flow.grad_bytes)}
         return _largest([*saved, *crossing], size)

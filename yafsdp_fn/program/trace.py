@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
-from yafsdp_fn.program.split import Kind, Split, StageMessage
+from yafsdp_fn.program.split import Kind, Parcel, Split
 
 # ---- What has been measured of a step on fake tensors, for predictions. Schedules and the engine do without.
 
@@ -369,7 +369,7 @@ class Trace(NamedTuple):
                 found += zip(self.units_of(op), slots, strict=True)
         return tuple(found)
 
-    def messages_of(self, op: Any) -> tuple[tuple[StageMessage, int], ...]:
+    def parcels_of(self, op: Any) -> tuple[tuple[Parcel, int], ...]:
         """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
         if isinstance(op, Send | Receive):
             return ((op.parcel, op.carry_slot),)

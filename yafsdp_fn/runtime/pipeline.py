@@ -17,7 +17,7 @@ from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.program.split import Call, StageMessage
+from yafsdp_fn.program.split import Call, Parcel
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
 from yafsdp_fn.runtime.consistency import digest
@@ -96,7 +96,7 @@ class Segment:
                         f"{self._split.flows[flow].target} was written in place after a visit there took it; work on a "
                         "copy"
                     )
-            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(StageMessage(flow))))]
+            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Parcel(flow))))]
         return out
 
     def explained(self, error: Exception, named: str, failed: bool) -> Exception:
@@ -144,7 +144,7 @@ class StageResults:
 
 def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a flow that have a gradient."""
-    return [x for x, piece in zip(tensors, crossing.pieces(StageMessage(flow)), strict=True) if piece.grad]
+    return [x for x, piece in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if piece.grad]
 
 
 def _detached(x: Any) -> Any:
