@@ -100,8 +100,8 @@ def _called(calls: Collectives) -> str:
 
 def describe_parcel(parcel: Parcel, trace: Trace) -> str:
     """Names what crosses between two segments."""
-    assert trace.split is not None
-    source, target, *_ = trace.split.flows[parcel.flow]
+    flows = trace.split.flows if trace.split else ()
+    source, target, *_ = flows[parcel.flow]
     where = "" if trace.microbatches == 1 else f" (microbatch {parcel.microbatch})"
     return f"segment {source} -> {target}{where}" if not parcel.back else f"gradient {source} <- {target}{where}"
 
