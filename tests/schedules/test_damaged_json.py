@@ -96,6 +96,14 @@ def put(*path: Any) -> Callable[[Any], None]:
         (put("trace", "mesh", 0, 1, True), r"trace\.mesh\[0\]\[1\]: expected an int of 64 bits, got True"),
         (put("trace", "microbatches", 10**9), r"trace\.microbatches: 1000000000 of 16 computes"),
         (put("trace", "lent", 0, 1, 10**9), r"trace\.lent\[0\]\.parts: expected 1 to 1024, got 1000000000"),
+        (
+            put("trace", "units", 1, 9, ["local"]),
+            r"trace\.units\[1\]\.over: expected different axes inside blocks, got",
+        ),
+        (
+            put("trace", "optimizer", [0, [[8, 4, 3]], [0, 1]]),
+            r"trace\.optimizer\.shards\[0\]: expected parts that 8 ranks divide into, got 3",
+        ),
         (put("trace", "color", 1), r"trace: there is no 'color'; expected units, visits, "),
         (
             put("stages", 0, 0, ["gather", [0.5], [0]]),

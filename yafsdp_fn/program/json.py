@@ -108,8 +108,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
-        if not set(unit.over) <= {name for name, _ in trace.mesh}:
-            yield f"units[{at}].over: expected axes of the mesh, got {', '.join(unit.over)}"
+        if not set(unit.over) <= dict(trace.inside).keys() or len(set(unit.over)) < len(unit.over):
+            yield f"units[{at}].over: expected different axes inside blocks, got {', '.join(unit.over)}"
         for field, kind in kinds(UnitSpec).items():
             if kind is int and (size := getattr(unit, field)) < 0:
                 yield f"units[{at}].{field}: expected a number of at least 0, got {size}"
@@ -146,6 +146,9 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         yield "mesh: expected axes of different names, with one rank or more each"
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
+    for at, (_, _, parts) in enumerate(trace.optimizer.shards):
+        if parts < 1 or trace.ranks % parts:
+            yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
     if trace.optimizer.step[1] < 1:
         yield "optimizer.step: it must be measured on one element or more"
     if len({of.unit for of in trace.lent}) < len(trace.lent):
