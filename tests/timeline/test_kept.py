@@ -42,6 +42,7 @@ def put(*path: Any, value: Any) -> Callable[[Any], None]:
     [
         (put("seconds", value="long"), "seconds: expected seconds, got 'long'"),
         (put("seconds", value=-1), "seconds: expected seconds, got -1"),
+        (put("seconds", value=10**400), "seconds: expected seconds, got 1000"),
         (put("title", value=3), "title: expected a string"),
         (put("more", value=3), "expected an object of overhead, program, seconds, spans, title"),
         (put("spans", value=[]), "spans: expected a list of"),

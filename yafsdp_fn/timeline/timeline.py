@@ -2,8 +2,8 @@
 
 import io
 import json
-import math
 import reprlib
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def _inside(where: str, item: Any, start: float, end: float) -> Inside:
 
 
 def _time(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{where}: expected seconds, got {reprlib.repr(value)}")
     return float(value)
 
