@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel, round_up
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Parcel, Split
 
@@ -106,7 +106,7 @@ class Cost(NamedTuple):
 
 def in_carry_slot(nbytes: int) -> int:
     """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
-    return -(-nbytes // 512) * 512
+    return round_up(nbytes, 512)
 
 
 class OptimizerMemory(NamedTuple):

@@ -104,7 +104,7 @@ def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _key(op: Op, reader: int | None) -> Any:
-    """Equal for ops that may be one; None for what is no collective, or what only a later step waits for."""
+    """A key, equal for ops that may be one; None for what is no collective, or what only a later step waits for."""
     if isinstance(op, Gather):
         return None if reader is None else (Gather, op.source, reader)
     if isinstance(op, AllReduce) and op.over == "stages":  # of each unit by other stages

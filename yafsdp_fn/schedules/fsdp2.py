@@ -207,9 +207,8 @@ class _Builder:
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
         visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
         uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
-        whole = [
-            (g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}
-        ]  # in a visit
+        # those that each of their visits uses as a whole
+        whole = [(g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}]
         turns = [group.units for group, _ in whole if group.reshard and not group.stays]
         self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
         self.turns, self.most = {unit for units in turns for unit in units}, 0

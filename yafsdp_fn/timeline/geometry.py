@@ -37,7 +37,7 @@ PLAIN: Colour = (0.78, 0.78, 0.78)  # of what belongs to no unit
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> Colour:
-    """sRGB in [0, 1]; what cannot be shown is clipped. hue: in degrees"""
+    """The sRGB, in [0, 1], of a colour of OKLCH; what cannot be shown is clipped. hue: in degrees"""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

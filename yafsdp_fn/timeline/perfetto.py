@@ -83,7 +83,7 @@ def _arrow(number: int, source: tuple[int, int, Span], target: tuple[int, int, S
 
 
 def _microseconds(seconds: float) -> float:
-    """Rounded to an eighth, which is a whole number of nanoseconds and exact in binary.
+    """Microseconds, rounded to an eighth, which is a whole number of nanoseconds and exact in binary.
 
     Perfetto cuts beginnings and lengths off to nanoseconds, each by itself: others might overlap by one, and slices of
     a track that overlap are dropped.
