@@ -86,6 +86,11 @@ def put(*path: Any) -> Callable[[Any], None]:
             r"trace\.visits\[0\]\.cost\.flops: expected an int of 64 bits, got None",
         ),
         (
+            put("trace", "visits", 1, 4, 17, [[0, 0, [0, 9], 4, 4]]),
+            r"trace\.visits\[1\]\.cost\.arguments\[0\]\.made: expected some of the 4 visits",
+        ),
+        (put("trace", "loss_of", [-1]), r"trace\.loss_of: expected some of the 4 visits"),
+        (
             put("trace", "order", 0, 0, "sideways"),
             r"trace\.order\[0\]\.kind: expected 'forward' or 'backward' or .*, got 'side",
         ),

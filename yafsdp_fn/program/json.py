@@ -120,6 +120,9 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"visits[{at}].units: expected different ones of the {len(units)} units"
         if not set(visit.trained) <= set(visit.units) or len(set(visit.trained)) < len(visit.trained):
             yield f"visits[{at}].trained: expected different ones of its units"
+        for place, argument in enumerate(visit.cost.arguments):
+            if not set(argument.made) <= set(visits):
+                yield f"visits[{at}].cost.arguments[{place}].made: expected some of the {len(visits)} visits"
         yield from _wrong_calls(f"visits[{at}]", (*visit.collectives, *visit.adjoints), trace)
         for number in visit.trained:
             if not trace.units[number].trainable:
@@ -128,6 +131,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         if not -1 <= after < len(visits):
             yield f"between[{at}].after: expected -1 or one of the {len(visits)} visits, got {after}"
         yield from _wrong_calls(f"between[{at}]", (call for each in calls for call in each), trace)
+    if not set(trace.loss_of) <= set(visits):
+        yield f"loss_of: expected some of the {len(visits)} visits"
     computes = [compute[:3] for compute in trace.order]
     if not 1 <= trace.microbatches <= max(len(computes), MOST_EMPTY):
         yield f"microbatches: {trace.microbatches} of {len(computes)} computes"
