@@ -88,7 +88,7 @@ class Idle(NamedTuple):
     @property
     def waited(self) -> bool:
         """True if an op of another stream ended it."""
-        return self.why not in ("host", "end", "overhead")
+        return self.why not in ("host", "end", "overhead", "drain")
 
 
 class Crossing(NamedTuple):
