@@ -61,7 +61,7 @@ def _record(kind: Any, value: Any) -> Any:
     for field in fields:
         if field not in value and field not in kind._field_defaults:
             raise ValueError(f": no {field}")
-    return kind(**{field: _at(f".{field}", kinds(kind)[field], item) for field, item in value.items()})
+    return kind(**{field: typed_at(f".{field}", kinds(kind)[field], item) for field, item in value.items()})
 
 
 def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -71,10 +71,11 @@ def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         inner = inner[:1] * len(value)
     elif len(inner) != len(value):
         raise _expected(f"a list of {len(inner)}", value)
-    return tuple([_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
+    return tuple([typed_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
 
 
-def _at(place: str, kind: Any, value: Any) -> Any:
+def typed_at(place: str, kind: Any, value: Any) -> Any:
+    """Converts as `typed` does. place: what an error begins with"""
     try:
         return typed(kind, value)
     except ValueError as error:
@@ -252,10 +253,7 @@ def checked(data: Any) -> tuple[Trace, Stages]:
                 "by that one"
             )
     lists = list(_lists(data))
-    try:
-        trace = typed(Trace, data["trace"])
-    except ValueError as error:
-        raise ValueError(f"trace{error}") from None
+    trace = typed_at("trace", Trace, data["trace"])
     check_trace(trace)
     return trace, tuple(tuple([_op(f"{name}[{at}]", item) for at, item in enumerate(ops)]) for name, ops in lists)
 
@@ -288,8 +286,5 @@ def _ops(ops: Sequence[Op]) -> list[list[Any]]:
 def _op(place: str, item: Any) -> Op:
     if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in NAMES):
         raise ValueError(f"{place}: expected a list that begins with an op's name, got {reprlib.repr(item)}")
-    try:
-        op: Op = typed(NAMES[item[0]], item[1:])
-        return op
-    except ValueError as error:
-        raise ValueError(f"{place}, {item[0]}{error}") from None
+    op: Op = typed_at(f"{place}, {item[0]}", NAMES[item[0]], item[1:])
+    return op
