@@ -109,6 +109,7 @@ def put(*path: Any) -> Callable[[Any], None]:
             put("trace", "optimizer", [0, [[8, 4, 3]], [0, 1]]),
             r"trace\.optimizer\.shards\[0\]: expected parts that 8 ranks divide into, got 3",
         ),
+        (put("trace", "kernels", "fast"), r"trace\.kernels: expected fused, eager or pieces, got 'fast'"),
         (put("trace", "color", 1), r"trace: there is no 'color'; expected units, visits, "),
         (
             put("stages", 0, 0, ["gather", [0.5], [0]]),

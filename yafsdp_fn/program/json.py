@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from yafsdp_fn.dist.ranks import AxisCollective, inside_of
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
-from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.program.trace import KERNELS, Trace, UnitSpec
 from yafsdp_fn.util import strict_json
 
 # ---- Schema of programs in JSON: values are what the annotations say, and numbers name what is there.
@@ -155,6 +155,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     for at, (_, _, parts) in enumerate(trace.optimizer.shards):
         if parts < 1 or trace.ranks % parts:
             yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
+    if trace.kernels not in KERNELS:
+        yield f"kernels: expected fused, eager or pieces, got {reprlib.repr(trace.kernels)}"
     if trace.optimizer.step[1] < 1:
         yield "optimizer.step: it must be measured on one element or more"
     if len({of.unit for of in trace.lent}) < len(trace.lent):

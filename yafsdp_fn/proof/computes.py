@@ -26,6 +26,8 @@ def all_there(walk: Walk) -> None:
 
 
 def same_slots(walk: Walk, op: Backward) -> None:
+    if (op.visit, op.microbatch) not in walk.graphs:
+        walk.refuse(f"no forward of {walk.visit(op.visit)} before it")
     forward, slots = walk.graphs[op.visit, op.microbatch]
     if slots and slots != op.slots:
         moved = next(slot for slot, now in zip(slots, op.slots, strict=True) if slot != now)

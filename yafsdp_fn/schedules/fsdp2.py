@@ -284,7 +284,7 @@ class _Builder:
             units = tuple(unit for unit in self.groups[number].units if (unit, now.microbatch) in self.written)
             if max(self.written[unit, now.microbatch] for unit in units) != i:
                 continue
-            complete = all(self.written[unit, m] <= i for unit in units for m in range(last + 1))
+            complete = all(self.written.get((unit, m), -1) <= i for unit in units for m in range(last + 1))
             if complete or not self.defer:
                 self.ops.append(Reduce(units, tuple(self.grad_slots[unit] for unit in units)))
             if complete and self.trace.replicas > 1:
