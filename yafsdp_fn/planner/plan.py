@@ -20,11 +20,11 @@ PARTS = ("compute", "communication", "overhead")
 
 
 RANGE = (0.82, 1.17)
-"""Between these parts of a predicted time are four fifths of 161 published runs of eleven sources that count alike, each
-left out of the fit: `python -m train published --sources`."""
+"""Between these parts of a predicted time are four fifths of 161 published runs, each with its source left out of the
+fit, sources counting alike: `python -m train published --sources`."""
 RESERVED = (1.02, 1.41)
 """Between these parts of tensors' peak was what nvidia-smi showed of a process, in four fifths of twelve published runs
-on one GPU (docs/benchmarks/published_runs.csv): torch's allocator keeps more than tensors have, CUDA's context aside."""
+on one GPU (docs/benchmarks/published_runs.csv): torch keeps more memory than tensors have, and CUDA has its context."""
 
 
 class DoesNotFit(ValueError):
