@@ -346,8 +346,8 @@ def submitted(path: Path) -> Submission:
 
 def check_step(trace: Trace) -> None:
     """Raises ValueError where `trace` is not the gallery's step, on a mesh and in stages of its own choice."""
-    width = trace.ranks * trace.replicas
-    if width * trace.stages != RANKS or trace.microbatches * width != SEQUENCES:
+    width = trace.stage_ranks
+    if trace.world != RANKS or trace.microbatches * width != SEQUENCES:
         raise ValueError(
             f"expected {RANKS} ranks and {SEQUENCES} microbatches over those of a stage, got {trace.stages} stages of "
             f"{width} ranks with {trace.microbatches} microbatches each"

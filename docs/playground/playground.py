@@ -86,7 +86,7 @@ class Playground:
         trace = program.trace
         return {
             "mesh": arguments(dict(trace.mesh)),
-            "gpus": trace.ranks * trace.replicas * trace.stages,
+            "gpus": trace.world,
             "microbatches": trace.microbatches,
             "stages": trace.stages,
             "has ops": any(program.stages),

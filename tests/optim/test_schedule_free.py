@@ -82,8 +82,10 @@ def test_errors() -> None:
     tx = optim.schedule_free_sgd()
     with pytest.raises(ValueError, match=r"expected b1 in \(0, 1\], got 0"):
         optim.schedule_free(optim.sgd(0.1), 0.1, b1=0.0)
-    with pytest.raises(ValueError, match=r"needs the parameters: call `tx\.update\(updates, state, params\)`"):
-        tx.update(tree(1), tx.init(tree(0)))
+    of_params = optim.add_decayed_weights(0.1), optim.scale_by_param_block_rms(), optim.scale_by_trust_ratio()
+    for needs in (tx, optim.lookahead(optim.sgd(0.1), 2, 0.5), *of_params):
+        with pytest.raises(ValueError, match=r": needs the parameters: call `tx\.update\(updates, state, params\)`"):
+            needs.update(tree(1), needs.init(tree(0)))
     chained = optim.chain(optim.clip_by_global_norm(1.0), tx)
     with pytest.raises(TypeError, match=r"expected a ScheduleFreeState, got tuple; of a chain pass the part"):
         optim.schedule_free_eval_params(chained.init(tree(0)), tree(0))

@@ -67,7 +67,7 @@ def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: rand
         except ValueError:  # what the builder refuses
             continue
         local = dict(on.mesh).get("local", rng.choice([1, 2, 4]))
-        expect_below(program, clusters(rng).replace(gpus_per_node=local if on.ranks * on.replicas % local == 0 else 64))
+        expect_below(program, clusters(rng).replace(gpus_per_node=local if on.stage_ranks % local == 0 else 64))
 
 
 def test_a_gather_beside_the_last_updates() -> None:

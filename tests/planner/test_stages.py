@@ -57,6 +57,7 @@ def test_a_bubble_by_cause() -> None:
     spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.parts]
     assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
     assert timeline.bubbles(0) == {"receive": 3} and timeline.bubbles(1) == {"fill": 1, "drain": 2}
+    assert [(gap.why, gap.waited) for gap in timeline.idle_of(1)] == [("fill", True), ("drain", False)]
     path = [(span.stage, type(span.op).__name__) for span in timeline.critical_path() if span.stream == "compute"]
     assert path == [(0, "Forward"), *[(1, "Forward"), (1, "Backward")] * 2, (0, "Backward")]
     assert all(after.start == before.end for before, after in itertools.pairwise(timeline.critical_path()))
@@ -279,7 +280,7 @@ def test_a_search_over_stages_finds_what_it_says() -> None:
     assert predict_memory(program).peak_bytes == found.best.peak_bytes <= found.budget
     assert found.mesh["stage"] == found.best.point.order.stages and found.stages is not None
     assert found(found.best.point.order.whole(trace, found.best.point.mesh)) == program
-    tokens = program.trace.microbatches * program.trace.ranks * program.trace.replicas
+    tokens = program.trace.microbatches * program.trace.stage_ranks
     assert tokens == trace.microbatches * trace.ranks
     assert f"{found.best.point.order.microbatches} microbatches" in str(found)
 

@@ -25,6 +25,7 @@ from yafsdp_fn.schedules import (
     Update,
     alternating_slots,
     ddp,
+    fsdp2,
     hpz,
     hsdp,
     remat,
@@ -240,3 +241,10 @@ def test_bad_arguments_are_named(make: Callable[[], Any], message: str) -> None:
 def test_a_mesh_that_does_not_fit_is_refused(schedule: Schedule, mesh: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         schedule(on(model(2), mesh))
+
+
+@pytest.mark.parametrize("factory", [zero3, zero1, fsdp2])
+def test_a_unit_may_have_no_gradient_in_some_microbatch(factory: Callable[[], Schedule]) -> None:
+    trace = on(model(2, 2), "ranks")
+    gone = next(at for at, now in enumerate(trace.order) if now.kind == "backward" and now.visit == 1)
+    verify(factory()(trace._replace(order=trace.order[:gone] + trace.order[gone + 1 :])))

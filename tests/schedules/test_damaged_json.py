@@ -86,6 +86,11 @@ def put(*path: Any) -> Callable[[Any], None]:
             r"trace\.visits\[0\]\.cost\.flops: expected an int of 64 bits, got None",
         ),
         (
+            put("trace", "visits", 1, 4, 17, [[0, 0, [0, 9], 4, 4]]),
+            r"trace\.visits\[1\]\.cost\.arguments\[0\]\.made: expected some of the 4 visits",
+        ),
+        (put("trace", "loss_of", [-1]), r"trace\.loss_of: expected some of the 4 visits"),
+        (
             put("trace", "order", 0, 0, "sideways"),
             r"trace\.order\[0\]\.kind: expected 'forward' or 'backward' or .*, got 'side",
         ),
@@ -96,6 +101,15 @@ def put(*path: Any) -> Callable[[Any], None]:
         (put("trace", "mesh", 0, 1, True), r"trace\.mesh\[0\]\[1\]: expected an int of 64 bits, got True"),
         (put("trace", "microbatches", 10**9), r"trace\.microbatches: 1000000000 of 16 computes"),
         (put("trace", "lent", 0, 1, 10**9), r"trace\.lent\[0\]\.parts: expected 1 to 1024, got 1000000000"),
+        (
+            put("trace", "units", 1, 9, ["local"]),
+            r"trace\.units\[1\]\.over: expected different axes inside blocks, got",
+        ),
+        (
+            put("trace", "optimizer", [0, [[8, 4, 3]], [0, 1]]),
+            r"trace\.optimizer\.shards\[0\]: expected parts that 8 ranks divide into, got 3",
+        ),
+        (put("trace", "kernels", "fast"), r"trace\.kernels: expected fused, eager or pieces, got 'fast'"),
         (put("trace", "color", 1), r"trace: there is no 'color'; expected units, visits, "),
         (
             put("stages", 0, 0, ["gather", [0.5], [0]]),

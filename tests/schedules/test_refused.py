@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.schedules.test_verify import EARLY, WHOLE, drop, move, put, refusal, replace
 from tests.schedules.traces import model, on
-from yafsdp_fn.schedules import AllReduce, Gather, Refused, zero3
+from yafsdp_fn.schedules import AllReduce, Gather, Receive, Refused, zero3
 
 
 def drawing(refused: Refused) -> list[str]:
@@ -64,6 +64,12 @@ def test_a_stale_secondary_shard_is_drawn() -> None:
         "read op 15 gather a[0] in node -> slot 0",
         "read op 29 gather a[0] in node -> slot 0 <- refused",
     ]
+
+
+def test_a_message_without_stages_is_shown_as_it_is() -> None:
+    refused = refusal(put(0, Receive(0, 0)))
+    assert refused.rule == "form" and str(refused).startswith("op 0 (Receive(flow=0, ")
+    assert str(refused).endswith("the trace has no pipeline stages")
 
 
 def test_of_many_uses_the_middle_is_left_out() -> None:

@@ -53,7 +53,10 @@ def test_a_name_is_its_policy(factory: Any, name: str, policy: remat.Remat) -> N
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        *[(n, f"remat={n!r}: expected none, all, offload, first:N or") for n in ("first", "first:x", "first:-1", "1")],
+        *[
+            (n, f"remat={n!r}: expected none, all, offload, first:N or")
+            for n in ("first", "first:x", "first:-1", "first:²", "1")
+        ],
         ("every:0", r"remat.every\(0\): expected k >= 1"),
         (remat.first, "remat=first: that makes policies; call it"),
         (remat.offload, "remat=offload: that makes policies; call it"),

@@ -259,6 +259,12 @@ def test_graph() -> None:
     verify(Program(PLAIN.trace, tuple(ops)))
 
 
+def test_a_backward_without_a_forward() -> None:
+    trace = PLAIN.trace._replace(order=PLAIN.trace.order[1:])
+    with pytest.raises(Refused, match=r"rule 'graph': no forward of embed before it"):
+        verify(zero3()(trace))
+
+
 def test_gradient() -> None:
     check(refusal(drop(13)), 16, "gradient", r"grad slot 0 still holds the unreduced gradient of a\[2\]")
 

@@ -189,6 +189,11 @@ def test_two_timelines_share_one_axis(tmp_path: Path) -> None:
     assert found.count("time since the step began, s") == 1
 
 
+def test_a_title_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    simulated(2, title="from $_$").save(tmp_path / "x.svg")
+    assert ">from $_$<" in (tmp_path / "x.svg").read_text()
+
+
 @pytest.mark.parametrize("suffix", ["png", "pdf"])
 def test_other_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x.{suffix}"

@@ -13,8 +13,9 @@ from tests.schedules.traces import layers, model, on, trace_of, unit
 from tests.timeline.test_draw import MESH, PLAIN, drawn, simulated
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.schedules import Trace, one_f_one_b, zero1, zero3
-from yafsdp_fn.timeline import stages_draw
+from yafsdp_fn.timeline import Span, Timeline, stages_draw
 from yafsdp_fn.timeline.draw import labels
+from yafsdp_fn.timeline.geometry import PLAIN as GREY
 from yafsdp_fn.timeline.geometry import Bar, Layout, Palette
 from yafsdp_fn.timeline.paint import CLEAR, LEFT, TEXT, wide
 
@@ -98,3 +99,16 @@ def test_strips_say_which_microbatch_and_which_stack() -> None:
         assert (bar.start, bar.end) == (spans[0].start, spans[-1].end)
     assert microbatch.top + microbatch.height < stack.top < layout.lanes["compute"].top
     assert Layout(simulated(3), 7.85, 10.0).strips == []
+
+
+def test_a_visit_without_units_is_drawn_in_grey() -> None:
+    trace = trace_of([unit(0, "a"), unit(1, "b")], [[0], [], [1]], microbatches=2)
+    program = zero3()(trace._replace(mesh=MESH))
+    spans = tuple(Span(number, op, op.stream, number, number + 1.0) for number, op in enumerate(program.ops))
+    layout = Layout(Timeline(program.trace, spans, float(len(spans)), ""), 7.85, 100.0)
+    found = [
+        bar
+        for span, bar in zip(layout.timeline.on("compute"), layout.bars("compute"), strict=True)
+        if span.op.visit == 1
+    ]
+    assert [(bar.text, bar.colour) for bar in found] == 2 * [("forward", GREY), ("backward", GREY)]

@@ -42,7 +42,10 @@ def put(*path: Any, value: Any) -> Callable[[Any], None]:
     [
         (put("seconds", value="long"), "seconds: expected seconds, got 'long'"),
         (put("seconds", value=-1), "seconds: expected seconds, got -1"),
+        (put("seconds", value=10**400), "seconds: expected seconds, got 1000"),
         (put("title", value=3), "title: expected a string"),
+        (put("title", value="\ud800"), "title: expected a string without half a surrogate pair"),
+        (put("spans", 1, value=[1, "gather", 0.0, 0.0, None, [[0, 0, "\ud800"]]]), "a string without half a surrogate"),
         (put("more", value=3), "expected an object of overhead, program, seconds, spans, title"),
         (put("spans", value=[]), "spans: expected a list of"),
         (put("spans", 1, value=[1, "gather", 0.0]), r"spans\[1\]: expected \[number, stream, start, end, cause\]"),

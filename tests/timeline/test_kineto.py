@@ -186,10 +186,16 @@ def test_an_op_without_kernels_has_no_span(tmp_path: Path) -> None:
 
 def test_what_is_no_recording(tmp_path: Path) -> None:
     program, path = fsdp2(wrap="all")(model(1)), tmp_path / "x.json"
-    for text in ("", "3", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}'):
+    events = '{"traceEvents": [{"ph": "X", "name": "", "ts": 0, "args": 3}]}'
+    for text in ("", "3", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X"}]}', events):
         path.write_text(text)
         with pytest.raises(ValueError, match=r"x.json: expected a recording of torch.profiler in JSON"):
             ya.timeline.read_kineto(path, program)
+    whole = gzip.compress(json.dumps(kineto()).encode())
+    for damaged in (whole[: len(whole) // 2], whole[:12] + bytes(8) + whole[20:]):
+        (tmp_path / "x.json.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"x.json.gz: expected a recording"):
+            ya.timeline.read_kineto(tmp_path / "x.json.gz", program)
     with pytest.raises(ValueError, match=r"none.json: expected a recording"):
         ya.timeline.read_kineto(tmp_path / "none.json", program)
     path.write_text(json.dumps({"traceEvents": kineto()["traceEvents"][:3]}))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, chain
+from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, chain, needed
 from yafsdp_fn.optim.leafwise import assume_leafwise, together
 from yafsdp_fn.optim.muon import mean_momentum
 from yafsdp_fn.optim.partition import add_decayed_weights
@@ -97,9 +97,7 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
     """
 
     def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
-        if params is None:
-            raise ValueError("scale_by_param_block_rms: needs the parameters: call `tx.update(updates, state, params)`")
-        return updates * _rms(params).clamp(min=min_scale), state
+        return updates * _rms(needed("scale_by_param_block_rms", params)).clamp(min=min_scale), state
 
     return assume_leafwise(GradientTransformation(lambda leaf: EmptyState(), update), params=True)
 
@@ -175,8 +173,7 @@ def scale_by_trust_ratio(
     """
 
     def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
-        if params is None:
-            raise ValueError("scale_by_trust_ratio: needs the parameters: call `tx.update(updates, state, params)`")
+        params = needed("scale_by_trust_ratio", params)
         of_params, of_updates = (leaf.norm().clamp(min=min_norm) for leaf in (params, updates))
         ratio = trust_coefficient * of_params / (of_updates + eps)
         return updates * torch.where((of_params == 0) | (of_updates == 0), 1.0, ratio), state

@@ -208,6 +208,13 @@ def updated(tx: GradientTransformation, updates: Tree, state: State, params: Tre
     return new, after
 
 
+def needed(by: str, params: Tree | None) -> Tree:
+    """Returns `params`. Raises ValueError, naming the transformation that needs them, if there are none."""
+    if params is None:
+        raise ValueError(f"{by}: needs the parameters: call `tx.update(updates, state, params)`")
+    return params
+
+
 def pair_of(tx: GradientTransformation, found: Any) -> tuple[Any, State]:
     """Checks the result of `tx.update`: a pair."""
     several = isinstance(found, tuple | list)

@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from yafsdp_fn.optim.base import Chain, GradientTransformation, State, as_transformation, chain, stateless, updated
+from yafsdp_fn.optim.base import (
+    Chain,
+    GradientTransformation,
+    State,
+    as_transformation,
+    chain,
+    needed,
+    stateless,
+    updated,
+)
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, nearest, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
@@ -85,9 +94,7 @@ def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None
         )
 
     def update(updates: Tree, params: Tree | None) -> Tree:
-        if params is None:
-            raise ValueError("add_decayed_weights: needs the parameters: call `tx.update(updates, state, params)`")
-        return optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
+        return optree.tree_map(lambda u, p: u + weight_decay * p, updates, needed("add_decayed_weights", params))
 
     tx = stateless(update, rule=Decay(weight_decay))
     return tx if mask is None else masked(tx, mask)

@@ -25,6 +25,7 @@ from yafsdp_fn.optim.base import (
     as_transformation,
     chain,
     chosen,
+    needed,
     new_count,
     updated,
 )
@@ -85,8 +86,7 @@ def schedule_free(
         return ScheduleFreeState(torch.full_like(zero, b1), zero, count, zero.clone(), base.init(params), z)
 
     def update(updates: Tree, state: ScheduleFreeState, params: Tree | None = None) -> tuple[Tree, State]:
-        if params is None:
-            raise ValueError("schedule_free: needs the parameters: call `tx.update(updates, state, params)`")
+        params = needed("schedule_free", params)
         rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
         max_lr = torch.maximum(
             state.max_lr, torch.as_tensor(rate, dtype=state.max_lr.dtype, device=state.max_lr.device)
@@ -217,8 +217,7 @@ def lookahead(
         return LookaheadState(fast.init(params), new_count(params), optree.tree_map(torch.clone, params))
 
     def update(updates: Tree, state: LookaheadState, params: Tree | None = None) -> tuple[Tree, State]:
-        if params is None:
-            raise ValueError("lookahead: needs the parameters: call `tx.update(updates, state, params)`")
+        params = needed("lookahead", params)
         steps, fast_state = updated(fast, updates, state.fast_state, params)
         syncs = state.steps_since_sync == sync_period - 1
         ahead = optree.tree_map(lambda p, step, slow: p + step - slow, params, steps, state.slow)

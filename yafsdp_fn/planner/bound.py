@@ -235,7 +235,7 @@ class _Stage:
         most = max(found.values())
         if self.part.trains and self.room < math.inf:
             found["memory"] = self._with_room(most)
-        slowest = 1 + self.cluster.straggling(math.prod(dict(self.part.mesh).values()))
+        slowest = 1 + self.cluster.straggling(self.part.world)
         return {name: seconds * slowest + self.overhead for name, seconds in found.items()}
 
     # ---- compute

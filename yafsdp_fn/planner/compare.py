@@ -59,7 +59,7 @@ class Row(NamedTuple):
         sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
         return Row(
             timeline.stage_count,
-            timeline.stage_count * trace.ranks * trace.replicas,
+            timeline.stage_count * trace.stage_ranks,
             trace.microbatches,
             timeline.seconds,
             plan and plan.work.seconds,
@@ -280,5 +280,4 @@ def _size(trace: Trace) -> tuple[int, int]:
     """The parameters of a step, and the FLOPs of its forwards on all ranks: what no schedule changes."""
     parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
     flops = sum(visit.cost.flops + visit.cost.attention_flops for visit in trace.visits)
-    ranks = trace.ranks * trace.replicas
-    return sum(unit.numel * parts[unit.over] for unit in trace.units), flops * trace.microbatches * ranks
+    return sum(unit.numel * parts[unit.over] for unit in trace.units), flops * trace.microbatches * trace.stage_ranks

@@ -60,7 +60,7 @@ class Groups(NamedTuple):
 
 def groups(trace: Trace, cluster: Cluster) -> Groups:
     """Places the mesh of `trace` on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
-    world, per_node = trace.ranks * trace.replicas, cluster.gpus_per_node
+    world, per_node = trace.stage_ranks, cluster.gpus_per_node
     local, neighbours = trace.local_ranks, math.prod(size for _, size in trace.inside)
     if "local" in dict(trace.mesh) and local > per_node and world > per_node:
         raise ValueError(
@@ -126,7 +126,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
             return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
         case ops.AllReduce(over="stages"):
             assert trace.split is not None
-            of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.ranks * trace.replicas)
+            of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.stage_ranks)
             return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), of_stages)
         case ops.AllReduce():
             return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
@@ -157,7 +157,7 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
 def link(trace: Trace, cluster: Cluster, flow: int) -> str:
     """ "node" or "network": what a flow's messages go over. Stages follow each other, and neighbours share a node."""
     assert trace.split is not None
-    width = trace.ranks * trace.replicas
+    width = trace.stage_ranks
     source, target = (stage * width for stage in trace.split.ends(flow, back=False))
     nodes = {rank // cluster.gpus_per_node for at in (source, target) for rank in (at, at + width - 1)}
     return "node" if len(nodes) == 1 else "network"

@@ -180,7 +180,7 @@ def search(
     budget = where.memory_bytes if memory is None else memory
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
-    world = ranks or traces[0].ranks * traces[0].replicas
+    world = ranks or traces[0].stage_ranks
     sweeps: list[Sweep] = []
     for each in traces:
         if 1 in stages and (alone := _shared(each, world, total)) is not None:
@@ -227,7 +227,7 @@ def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
     microbatches, left = divmod(total, moved.batch_ranks)
     if left or not microbatches:
         return None
-    if (ranks, microbatches) == (trace.ranks * trace.replicas, trace.microbatches):
+    if (ranks, microbatches) == (trace.stage_ranks, trace.microbatches):
         return trace
     return moved._replace(microbatches=microbatches, order=chained_order(trace.visits, microbatches))
 

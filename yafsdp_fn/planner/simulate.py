@@ -12,7 +12,7 @@ from yafsdp_fn.program.events import Event, Times, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.timeline.spans import Crossing, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
@@ -151,8 +151,7 @@ def _whole(program: Program) -> list[Op | Foreign]:
 
 def _check_places(program: Program, cluster: Cluster) -> None:
     trace, node = program.parts[0].trace, cluster.gpus_per_node
-    width = trace.ranks * trace.replicas
-    world = width * len(program.stages)
+    width, world = trace.stage_ranks, trace.stage_ranks * len(program.stages)
     if (width % node and node % width) or (world > node and world % node):
         raise ValueError(
             f"{len(program.stages)} stages of {width} ranks do not lie evenly on nodes of {node} GPUs "
@@ -162,7 +161,7 @@ def _check_places(program: Program, cluster: Cluster) -> None:
 
 def _joined(todo: Sequence[Task]) -> list[Task]:
     """Sends and receives with their partners."""
-    ends: dict[StageMessage, dict[type, int]] = {}
+    ends: dict[Parcel, dict[type, int]] = {}
     for number, task in enumerate(todo):
         if isinstance(task.op, Send | Receive):
             ends.setdefault(task.op.parcel, {})[type(task.op)] = number
@@ -273,7 +272,7 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
-    if slow := cluster.straggling(math.prod(dict(program.parts[0].trace.mesh).values())):
+    if slow := cluster.straggling(program.trace.world):
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
     after, end = max(overhead(part, cluster) for part in program.parts), max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
@@ -303,8 +302,7 @@ def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
 def _in_words(program: Program) -> str:
     """Stages, ranks and microbatches, as a title has them."""
     stages, trace = len(program.stages), program.trace
-    width = trace.ranks * trace.replicas
-    ranks = f"{width} rank{'s' * (width > 1)}"
+    ranks = f"{trace.stage_ranks} rank{'s' * (trace.stage_ranks > 1)}"
     return ranks if stages == 1 else f"{stages} stages of {ranks}, {trace.microbatches} microbatches"
 
 

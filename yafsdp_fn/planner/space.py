@@ -127,7 +127,7 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
     Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
     Axes inside blocks stay as they are, innermost.
     """
-    world, node = trace.ranks * trace.replicas, cluster.gpus_per_node
+    world, node = trace.stage_ranks, cluster.gpus_per_node
     nodes, alike = world // node, alike_on(trace)
     nested = nodes > 1 and node % alike == 0
     # ranks that sum themselves exchange everything: inside the node first

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from yafsdp_fn.dist.ranks import AxisCollective, inside_of
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
-from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.program.trace import KERNELS, Trace, UnitSpec
 from yafsdp_fn.util import strict_json
 
 # ---- Schema of programs in JSON: values are what the annotations say, and numbers name what is there.
@@ -61,7 +61,7 @@ def _record(kind: Any, value: Any) -> Any:
     for field in fields:
         if field not in value and field not in kind._field_defaults:
             raise ValueError(f": no {field}")
-    return kind(**{field: _at(f".{field}", kinds(kind)[field], item) for field, item in value.items()})
+    return kind(**{field: typed_at(f".{field}", kinds(kind)[field], item) for field, item in value.items()})
 
 
 def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
@@ -71,10 +71,11 @@ def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
         inner = inner[:1] * len(value)
     elif len(inner) != len(value):
         raise _expected(f"a list of {len(inner)}", value)
-    return tuple([_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
+    return tuple([typed_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
 
 
-def _at(place: str, kind: Any, value: Any) -> Any:
+def typed_at(place: str, kind: Any, value: Any) -> Any:
+    """Converts as `typed` does. place: what an error begins with"""
     try:
         return typed(kind, value)
     except ValueError as error:
@@ -108,8 +109,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
-        if not set(unit.over) <= {name for name, _ in trace.mesh}:
-            yield f"units[{at}].over: expected axes of the mesh, got {', '.join(unit.over)}"
+        if not set(unit.over) <= dict(trace.inside).keys() or len(set(unit.over)) < len(unit.over):
+            yield f"units[{at}].over: expected different axes inside blocks, got {', '.join(unit.over)}"
         for field, kind in kinds(UnitSpec).items():
             if kind is int and (size := getattr(unit, field)) < 0:
                 yield f"units[{at}].{field}: expected a number of at least 0, got {size}"
@@ -120,6 +121,9 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"visits[{at}].units: expected different ones of the {len(units)} units"
         if not set(visit.trained) <= set(visit.units) or len(set(visit.trained)) < len(visit.trained):
             yield f"visits[{at}].trained: expected different ones of its units"
+        for place, argument in enumerate(visit.cost.arguments):
+            if not set(argument.made) <= set(visits):
+                yield f"visits[{at}].cost.arguments[{place}].made: expected some of the {len(visits)} visits"
         yield from _wrong_calls(f"visits[{at}]", (*visit.collectives, *visit.adjoints), trace)
         for number in visit.trained:
             if not trace.units[number].trainable:
@@ -128,6 +132,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         if not -1 <= after < len(visits):
             yield f"between[{at}].after: expected -1 or one of the {len(visits)} visits, got {after}"
         yield from _wrong_calls(f"between[{at}]", (call for each in calls for call in each), trace)
+    if not set(trace.loss_of) <= set(visits):
+        yield f"loss_of: expected some of the {len(visits)} visits"
     computes = [compute[:3] for compute in trace.order]
     if not 1 <= trace.microbatches <= max(len(computes), MOST_EMPTY):
         yield f"microbatches: {trace.microbatches} of {len(computes)} computes"
@@ -146,6 +152,11 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         yield "mesh: expected axes of different names, with one rank or more each"
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
+    for at, (_, _, parts) in enumerate(trace.optimizer.shards):
+        if parts < 1 or trace.ranks % parts:
+            yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
+    if trace.kernels not in KERNELS:
+        yield f"kernels: expected fused, eager or pieces, got {reprlib.repr(trace.kernels)}"
     if trace.optimizer.step[1] < 1:
         yield "optimizer.step: it must be measured on one element or more"
     if len({of.unit for of in trace.lent}) < len(trace.lent):
@@ -244,10 +255,7 @@ def checked(data: Any) -> tuple[Trace, Stages]:
                 "by that one"
             )
     lists = list(_lists(data))
-    try:
-        trace = typed(Trace, data["trace"])
-    except ValueError as error:
-        raise ValueError(f"trace{error}") from None
+    trace = typed_at("trace", Trace, data["trace"])
     check_trace(trace)
     return trace, tuple(tuple([_op(f"{name}[{at}]", item) for at, item in enumerate(ops)]) for name, ops in lists)
 
@@ -280,8 +288,5 @@ def _ops(ops: Sequence[Op]) -> list[list[Any]]:
 def _op(place: str, item: Any) -> Op:
     if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in NAMES):
         raise ValueError(f"{place}: expected a list that begins with an op's name, got {reprlib.repr(item)}")
-    try:
-        op: Op = typed(NAMES[item[0]], item[1:])
-        return op
-    except ValueError as error:
-        raise ValueError(f"{place}, {item[0]}{error}") from None
+    op: Op = typed_at(f"{place}, {item[0]}", NAMES[item[0]], item[1:])
+    return op

@@ -5,7 +5,7 @@ import re
 from collections.abc import Hashable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
-from yafsdp_fn.program.split import Kind, StageMessage
+from yafsdp_fn.program.split import Kind, Parcel
 
 # ---- What ops read and write, by name: hazards are found from that alone (hazards.py).
 
@@ -112,7 +112,7 @@ class Gather(NamedTuple):
         return "gather"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        """`at` names the slot set that the op runs in."""
+        """The buffers that it reads, and those that it writes. at: names the slot set that the op runs in"""
         in_node = self.source == "node"
         return uses_of(self, at, [("secondary", at, unit) if in_node else ("shard", unit) for unit in self.units])
 
@@ -284,8 +284,8 @@ class AllReduce(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Between parts `part` and `part + 1` of the update of `units`: whole leaves travel to the ranks that own them,
-    after even parts, or back to shards, after odd ones. What travels belongs to the optimizer.
+    """Exchanges leaves of `units` between parts `part` and `part + 1` of their update: they travel to the ranks that
+    own them, after even parts, or back to shards, after odd ones. What travels belongs to the optimizer.
 
     >>> ya.schedules.Exchange((1,), part=0)
     Exchange(units=(1,), part=0)
@@ -354,9 +354,9 @@ class Send(NamedTuple):
     back: bool = False
 
     @property
-    def parcel(self) -> StageMessage:
+    def parcel(self) -> Parcel:
         """The message that travels."""
-        return StageMessage(self.flow, self.microbatch, self.back)
+        return Parcel(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:
@@ -380,9 +380,9 @@ class Receive(NamedTuple):
     back: bool = False
 
     @property
-    def parcel(self) -> StageMessage:
+    def parcel(self) -> Parcel:
         """The message that travels."""
-        return StageMessage(self.flow, self.microbatch, self.back)
+        return Parcel(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:

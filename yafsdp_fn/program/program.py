@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from yafsdp_fn.dist.owners import Leaf, assign, subgroups_of
-from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel
+from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel, round_up
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
@@ -272,9 +272,9 @@ class Program:
         size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
         crossing: list[tuple[Any, int]] = []
         for op in self.ops:
-            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.messages_of(op)]
+            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.parcels_of(op)]
         for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
-            size |= {(number, False): _aligned(flow.nbytes), (number, True): _aligned(flow.grad_bytes)}
+            size |= {(number, False): round_up(flow.nbytes, LINE), (number, True): round_up(flow.grad_bytes, LINE)}
         return _largest([*saved, *crossing], size)
 
     def host_bytes(self) -> dict[int, int]:
@@ -386,10 +386,6 @@ class Program:
         """The program that `to_json` wrote. Raises ValueError where `text` is not one."""
         trace, stages = json.from_json(text)
         return Program(trace, *stages)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // LINE) * LINE
 
 
 def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:

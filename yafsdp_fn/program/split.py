@@ -44,6 +44,14 @@ class Call(NamedTuple):
     microbatch: int
 
 
+class Parcel(NamedTuple):
+    """The contents of a carry slot: the values of a flow in a microbatch, or, on their way back, their gradients."""
+
+    flow: int
+    microbatch: int = 0
+    back: bool = False
+
+
 class Split(NamedTuple):
     """The segments of a step that is cut, and what crosses between them.
 
@@ -90,30 +98,30 @@ class Split(NamedTuple):
         """Numbers of the flows that others take from it."""
         return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
 
-    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple["StageMessage", ...]:
-        """The messages that a compute takes from carry slots: the first forward of a segment what arrives there,
+    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Parcel, ...]:
+        """The parcels that a compute takes from carry slots: the first forward of a segment what arrives there,
         the first backward the gradients of what has left it."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == first:
-            return tuple(StageMessage(flow, microbatch) for flow in self.arriving(segment))
+            return tuple(Parcel(flow, microbatch) for flow in self.arriving(segment))
         if kind in ("backward", "inputs") and visit == end - 1:
             return self._back(self.leaving(segment), microbatch)
         return ()
 
-    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple["StageMessage", ...]:
-        """The messages that it puts into carry slots: the last forward of a segment what others take from it, the last
+    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Parcel, ...]:
+        """The parcels that it puts into carry slots: the last forward of a segment what others take from it, the last
         backward the gradients of what had arrived."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == end - 1:
-            return tuple(StageMessage(flow, microbatch) for flow in self.leaving(segment))
+            return tuple(Parcel(flow, microbatch) for flow in self.leaving(segment))
         if kind in ("backward", "inputs") and visit == first:
             return self._back(self.arriving(segment), microbatch)
         return ()
 
-    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple["StageMessage", ...]:
-        return tuple(StageMessage(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
+    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple[Parcel, ...]:
+        return tuple(Parcel(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
         """The stages that a parcel of `flow` comes from and goes to."""
@@ -145,11 +153,3 @@ class Assignment(NamedTuple):
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """Unit -> the stages that hold it, ascending: at least one."""
         return tuple(tuple(sorted({self.homes[segment] for segment in segments})) or (0,) for segments in self.units)
-
-
-class StageMessage(NamedTuple):
-    """The contents of a carry slot: the values of a flow in a microbatch, or, on their way back, their gradients."""
-
-    flow: int
-    microbatch: int = 0
-    back: bool = False

@@ -8,7 +8,7 @@ from typing import Any
 
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import OPS, STREAMS, Op, name_of, slot_fields
-from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.program.trace import Collectives, Trace
 
 
@@ -33,7 +33,7 @@ def _in_words(op: Any, trace: Trace) -> str:
 
     def subject() -> str:
         if hasattr(op, "parcel"):
-            return describe_message(op.parcel, trace)
+            return describe_parcel(op.parcel, trace)
         return trace.visits[op.visit].name if hasattr(op, "visit") else units(op.units)
 
     def moved() -> str:
@@ -98,10 +98,10 @@ def _called(calls: Collectives) -> str:
     return ", ".join(each) or "none"
 
 
-def describe_message(parcel: StageMessage, trace: Trace) -> str:
+def describe_parcel(parcel: Parcel, trace: Trace) -> str:
     """Names what crosses between two segments."""
-    assert trace.split is not None
-    source, target, *_ = trace.split.flows[parcel.flow]
+    flows = trace.split.flows if trace.split else ()
+    source, target, *_ = flows[parcel.flow]
     where = "" if trace.microbatches == 1 else f" (microbatch {parcel.microbatch})"
     return f"segment {source} -> {target}{where}" if not parcel.back else f"gradient {source} <- {target}{where}"
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel, round_up
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
-from yafsdp_fn.program.split import Kind, Split, StageMessage
+from yafsdp_fn.program.split import Kind, Parcel, Split
 
 # ---- What has been measured of a step on fake tensors, for predictions. Schedules and the engine do without.
 
@@ -129,7 +129,7 @@ class Cost(NamedTuple):
 
 def in_carry_slot(nbytes: int) -> int:
     """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
-    return -(-nbytes // 512) * 512
+    return round_up(nbytes, 512)
 
 
 class OptimizerMemory(NamedTuple):
@@ -327,7 +327,7 @@ class Trace(NamedTuple):
     @property
     def batch_ranks(self) -> int:
         """Parts that the rows of a batch are dealt to, in one stage."""
-        return self.replicas * self.ranks // math.prod(size for name, size in self.inside if name != EXPERT)
+        return self.stage_ranks // math.prod(size for name, size in self.inside if name != EXPERT)
 
     @property
     def stages(self) -> int:
@@ -338,6 +338,16 @@ class Trace(NamedTuple):
     def replicas(self) -> int:
         """Ranks that hold the same shard."""
         return dict(self.mesh).get("replicate", 1)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage: all axes but `stage`."""
+        return self.ranks * self.replicas
+
+    @property
+    def world(self) -> int:
+        """Ranks of the mesh, all stages together."""
+        return self.stage_ranks * self.stages
 
     @property
     def local_ranks(self) -> int:
@@ -381,7 +391,7 @@ class Trace(NamedTuple):
                 found += zip(self.units_of(op), slots, strict=True)
         return tuple(found)
 
-    def messages_of(self, op: Any) -> tuple[tuple[StageMessage, int], ...]:
+    def parcels_of(self, op: Any) -> tuple[tuple[Parcel, int], ...]:
         """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
         if isinstance(op, Send | Receive):
             return ((op.parcel, op.carry_slot),)

@@ -4,8 +4,8 @@ take."""
 from collections.abc import Callable, Sequence
 
 from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Fetch, Forward, Gather, Receive, Send, Stash, kind_of
-from yafsdp_fn.program.split import StageMessage
-from yafsdp_fn.program.text import describe_message
+from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.text import describe_parcel
 from yafsdp_fn.proof.walk import Walk, Weights
 
 # ---- Checks the rules `order` and `graph`: computes are the trace's, and a backward finds what its forward kept.
@@ -26,6 +26,8 @@ def all_there(walk: Walk) -> None:
 
 
 def same_slots(walk: Walk, op: Backward) -> None:
+    if (op.visit, op.microbatch) not in walk.graphs:
+        walk.refuse(f"no forward of {walk.visit(op.visit)} before it")
     forward, slots = walk.graphs[op.visit, op.microbatch]
     if slots and slots != op.slots:
         moved = next(slot for slot, now in zip(slots, op.slots, strict=True) if slot != now)
@@ -110,25 +112,25 @@ def _held(walk: Walk, held: Weights) -> str:
 #
 # A slot is written only when it is free, since what is lost cannot be made again.
 
-Check = Callable[[Walk, int, int | StageMessage], None]
+Check = Callable[[Walk, int, int | Parcel], None]
 
 
-def only(kind: type[int] | type[StageMessage], check: Check) -> Check:
+def only(kind: type[int] | type[Parcel], check: Check) -> Check:
     """Returns `check` for what visits have saved alone, or for parcels alone."""
 
-    def checked(walk: Walk, slot: int, what: int | StageMessage) -> None:
+    def checked(walk: Walk, slot: int, what: int | Parcel) -> None:
         if isinstance(what, kind):
             check(walk, slot, what)
 
     return checked
 
 
-def is_free(walk: Walk, slot: int, what: int | StageMessage) -> None:
+def is_free(walk: Walk, slot: int, what: int | Parcel) -> None:
     if (held := walk.carries.get(slot)) is not None:
         walk.refuse(f"carry slot {slot} still holds {_named(walk, held.what)}", ("carry slot", 0, slot), held.op)
 
 
-def is_there(walk: Walk, slot: int, what: int | StageMessage) -> None:
+def is_there(walk: Walk, slot: int, what: int | Parcel) -> None:
     held = walk.carries.get(slot)
     if held is None or held.what != what:
         there = "nothing" if held is None else _named(walk, held.what)
@@ -136,10 +138,8 @@ def is_there(walk: Walk, slot: int, what: int | StageMessage) -> None:
         walk.refuse(why, ("carry slot", 0, slot), None if held is None else held.op)
 
 
-def _named(walk: Walk, what: int | StageMessage) -> str:
-    return (
-        describe_message(what, walk.trace) if isinstance(what, StageMessage) else f"what {walk.visit(what)} has saved"
-    )
+def _named(walk: Walk, what: int | Parcel) -> str:
+    return describe_parcel(what, walk.trace) if isinstance(what, Parcel) else f"what {walk.visit(what)} has saved"
 
 
 # ---- offload
@@ -178,7 +178,7 @@ def _where(walk: Walk, visit: int) -> Buffer:
 # ---- flow
 
 
-def a_slot_each(walk: Walk, op: ComputeOp, way: str, parcels: Sequence[StageMessage]) -> None:
+def a_slot_each(walk: Walk, op: ComputeOp, way: str, parcels: Sequence[Parcel]) -> None:
     slots = getattr(op, way)
     if len(parcels) != len(slots):
         words = ", ".join(_named(walk, parcel) for parcel in parcels) or "nothing"

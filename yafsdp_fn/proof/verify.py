@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.proof import computes, deadlock, form, gradients, stages
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.walk import Rule, Walk, by_moment
@@ -71,8 +71,8 @@ RULES = (
         "what crosses between segments of a pipeline is in one carry slot at a time, from the compute that makes it, "
         "over a send and a receive where they are on two stages, to the one that takes it",
         crosses=computes.a_slot_each,
-        take=computes.only(StageMessage, computes.is_there),
-        put=computes.only(StageMessage, computes.is_free),
+        take=computes.only(Parcel, computes.is_there),
+        put=computes.only(Parcel, computes.is_free),
         send=computes.ends_here,
         receive=computes.ends_here,
         end=computes.all_taken,

@@ -32,7 +32,7 @@ from yafsdp_fn.program.ops import (
     kind_of,
 )
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import StageMessage
+from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.proof.errors import refusal
 
 
@@ -61,7 +61,7 @@ class Carry(NamedTuple):
     """Contents of a carry slot or host buffer: what a visit has saved, by its number, or a parcel of a pipeline, and
     the op that put it there."""
 
-    what: int | StageMessage
+    what: int | Parcel
     op: int
 
 
@@ -95,15 +95,15 @@ class Rule:
     fetch: Callable[["Walk", Fetch], None] | None = None
     send: Callable[["Walk", Send], None] | None = None
     receive: Callable[["Walk", Receive], None] | None = None
-    crosses: Callable[["Walk", ComputeOp, str, Sequence[StageMessage]], None] | None = None
+    crosses: Callable[["Walk", ComputeOp, str, Sequence[Parcel]], None] | None = None
     read: Callable[["Walk", ComputeOp], None] | None = None
     save: Callable[["Walk", Forward], None] | None = None
     load: Callable[["Walk", Backward], None] | None = None
     resume: Callable[["Walk", Backward], None] | None = None
     begin: Callable[["Walk", Forward], None] | None = None
     write: Callable[["Walk", int, int], None] | None = None
-    take: Callable[["Walk", int, int | StageMessage], None] | None = None
-    put: Callable[["Walk", int, int | StageMessage], None] | None = None
+    take: Callable[["Walk", int, int | Parcel], None] | None = None
+    put: Callable[["Walk", int, int | Parcel], None] | None = None
     end: Callable[["Walk"], None] | None = None
     last: Callable[["Walk", int, int], None] | None = None
     whole: Callable[[Program], None] | None = None
@@ -305,10 +305,10 @@ class Walk:
     def _receive(self, op: Receive) -> None:
         self._put(op.carry_slot, op.parcel)
 
-    def _take(self, slot: int, what: int | StageMessage) -> None:
+    def _take(self, slot: int, what: int | Parcel) -> None:
         self._ask("take", slot, what)
         del self.carries[slot]
 
-    def _put(self, slot: int, what: int | StageMessage) -> None:
+    def _put(self, slot: int, what: int | Parcel) -> None:
         self._ask("put", slot, what)
         self.carries[slot] = Carry(what, self.at)

@@ -104,7 +104,7 @@ def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) 
     """
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
-    every = comms.numbers_of_all(torch.tensor([0 if all(told) else _digest(batch), *told]), "comparing batches")
+    every = comms.numbers_of_all(torch.tensor([0 if all(told) else digest(batch), *told]), "comparing batches")
     first = comms.world_rank - comms.rank
     for at, name in enumerate(axes, 1):
         of_subgroup = [
@@ -127,8 +127,8 @@ def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) 
             )
 
 
-def _digest(batch: Any) -> int:
-    """Returns a number, equal for equal tensors."""
+def digest(batch: Any) -> int:
+    """Returns a number, equal for equal tensors. Shards do not count."""
     found = 0
     for leaf in optree.tree_leaves(batch, is_leaf=is_sharded):
         if isinstance(leaf, Tensor):

@@ -6,7 +6,6 @@
 The session and its calls are those of any step: a plain one has a single segment, for which nothing arrives.
 """
 
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,10 @@ from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.program.split import Call, StageMessage
+from yafsdp_fn.program.split import Call, Parcel
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
+from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
@@ -96,7 +96,7 @@ class Segment:
                         f"{self._split.flows[flow].target} was written in place after a visit there took it; work on a "
                         "copy"
                     )
-            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(StageMessage(flow))))]
+            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Parcel(flow))))]
         return out
 
     def explained(self, error: Exception, named: str, failed: bool) -> Exception:
@@ -144,7 +144,7 @@ class StageResults:
 
 def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a flow that have a gradient."""
-    return [x for x, piece in zip(tensors, crossing.pieces(StageMessage(flow)), strict=True) if piece.grad]
+    return [x for x, piece in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if piece.grad]
 
 
 def _detached(x: Any) -> Any:
@@ -168,7 +168,7 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
     tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
     if not tensors:
         return
-    sums = torch.tensor([_checksum(tensor) for tensor in tensors.values()], dtype=torch.int64)
+    sums = torch.tensor([digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
     every = comms.numbers_of_all(sums, NEW).view(comms.stages, -1, len(sums))
     for stage, place, number in (every != every[0]).nonzero()[:1].tolist():
         one, other = place, stage * every.shape[1] + place
@@ -182,8 +182,3 @@ def _outline(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
     return repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf).__name__
-
-
-def _checksum(tensor: Tensor) -> int:
-    values: Any = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(values)

@@ -14,8 +14,8 @@ from yafsdp_fn.dist.ranks import round_up
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import LINE, StageMessage
-from yafsdp_fn.program.text import describe_message
+from yafsdp_fn.program.split import LINE, Parcel
+from yafsdp_fn.program.text import describe_parcel
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
 from yafsdp_fn.runtime.consistency import Blocks
@@ -95,11 +95,11 @@ class Crossing:
         self._home(mean, found.made, "the loss")
         self.aux = [self._home(node, found.made, "aux") for node in nodes]
 
-    def pieces(self, parcel: StageMessage) -> list[Piece]:
+    def pieces(self, parcel: Parcel) -> list[Piece]:
         """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
         return [piece for piece in self._pieces[parcel.flow] if piece.grad or not parcel.back]
 
-    def nbytes(self, parcel: StageMessage) -> int:
+    def nbytes(self, parcel: Parcel) -> int:
         """Bytes of a parcel, one way or the other."""
         return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[parcel.flow])
 
@@ -219,7 +219,7 @@ class MessageBuffers:
         self.crossing = crossing
         sizes: dict[int, int] = {}
         for op in program.ops:
-            for parcel, slot in program.trace.messages_of(op):
+            for parcel, slot in program.trace.parcels_of(op):
                 sizes[slot] = max(sizes.get(slot, 0), self.crossing.nbytes(parcel))
         for slot, size in sizes.items():
             if slot not in self._slots or self._slots[slot].numel() < size:
@@ -228,14 +228,14 @@ class MessageBuffers:
                 self._memory.comms.keep(self._slots[slot])
         self._reserved = crossing
 
-    def put(self, parcels: Iterable[tuple[StageMessage, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
+    def put(self, parcels: Iterable[tuple[Parcel, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
         """Into the slot of each parcel its tensors; None: zeros, a gradient that nothing asked for."""
         for (parcel, slot), values in zip(parcels, tensors, strict=True):
             for piece, value in zip(self.crossing.pieces(parcel), values, strict=True):
                 view = piece.of(self._slots[slot])
                 view.zero_() if value is None else view.copy_(value)
 
-    def get(self, parcels: Iterable[tuple[StageMessage, int]]) -> list[list[Tensor]]:
+    def get(self, parcels: Iterable[tuple[Parcel, int]]) -> list[list[Tensor]]:
         """Copies of the tensors in the slot of each parcel."""
         return [[p.of(self._slots[slot]).clone() for p in self.crossing.pieces(parcel)] for parcel, slot in parcels]
 
@@ -245,7 +245,7 @@ class MessageBuffers:
     def named(self, op: Send | Receive) -> str:
         """Names what travels, and to whom or from whom."""
         way = "to" if isinstance(op, Send) else "from"
-        return f"{describe_message(op.parcel, self.crossing.trace)} {way} stage {self._other(op)}"
+        return f"{describe_parcel(op.parcel, self.crossing.trace)} {way} stage {self._other(op)}"
 
     def _send(self, op: Send) -> Work:
         return self._memory.comms.send(self._bytes(op), self._other(op))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call, Kind, Split, StageMessage
+from yafsdp_fn.program.split import Call, Kind, Parcel, Split
 from yafsdp_fn.program.trace import Trace, writes_of
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
@@ -364,9 +364,9 @@ def _check_flows(split: Split) -> None:
 
 def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
     """A row's calls with its messages, as they are listed."""
-    made: dict[StageMessage, Action] = {}  # what is not sent yet
-    come: dict[StageMessage, Action] = {}  # what is not taken yet
-    kept: set[StageMessage] = set()  # what is for another segment of this stage
+    made: dict[Parcel, Action] = {}  # what is not sent yet
+    come: dict[Parcel, Action] = {}  # what is not taken yet
+    kept: set[Parcel] = set()  # what is for another segment of this stage
     calls = {action.call for action in row}
     for action in row:
         call = action.call

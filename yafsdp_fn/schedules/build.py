@@ -104,7 +104,7 @@ def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _key(op: Op, reader: int | None) -> Any:
-    """Equal for ops that may be one; None for what is no collective, or what only a later step waits for."""
+    """A key, equal for ops that may be one; None for what is no collective, or what only a later step waits for."""
     if isinstance(op, Gather):
         return None if reader is None else (Gather, op.source, reader)
     if isinstance(op, AllReduce) and op.over == "stages":  # of each unit by other stages
@@ -183,19 +183,13 @@ def build(
     deferred = (range(len(trace.units)) if defer else ()) if isinstance(defer, bool) else defer
     builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary)
     recompute = remat(trace)
-    losses = max(
-        (i for i, now in enumerate(trace.order) if now.kind == "forward"), default=-1
-    )  # all are known after it
+    # the compute after which all losses are known
+    losses = max((i for i, now in enumerate(trace.order) if now.kind == "forward"), default=-1)
     for i, now in enumerate(trace.order):
         builder.gather(trace.order[i : i + prefetch + 1])
-        visit = trace.visits[now.visit]
-        at = tuple(slots[unit] for unit in reads_of(now, trace))
+        builder.ops.append(op_of(now, trace, slots, grad_slots, recompute))
         if now.kind == "forward":
-            builder.ops.append(Forward(visit.id, at, visit.id not in recompute, now.microbatch))
             continue
-        into = tuple(grad_slots[unit] for unit in writes_of(now, trace))
-        half = "both" if now.kind == "backward" else now.kind
-        builder.ops.append(Backward(visit.id, at, into, now.microbatch, half=half))
         builder.reduce(i, now)
         if update and trace.update_when == "any time" and i >= losses:
             builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
@@ -206,6 +200,18 @@ def build(
     read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
     ops: list[Op] = begun_early(merged(_without_needless_gathers(trace, read)))
     return Program(trace, tuple(offloaded(ops, remat, trace) if isinstance(remat, Offloading) else ops))
+
+
+def op_of(
+    now: Compute, trace: Trace, slots: Mapping[int, int], grad_slots: Mapping[int, int], recompute: Container[int]
+) -> Forward | Backward:
+    """The op of a compute. slots, grad_slots: unit -> slot; recompute: visits that keep no graph"""
+    at = tuple(slots[unit] for unit in reads_of(now, trace))
+    if now.kind == "forward":
+        return Forward(now.visit, at, now.visit not in recompute, now.microbatch)
+    into = tuple(grad_slots[unit] for unit in writes_of(now, trace))
+    half = "both" if now.kind == "backward" else now.kind
+    return Backward(now.visit, at, into, now.microbatch, half=half)
 
 
 def sums_over_stages(trace: Trace) -> list[Op]:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.remat import Remat, policy
 
@@ -212,7 +212,8 @@ FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3,
 def _schedule(
     slots: Slots, remat: Remat | str, *, prefetch: int, update: bool, defer: bool = False, secondary: int = 0
 ) -> Schedule:
-    """Gradient slots: two that alternate, or one for each unit, where gradients stay until the last microbatch.
+    """The schedule of a choice of slots. Gradient slots are two that alternate, or one for each unit, where gradients
+    stay until the last microbatch.
 
     secondary: how many layers, the first ones, are gathered inside the node after their first gather
     """
@@ -231,7 +232,7 @@ def _own(trace: Trace) -> dict[int, int]:
 
 
 def _of_gradients(trace: Trace) -> dict[int, int]:
-    """Two that alternate; a unit that must be reduced once in a microbatch, but is visited again, has its own."""
+    """Unit -> gradient slot: two alternate; one is alone for what several visits of a microbatch reduce together."""
     visits = Counter(unit for visit in trace.visits for unit in visit.trained)
     apart = {unit for unit, times in visits.items() if times > 1} if trace.ordered else ()
     return alternating_slots(trace.visits, trace.units, apart=apart)
@@ -249,4 +250,4 @@ def _check(factory: str, **numbers: int) -> None:
 
 
 def _shape(trace: Trace) -> str:
-    return "(" + ", ".join(f"{name}={size}" for name, size in trace.mesh) + ")"
+    return f"({arguments(dict(trace.mesh))})"

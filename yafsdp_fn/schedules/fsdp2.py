@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Reduce, Stash
+from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace, reads_of, writes_of
-from yafsdp_fn.schedules.build import alternating_slots, own_slots, sums_over_stages
+from yafsdp_fn.schedules.build import alternating_slots, op_of, own_slots, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
 
@@ -188,15 +188,8 @@ def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool =
         dry.free(i)
     builder = _Builder(trace, groups, defer, hold, max(2, dry.most))
     for i, now in enumerate(trace.order):
-        visit = trace.visits[now.visit]
         builder.gather(i)
-        at = tuple(builder.slots[unit] for unit in reads_of(now, trace))
-        if now.kind == "forward":
-            builder.ops.append(Forward(visit.id, at, visit.id not in recompute, now.microbatch))
-        else:
-            into = tuple(builder.grad_slots[unit] for unit in writes_of(now, trace))
-            half = "both" if now.kind == "backward" else now.kind
-            builder.ops.append(Backward(visit.id, at, into, now.microbatch, half=half))
+        builder.ops.append(op_of(now, trace, builder.slots, builder.grad_slots, recompute))
         builder.free(i)
         builder.reduce(i)
     return Program(trace, (*builder.ops, *sums_over_stages(trace)))
@@ -214,9 +207,8 @@ class _Builder:
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
         visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
         uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
-        whole = [
-            (g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}
-        ]  # in a visit
+        # those that each of their visits uses as a whole
+        whole = [(g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}]
         turns = [group.units for group, _ in whole if group.reshard and not group.stays]
         self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
         self.turns, self.most = {unit for units in turns for unit in units}, 0
@@ -292,7 +284,7 @@ class _Builder:
             units = tuple(unit for unit in self.groups[number].units if (unit, now.microbatch) in self.written)
             if max(self.written[unit, now.microbatch] for unit in units) != i:
                 continue
-            complete = all(self.written[unit, m] <= i for unit in units for m in range(last + 1))
+            complete = all(self.written.get((unit, m), -1) <= i for unit in units for m in range(last + 1))
             if complete or not self.defer:
                 self.ops.append(Reduce(units, tuple(self.grad_slots[unit] for unit in units)))
             if complete and self.trace.replicas > 1:

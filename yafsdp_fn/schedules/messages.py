@@ -8,7 +8,7 @@ from typing import NamedTuple
 from yafsdp_fn.program.events import Event, play
 from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call, Split, StageMessage
+from yafsdp_fn.program.split import Call, Parcel, Split
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import in_words
 
@@ -40,13 +40,13 @@ UNIT = Pace(lambda call: SPAN[call.kind])
 """The pace of `SPAN`, where messages take none."""
 
 
-def takes(split: Split, call: Call) -> tuple[StageMessage, ...]:
+def takes(split: Split, call: Call) -> tuple[Parcel, ...]:
     """Returns the parcels that a call takes of other segments."""
     first, end = split.segments[call.segment]
     return split.takes(call.kind, first if call.kind == "forward" else end - 1, call.microbatch)
 
 
-def gives(split: Split, call: Call) -> tuple[StageMessage, ...]:
+def gives(split: Split, call: Call) -> tuple[Parcel, ...]:
     """Returns the parcels that a call gives to others."""
     first, end = split.segments[call.segment]
     return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
@@ -60,8 +60,8 @@ class Times(NamedTuple):
     """
 
     begins: list[list[float]]
-    sent: dict[StageMessage, float]
-    made: dict[StageMessage, tuple[float, int, int]]
+    sent: dict[Parcel, float]
+    made: dict[Parcel, tuple[float, int, int]]
 
 
 def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> Times:
@@ -107,15 +107,15 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
 
 
 def _sources(
-    split: Split, places: Sequence[tuple[int, Item, tuple[StageMessage, ...]]], messages: bool
-) -> tuple[dict[StageMessage, int], dict[int, int]]:
+    split: Split, places: Sequence[tuple[int, Item, tuple[Parcel, ...]]], messages: bool
+) -> tuple[dict[Parcel, int], dict[int, int]]:
     """Returns the call or receive that each parcel comes with, and the other end of each message.
 
     places: stage, item, and what it gives
     """
-    comes: dict[StageMessage, int] = {}
-    sends: defaultdict[StageMessage, list[int]] = defaultdict(list)
-    receives: defaultdict[StageMessage, list[int]] = defaultdict(list)
+    comes: dict[Parcel, int] = {}
+    sends: defaultdict[Parcel, list[int]] = defaultdict(list)
+    receives: defaultdict[Parcel, list[int]] = defaultdict(list)
     for number, (stage, item, given) in enumerate(places):
         inside = [p for p in given if not messages or split.ends(p.flow, p.back) == (stage, stage)]
         comes.update(dict.fromkeys(inside, number))
@@ -142,7 +142,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
         arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
         # what stages send at one time is in the order of stages
         ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
-        before: defaultdict[int, list[StageMessage]] = defaultdict(list)
+        before: defaultdict[int, list[Parcel]] = defaultdict(list)
         for when, _, parcel in arriving:
             before[bisect_right(ends, when[:2])].append(parcel)  # a call that ends later is not what it depends on
         items: list[Item] = []
@@ -156,7 +156,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
 
 
 def _all_begin(
-    split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[StageMessage]
+    split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[Parcel]
 ) -> None:
     stuck = [stage for stage, row in enumerate(rows) if len(begins[stage]) < len(row)]
     if stuck:
@@ -185,16 +185,14 @@ class _Slots:
     """The slots of one stage's list. taken, given: of what its calls take and give; messages: before the first call and
     after each"""
 
-    def __init__(
-        self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[StageMessage, float]
-    ) -> None:
+    def __init__(self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[Parcel, float]) -> None:
         self.split, self.begins, self.sent = split, begins, sent
         self.count = 0
         self.free: dict[Kind, deque[int]] = {}
-        self.leaving: list[tuple[int, StageMessage, int]] = []  # sent after so many calls, from a slot
-        self.held: dict[StageMessage, int] = {}
-        self.taken: dict[StageMessage, int] = {}
-        self.given: dict[StageMessage, int] = {}
+        self.leaving: list[tuple[int, Parcel, int]] = []  # sent after so many calls, from a slot
+        self.held: dict[Parcel, int] = {}
+        self.taken: dict[Parcel, int] = {}
+        self.given: dict[Parcel, int] = {}
         self.messages: list[list[Op]] = [[]]
         for item in items:
             if isinstance(item, Call):
@@ -223,11 +221,11 @@ class _Slots:
             self.given[parcel] = self._fill(parcel, source != target)
         self.messages.append([])
 
-    def _kind(self, parcel: StageMessage, leaves: bool) -> Kind:
+    def _kind(self, parcel: Parcel, leaves: bool) -> Kind:
         flow = self.split.flows[parcel.flow]
         return leaves, flow.grad_bytes if parcel.back else flow.nbytes
 
-    def _fill(self, parcel: StageMessage, leaves: bool) -> int:
+    def _fill(self, parcel: Parcel, leaves: bool) -> int:
         free = self.free.setdefault(self._kind(parcel, leaves), deque())
         if not free:
             free.append(self.count)

@@ -175,11 +175,8 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
 def v_shaped_calls(split: Split, microbatches: int) -> Rows:
     """The calls of `v_shaped`."""
     _expect("v_shaped", split, per_stage=2, v=True)
-    rows: Rows = []
-    for s in range(split.stages):
-        row = [call for call in _v_row(split.stages, s, microbatches) if call.microbatch < microbatches]
-        rows.append(row)
-    return whole_if_idle(rows, split)
+    rows = (_v_row(split.stages, stage, microbatches) for stage in range(split.stages))
+    return whole_if_idle([[call for call in row if call.microbatch < microbatches] for row in rows], split)
 
 
 def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:

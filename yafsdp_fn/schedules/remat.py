@@ -112,7 +112,7 @@ def policy(given: Remat | str) -> Remat:
     """
     if isinstance(given, str):
         kind, _, count = given.partition(":")
-        if kind in ("first", "every") and count.isdigit():
+        if kind in ("first", "every") and count.isdecimal():
             return (first if kind == "first" else every)(int(count))
         named: dict[str, Remat] = {"none": none, "all": all, "offload": offload()}
         if given not in named:

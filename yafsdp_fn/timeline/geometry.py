@@ -37,7 +37,7 @@ PLAIN: Colour = (0.78, 0.78, 0.78)  # of what belongs to no unit
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> Colour:
-    """sRGB in [0, 1]; what cannot be shown is clipped. hue: in degrees"""
+    """The sRGB, in [0, 1], of a colour of OKLCH; what cannot be shown is clipped. hue: in degrees"""
     a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
     l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
@@ -157,7 +157,7 @@ class Layout:
 
     def _stack(self, span: Span) -> str | None:
         units = self.timeline.trace.units_of(span.op)
-        return self.timeline.trace.units[self._leading(units)].stack
+        return self.timeline.trace.units[self._leading(units)].stack if units else None
 
     def _add_rows(self, name: str, held: list[Held], dark: bool) -> None:
         """A row per slot that is used; thin ones under one name where there are many."""
@@ -183,7 +183,7 @@ class Layout:
         if isinstance(op, Send | Receive):
             return Bar(span.start, span.end, PLAIN, str(op.microbatch))
         units = self.timeline.trace.units_of(op)
-        if not hasattr(op, "visit") and (not 1 <= len(units) <= 2 or isinstance(op, Norm)):
+        if not units or (not hasattr(op, "visit") and (len(units) > 2 or isinstance(op, Norm))):
             return Bar(span.start, span.end, PLAIN, type(op).__name__.lower())
         unit = self._leading(units)
         text, number = self.label(unit)

@@ -20,6 +20,7 @@ import gzip
 import itertools
 import json
 import re
+import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -116,7 +117,8 @@ def _recorded(path: Path, step: int | None) -> Recording:
         for event in timed:
             event["ts"], event["dur"] = float(event["ts"]), float(event.get("dur", 0))
             event["name"], event["cat"] = str(event["name"]), str(event.get("cat", ""))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            event["args"] = dict(event.get("args") or {})
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"read_kineto: {path}: expected a recording of torch.profiler in JSON: {error!r}") from error
     steps = {int(e["name"].partition("#")[2]): e for e in timed if re.fullmatch(r"ProfilerStep#\d+", e["name"])
              and not e["cat"].startswith("gpu")}  # fmt: skip
@@ -145,12 +147,12 @@ def _launched(timed: list[dict[str, Any]], start: float, end: float) -> list[tup
     launches = {
         e["args"]["correlation"]: e["ts"]
         for e in timed
-        if e["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+        if e["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]
     }
     found = [
         (launches[e["args"]["correlation"]], Event(e["ts"], e["ts"] + e["dur"], e["name"]))
         for e in timed
-        if e["cat"] == "kernel" and e.get("args", {}).get("correlation") in launches
+        if e["cat"] == "kernel" and e["args"].get("correlation") in launches
     ]
     return sorted((at, kernel) for at, kernel in found if start <= at < end)
 

@@ -171,7 +171,7 @@ def write(figure: Callable[[], Any], path: str | Path | io.BytesIO, timelines: S
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to draw a timeline, pip install 'yafsdp_fn[plan]': it needs matplotlib") from error
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
-    with matplotlib.rc_context(style | {"hatch.linewidth": 0.5}):
+    with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
         figure().savefig(path, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
 

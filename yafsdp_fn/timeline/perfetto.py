@@ -83,7 +83,7 @@ def _arrow(number: int, source: tuple[int, int, Span], target: tuple[int, int, S
 
 
 def _microseconds(seconds: float) -> float:
-    """Rounded to an eighth, which is a whole number of nanoseconds and exact in binary.
+    """Microseconds, rounded to an eighth, which is a whole number of nanoseconds and exact in binary.
 
     Perfetto cuts beginnings and lengths off to nanoseconds, each by itself: others might overlap by one, and slices of
     a track that overlap are dropped.
@@ -99,7 +99,7 @@ def _arguments(timeline: Spans, span: Span, cause: Span | None) -> dict[str, Any
     """A slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of what is
     copied to the host or from it, or sent to another stage."""
     op, trace = span.op, timeline.trace
-    parcels = trace.messages_of(op) if isinstance(op, Send | Receive) else ()
+    parcels = trace.parcels_of(op) if isinstance(op, Send | Receive) else ()
     units = [] if parcels else [trace.units[unit] for unit in trace.units_of(op)]
     found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
     found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}

@@ -88,7 +88,7 @@ class Idle(NamedTuple):
     @property
     def waited(self) -> bool:
         """True if an op of another stream ended it."""
-        return self.why not in ("host", "end", "overhead")
+        return self.why not in ("host", "end", "overhead", "drain")
 
 
 class Crossing(NamedTuple):
@@ -297,7 +297,7 @@ BY_SLOT = attrgetter("slot", "start")
 
 
 def weight_slots(timeline: Spans) -> list[Held]:
-    """Empty where nothing is gathered."""
+    """The contents of weight slots; empty where nothing is gathered."""
     now: dict[int, Held] = {}
     used: set[int] = set()
     done: list[Held] = []
@@ -316,7 +316,7 @@ def weight_slots(timeline: Spans) -> list[Held]:
 
 
 def grad_slots(timeline: Spans) -> list[Held]:
-    """Empty where nothing is reduced."""
+    """The contents of gradient slots; empty where nothing is reduced."""
     now: dict[int, Held] = {}
     done: list[Held] = []
     for span in timeline.spans:

@@ -15,7 +15,7 @@ def unit_of(seconds: float) -> tuple[float, str]:
 
 
 def shown(seconds: float, digits: int = 3) -> str:
-    """So many digits and a unit: `1.24 s`, `56.2 ms`; `0 s`."""
+    """A time in so many digits, with a unit: `1.24 s`, `56.2 ms`; `0 s`."""
     if seconds == 0:
         return "0 s"
     scale, name = unit_of(seconds)

@@ -2,13 +2,13 @@
 
 import io
 import json
-import math
 import reprlib
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.program.json import as_data, checked
+from yafsdp_fn.program.json import as_data, checked, typed_at
 from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.form import check_form
@@ -38,15 +38,15 @@ def _span(where: str, op: Any, item: Any, known: set[int], most: float) -> Span:
 
 
 def _inside(where: str, item: Any, start: float, end: float) -> Inside:
-    if not isinstance(item, list) or len(item) != 3 or not isinstance(item[2], str):
+    if not isinstance(item, list) or len(item) != 3:
         raise ValueError(f"{where}: expected [start, end, name], got {reprlib.repr(item)}")
     if not start <= _time(item[0], where) <= _time(item[1], where) <= end:
         raise ValueError(f"{where}: it lasts from {item[0]} to {item[1]} s, in an op from {start} to {end} s")
-    return Inside(float(item[0]), float(item[1]), item[2])
+    return Inside(float(item[0]), float(item[1]), typed_at(f"{where}, name", str, item[2]))
 
 
 def _time(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(f"{where}: expected seconds, got {reprlib.repr(value)}")
     return float(value)
 
@@ -127,9 +127,8 @@ class Timeline(Spans):
             trace, stages = checked(data["program"])
             ops = Program(trace, *stages).ops
             check_form(Program(trace, ops))
-            title, (seconds, overhead) = data["title"], (_time(data[name], name) for name in ("seconds", "overhead"))
-            if not isinstance(title, str):
-                raise ValueError(f"title: expected a string, got {reprlib.repr(title)}")
+            title = typed_at("title", str, data["title"])
+            seconds, overhead = (_time(data[name], name) for name in ("seconds", "overhead"))
             if not isinstance(data["spans"], list) or len(data["spans"]) != len(ops):
                 raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
             spans: list[Span] = []

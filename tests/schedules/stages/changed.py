@@ -110,7 +110,7 @@ def changed_messages(made: Program, rng: random.Random) -> Program:
     stage = rng.randrange(len(made.stages))
     here = made.parts[stage]
     if rng.random() < 0.6:
-        pairs = [pair for op in here.ops for pair in here.trace.messages_of(op)]
+        pairs = [pair for op in here.ops for pair in here.trace.parcels_of(op)]
         if not pairs:
             return made
         parcel, new = rng.choice(pairs)[0], rng.randrange(len({slot for _, slot in pairs}) + 1)
@@ -133,7 +133,7 @@ def _in_slot(trace: Trace, op: Any, parcel: Any, new: int) -> Any:
     """`op` with `parcel` in slot `new`, if it is of that."""
     if isinstance(op, Send | Receive):
         return op._replace(carry_slot=new) if op.parcel == parcel else op
-    slots = [new if other == parcel else slot for other, slot in trace.messages_of(op)]
+    slots = [new if other == parcel else slot for other, slot in trace.parcels_of(op)]
     if not slots:
         return op
     return op._replace(takes=tuple(slots[: len(op.takes)]), gives=tuple(slots[len(op.takes) :]))

@@ -112,7 +112,7 @@ class SmtStage(SmtProgram):
         forwards = Counter(c[1:3] for c in self.trace.order if c.kind == "forward")
         if forwards != Counter(itertools.product(own, range(self.trace.microbatches))):
             raise Stops("each microbatch goes through each segment once")
-        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.messages_of(op)}
+        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.parcels_of(op)}
         super()._steps()
 
     @property

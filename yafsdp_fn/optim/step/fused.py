@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import Scalar, Stage
-from yafsdp_fn.optim.leafwise import Messages
+from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState

@@ -20,7 +20,8 @@ from yafsdp_fn.optim.base import (
     name,
     stages,
 )
-from yafsdp_fn.optim.leafwise import Leafwise, Messages
+from yafsdp_fn.optim.leaf_exchange import Messages
+from yafsdp_fn.optim.leafwise import Leafwise
 from yafsdp_fn.optim.noise import Noise
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
