@@ -1,4 +1,4 @@
-"""Errors of predicted runs (`runs.py`): by source, GPU, number of GPUs and parallelism, and with each source left out.
+"""Errors of predicted runs (`steps.py`): by source, GPU, number of GPUs and parallelism, and with each source left out.
 
 left_out(found)      the rate of products fitted to all other sources, and each run's error by it
 interval(errors)     what four fifths of them are between
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from train.config import ConfigError
-from train.published.runs import CARD, Predicted, Run, cluster_of, predict, seconds, table
+from train.published.runs import Run, table
+from train.published.steps import CARD, Predicted, cluster_of, predict, seconds
 from yafsdp_fn.planner import Cluster
 
 # ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.

@@ -35,7 +35,7 @@ from yafsdp_fn.planner import CLUSTERS, Cluster, simulate, trace
 from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
 from yafsdp_fn.planner.space import Order
-from yafsdp_fn.program.trace import Cost, Moved, Visit
+from yafsdp_fn.program.trace import Cost, Visit
 from yafsdp_fn.schedules import Program, Trace, pipelines, remat
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_axes.csv"
@@ -176,11 +176,8 @@ def with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
 
 def moving(cost: Cost, nbytes: int) -> Cost:
     """`cost` with so many bytes more through memory, a third of them in forward."""
-
-    def more(moved: Moved, part: int) -> Moved:
-        return moved._replace(eager=moved.eager + part, fused=moved.fused + part)
-
-    return cost._replace(moved=more(cost.moved, nbytes // 3), bwd_moved=more(cost.bwd_moved, nbytes - nbytes // 3))
+    forward = nbytes // 3
+    return cost._replace(moved=cost.moved.more(forward), bwd_moved=cost.bwd_moved.more(nbytes - forward))
 
 
 def cast_bytes(config: Any, tokens: int) -> int:

@@ -1,41 +1,25 @@
-"""Published runs of other people's frameworks, predicted: `python -m train published --rows FILE` of a file with the
-columns of docs/benchmarks/published_runs.csv.
+"""Published runs of other people's frameworks, read: a file with the columns of docs/benchmarks/published_runs.csv.
 
     read(line)       a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
-    program(run)     the peer's program of it
-    predict(run)     seconds of a step, and memory of a rank, on `KINDS[run.gpu]`
     table(file)      the runs of a file, and what is refused
 
-Taken, where sources do not say: HSDP over nodes below 20B and FSDP above, where a source has both; torchtitan's
-recomputation of its default, half of the products; gathers in bf16, and reductions in fp32 but for FSDP1, DeepSpeed and
-InternLM, which reduce in bf16.
+`steps.py` predicts them. Taken, where sources do not say: HSDP over nodes below 20B and FSDP above, where a source has
+both; torchtitan's recomputation of its default, half of the products; gathers in bf16, and reductions in fp32 but for
+FSDP1, DeepSpeed and InternLM, which reduce in bf16; AdamW by torch's foreach in runs before 2025 and in transformers.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 import models
-import yafsdp_fn as ya
 from models import gpt2, llama
-from models.parts import layers
 from train.machine import ROOT
-from train.published.foundry import FP8_RATE, mpt_loss
-from train.published.over_axes import A100, H100, HBM2E, cast_bytes, moving, with_scores
-from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import CLUSTERS, Cluster, Memory, predict_memory, simulate, trace
-from yafsdp_fn.planner.costs import by_ops
-from yafsdp_fn.planner.space import Order
-from yafsdp_fn.program.trace import Cost
-from yafsdp_fn.schedules import Assignment, Program, Trace, chained_order, pipelines, remat
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_runs.csv"
 COLUMNS = ("model", "gpus", "gpu", "parallelism", "seq_len", "microbatch_per_gpu", "precision")
@@ -60,13 +44,13 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: its file and line; name, config: the model; gpu: of `KINDS`; network: bytes/s of a node, None if
-    it is not said; framework: "fsdp1", "fsdp2", "zero1" to "zero3", or "ddp"; replicas: of the state, around shard
-    groups; order: of a pipeline
+    """A row. source: its file and line; name, config: the model; gpu: of `steps.KINDS`; network: bytes/s of a node,
+    None if it is not said; roce: it is Ethernet; framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or
+    "ddp"; replicas: of the state, around shard groups; order: of a pipeline
     recompute: "none", "half" of the products, "every 2nd" layer, or "all"; reentrant: and its layers run to their end;
-    kernels: of what is no product, "eager" or "fused"; trained: "all", or "adapters"; scores: attention is products
-    whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist as a whole, in fp32; param, reduce: dtypes
-    of master and reductions
+    kernels: of what is no product, as `ya.planner.plan` takes them; foreach: AdamW is, operation by operation; trained:
+    "all", or "adapters"; scores: attention is products whose scores are kept, as in Megatron of 2021 to 2023; logits:
+    they exist as a whole, in fp32; param, reduce: dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
     they are known; measured_bytes: memory, math.inf where it ran out
     """
@@ -77,12 +61,14 @@ class Run(NamedTuple):
     gpu: str
     gpus: int
     network: float | None
+    roce: bool
     framework: str
     replicas: int
     order: str
     stages: int
     recompute: str
     kernels: str
+    foreach: bool
     trained: str
     scores: bool
     logits: bool
@@ -157,9 +143,8 @@ def _read(line: Line, at: str) -> Run:
     if not accumulation:
         accumulation = max(1, sequences // (micro_batch * data))
     precision = line["precision"].lower()
-    fused = line.get("compile") == "yes" or re.search(
-        r"liger|fast-kernels|megatron|internevo|simumax|zero-bubble|primus", words
-    )
+    fused = line.get("compile") == "yes" or re.search(r"liger|fast-kernels|megatron|simumax|zero-bubble|primus", words)
+    early = re.search(r"fms_acceleration|float8nocompile|20(23|24)-?\d\d", words)
     run = Run(
         source=line.get("file", at).removesuffix(".csv"),
         name=name,
@@ -167,18 +152,20 @@ def _read(line: Line, at: str) -> Run:
         gpu=_gpu(line["gpu"], words),
         gpus=gpus,
         network=_network(line.get("inter_node", "")),
+        roce="roce" in line.get("inter_node", "").lower(),
         framework=framework,
         replicas=replicas,
         order=order,
         stages=stages,
         recompute=_recompute(line.get("ac", "").lower(), config),
-        kernels="fused" if fused else "eager",
+        kernels="fused" if fused else "eager" if "internevo" in words else "pieces",
+        foreach=bool(early) and framework in ("fsdp1", "fsdp2"),
         trained="adapters" if "lora" in words else "all",
         logits=not re.search(r"liger|fusion", line.get("notes", "").lower()),
         scores="zero-bubble" in words or "ptd-p" in words,
         fp8=bool(re.search(r"fp8|float8|fp4", precision)),
         param="bfloat16" if "pure bf16" in precision else "float32",
-        reduce="bfloat16" if framework in ("fsdp1", "zero1", "zero2", "zero3") and stages == 1 else "float32",
+        reduce="bfloat16" if framework in ("fsdp1", "zero1", "zero2", "zero3 of 2021") and stages == 1 else "float32",
         seq_len=seq_len,
         micro_batch=micro_batch,
         accumulation=accumulation,
@@ -229,12 +216,14 @@ def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> t
     if ("hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9)) or "inside the node" in scheme:
         replicas = max(1, gpus // 8)
     newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
-    kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3", "ddp": "ddp"}
+    kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3 of 2021", "ddp": "ddp"}
     kind = next((kind for name, kind in kinds.items() if name in scheme), None)
     if kind is None and (gpus == 1 or re.search(r"[fh]sdp", scheme)):
         kind = "fsdp2" if newer else "fsdp1"
     if kind is None:
         raise Refused("this parallelism is not known")
+    if kind == "zero3 of 2021" and "selene" not in words:
+        raise Refused("ZeRO-3 of later DeepSpeed is not modelled")
     return kind, replicas, "", 1
 
 
@@ -318,174 +307,6 @@ def _memory(line: Line) -> dict[str, Any]:
     return {"measured_bytes": float(text) * unit}
 
 
-# ---- The clusters, and the program of a run.
-
-CARD = {
-    "A100": 79.1,
-    "A100 40GB": 39.4,
-    "H100": 79.1,
-    "H100 HBM2e": 94.5,
-    "H200": 139.8,
-    "B200": 178.3,
-    "MI325X": 255.0,
-    "MI300X": 191.0,
-}
-"""GiB that a process may take of a card."""
-H200 = CLUSTERS["h200-141g"]
-
-
-def _by_data_sheet(flops: float, memory: float, node: float) -> Cluster:
-    """A GPU that no figure was fitted to: half of its products, a third in attention, 80% of its memory."""
-    return H200.replace(
-        matmul_flops=flops / 2, attention_flops=flops / 3, memory_bandwidth=0.8 * memory, node_bandwidth=node
-    )
-
-
-KINDS: dict[str, Cluster] = {
-    "A100": A100,
-    "A100 40GB": A100.replace(memory_bandwidth=A100.memory_bandwidth * 1.55 / 2.04),
-    "H100": H100,
-    "H100 HBM2e": H100.replace(memory_bandwidth=HBM2E),
-    "H200": H200,
-    "B200": _by_data_sheet(2250e12, 8e12, 700e9),
-    "MI300X": _by_data_sheet(1307e12, 5.3e12, 300e9),
-    "MI325X": _by_data_sheet(1307e12, 6e12, 300e9),
-}
-"""Kind of GPU -> nodes of eight: the presets, and data sheets."""
-ACHIEVED = 0.85
-"""Part of the stated bandwidth of network cards that rings reach."""
-
-
-def cluster_of(run: Run) -> Cluster:
-    """The kind's figures, with the row's own network and card. Raises Refused for a kind without figures."""
-    if run.gpu not in KINDS:
-        raise Refused(f"no figures for {run.gpu}")
-    found = KINDS[run.gpu].replace(memory_bytes=int(CARD[run.gpu] * 2**30))
-    return found if run.network is None else found.replace(network_bandwidth=ACHIEVED * run.network)
-
-
-class _EvenByVisits(Order):
-    """Embedding and head count as a layer each: the first and the last stage have one layer less."""
-
-    def assignment(self, trace: Trace) -> Assignment:
-        bare = tuple(visit._replace(cost=Cost()) for visit in trace.visits)
-        return super().assignment(trace._replace(visits=bare))
-
-
-def program(run: Run, microbatches: int) -> Program:
-    """The peer's program, with so many microbatches."""
-    one = _traced(_key(run))
-    policies: dict[str, Any] = {} if run.stops_early else {"every 2nd": remat.every(2), "all": "all"}
-    again = policies.get(run.recompute, "none")
-    shard = run.gpus // run.stages // run.replicas
-    outer = (("replicate", run.replicas),) if run.replicas > 1 else ()
-    mesh = (*outer, ("shard", shard))
-    if run.order:
-        per_stage = {"interleaved": (run.config.layers + 2) // run.stages, "v_shaped": 2}.get(run.order, 1)
-        order = _EvenByVisits(run.order, run.stages, per_stage, microbatches)
-        build: Any = pipelines.FACTORIES.get(run.order)
-        if run.order == "zero_bubble_2p":
-            build = functools.partial(pipelines.staged, functools.partial(pipelines.zero_bubble_calls, depth=2))
-        whole = order.whole(one, (("stage", run.stages), *mesh))
-        return build(ya.schedules.zero1(remat=again))(whole)  # type: ignore[no-any-return]
-    if run.framework == "ddp":
-        mesh = (("replicate", shard), ("shard", 1))
-    whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
-    schedules: dict[str, Callable[[], Any]] = {
-        "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
-        "fsdp2": lambda: peers.fsdp2(remat=again),
-        "zero1": lambda: peers.zero(1, remat=again),
-        "zero2": lambda: peers.zero(2, remat=again),
-        "zero3": lambda: peers.fsdp(remat=again, growth=0.0),
-        "ddp": lambda: ya.schedules.ddp(remat=again),
-    }
-    return schedules[run.framework]()(whole)  # type: ignore[no-any-return]
-
-
-_program = functools.lru_cache(4)(program)
-
-
-@functools.lru_cache(8)
-def _traced(run: Run) -> Trace:
-    """One microbatch of a run."""
-    family, config = models.of(run.config), run.config
-    if isinstance(config, gpt2.Config):
-        config = dataclasses.replace(config, max_length=run.seq_len)
-    params: Any = family.params(config)
-    if run.trained == "adapters":
-        params = ya.lora(params, 16, where=lambda path, param: "attn" in path)
-    tokens = torch.empty(run.micro_batch, run.seq_len, dtype=torch.int64, device="meta")
-    loss = (
-        mpt_loss(config, gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder(), torch.float32)
-        if run.logits
-        else family.loss(config)
-    )
-    found = trace(
-        loss,
-        params,
-        {"tokens": tokens, "targets": tokens},
-        ranks=max(1, run.gpus // run.stages // run.replicas),
-        precision=ya.Precision(
-            param=getattr(torch, run.param), compute=torch.bfloat16, reduce=getattr(torch, run.reduce)
-        ),
-        tx=ya.optim.adamw(1e-4),
-    )
-    inside = remat.layer_visits(found)
-    visits = []
-    for visit in found.visits:
-        cost = visit.cost
-        if visit.id in inside and run.scores:
-            cost = with_scores(cost, run.micro_batch * run.seq_len, run.seq_len, config.heads)
-        if visit.id in inside and run.fp8:
-            flops, back, last = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops, cost.last_flops))
-            moved = cast_bytes(config, run.micro_batch * run.seq_len)
-            cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back, last_flops=last)
-        visits.append(visit._replace(cost=cost))
-    found = found._replace(visits=tuple(visits), kernels=run.kernels)
-    if run.recompute == "half":
-        return by_ops(found, "op")
-    if run.stops_early:
-        return by_ops(found, "checkpoint", 2 if run.recompute == "every 2nd" else 1)
-    return found
-
-
-def seconds(run: Run, cluster: Cluster) -> float:
-    """Seconds of a step. Microbatches beyond twice the stages, or beyond two, take as long as those before."""
-    most = 3 * run.stages if run.stages > 1 else 2
-    if run.accumulation <= most:
-        return simulate(_program(_key(run), run.accumulation), cluster).seconds
-    few = 2 * run.stages if run.stages > 1 else 1
-    more, less = (simulate(_program(_key(run), n), cluster).seconds for n in (most, few))
-    return more + (run.accumulation - most) * (more - less) / (most - few)
-
-
-def _key(run: Run) -> Run:
-    return run._replace(measured_s=None, measured_bytes=None, source="", network=None, gpu="", accumulation=1)
-
-
-def memory(run: Run) -> Memory:
-    """Memory of a rank, of the stage that takes most."""
-    found = _program(_key(run), min(run.accumulation, 2 * run.stages))
-    return max((predict_memory(part) for part in found.parts), key=lambda one: one.peak_bytes)
-
-
-class Predicted(NamedTuple):
-    """A run, and the seconds of its step and the bytes of a rank that are predicted."""
-
-    run: Run
-    seconds: float
-    peak_bytes: int
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured tokens/s, less one, in percent: above 0 is too fast."""
-        return None if self.run.measured_s is None else 100 * (self.run.measured_s / self.seconds - 1)
-
-
-def predict(run: Run) -> Predicted:
-    return Predicted(run, seconds(run, cluster_of(run)), memory(run).peak_bytes)
-
-
 def is_table(file: Path) -> bool:
     """Tells whether a file has the columns of published_runs.csv."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
@@ -500,7 +321,6 @@ def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
         for line in reader:
             try:
                 run = read(line, f"{file.name}, line {reader.line_num}")
-                cluster_of(run)
                 runs.append(run)
             except Refused as error:
                 refused.append(str(error))

@@ -20,7 +20,7 @@ from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, axes, read_by
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import KERNELS, Trace
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.measuring import in_pieces
 from yafsdp_fn.runtime.placement import Placement
@@ -59,8 +59,7 @@ def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None
 
 RMS_NORM = (34, 64)
 """Bytes an element of bf16 that RMSNorm in pieces moves beyond one kernel, in forward and backward: a cast to fp32,
-squares, their mean, a product, a cast back, the gain; and the same from behind. Eager torch ran it so up to 2.7, and
-models that write it out do."""
+squares, their mean, a product, a cast back, the gain; and the same from behind (`Moved.pieces`)."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -193,7 +192,7 @@ def plan(
     local: int | None = None,
     has_aux: bool = False,
     skip_nonfinite: bool = True,
-    kernels: Literal["eager", "fused"] = "fused",
+    kernels: Literal["fused", "eager", "pieces"] = "fused",
     device: Literal["cuda", "cpu"] = "cuda",
     **inside: int,
 ) -> Plan:
@@ -204,8 +203,9 @@ def plan(
         tokens; a number, for stages of about equal cost, or what `assign` made. The schedule is then one of pipelines
     replicate, local: the mesh, as `ya.mesh` takes them; the others as `ya.train_step` and `ya.init` take them
     memory: bytes that a rank may fill, by default the cluster's
-    kernels: of norms, rotary positions, casts, losses and the optimizer: each of eager torch's own, or those that feed
-        each other as one, as `torch.compile` or a library of kernels has them
+    kernels: of norms, rotary positions, casts, losses and the optimizer: "fused", those that feed each other as one, as
+        `torch.compile` or a library of kernels has them; "eager", each by itself; "pieces", and norms written out, as
+        before torch 2.8
     device: whose kernels are counted, as `trace` takes it: "cpu" for a cluster that was calibrated on CPU ranks
     inside: axes inside blocks, as `ya.mesh` takes them: `tensor=8`, over which `loss_fn` is computed
 
@@ -217,8 +217,8 @@ def plan(
     >>> plan.fits, plan.tokens
     (True, 512)
     """
-    if kernels not in ("eager", "fused"):
-        raise ValueError(f'plan: kernels={kernels!r}, expected "eager" or "fused"')
+    if kernels not in KERNELS:
+        raise ValueError(f"plan: kernels={kernels!r}, expected one of {', '.join(KERNELS)}")
     both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
     count = stages if isinstance(stages, int) else max(stages.homes) + 1
     if count < 1 or ranks % count:

@@ -12,6 +12,9 @@ NCCL has three protocols, of which the fastest counts, and for an all-reduce, be
 The slowest of m nodes decides: a step takes 1 + jitter E(m) times as long, E(m) the mean of the largest of m normal
 deviates, for nodes whose own times differ by `jitter`, relative standard deviation.
 
+Where a network is congested (`congestion`), B falls by that part with each node beyond the second: B / (1 + congestion
+(m - 2)).
+
 A ring over whole nodes enters and leaves each node once, so that B is what the node's network cards carry together;
 groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
 
@@ -71,6 +74,7 @@ COSTS = (
     "kernel_latency",
     "jitter",
     "collective_latency",
+    "congestion",
 )
 """Figures of a cluster of which less is better; of the others more is."""
 
@@ -86,6 +90,7 @@ class Cluster:
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
     collective_latency: seconds in which NCCL begins a collective between nodes; 0: rings alone, as of gloo
+    congestion: part of the network's bandwidth that a collective loses with each node beyond the second
     contention: compute takes 1 + contention times as long while another stream runs something
     link_contention: what uses a link takes 1 + link_contention times as long while its rank computes: on the CPU they
         take turns on a core
@@ -120,6 +125,7 @@ class Cluster:
     kernel_latency: float = 0.0
     collective_latency: float = 0.0
     jitter: float = 0.0
+    congestion: float = 0.0
     host_computes: bool = False
 
     def __post_init__(self) -> None:
@@ -153,7 +159,7 @@ class Cluster:
             return ()
         if nodes == 1:
             return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
-        bandwidth = min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
+        bandwidth = self._between(nodes, k)
         hops = (n - nodes) * self.node_latency, (nodes - 1) * self.network_latency
         return min(
             self._protocols(hops, nbytes * (n - 1) / n / bandwidth), key=lambda each: sum(p.seconds for p in each)
@@ -165,9 +171,14 @@ class Cluster:
         nodes = math.ceil(n / k)
         if nodes <= 2 or not self.collective_latency:
             return ring
-        bandwidth = TREE * min(self.node_bandwidth, self.network_bandwidth * min(1.0, k / self.gpus_per_node))
+        bandwidth = TREE * self._between(nodes, k)
         hops = 2 * (k - 1) * self.node_latency, 2 * math.ceil(math.log2(nodes)) * self.network_latency
         return min(ring, *self._protocols(hops, 2 * nbytes / bandwidth), key=lambda each: sum(p.seconds for p in each))
+
+    def _between(self, nodes: int, k: int) -> float:
+        """Bandwidth of a ring over so many nodes, with k ranks in each."""
+        network = self.network_bandwidth / (1 + self.congestion * max(0, nodes - 2))
+        return min(self.node_bandwidth, network * min(1.0, k / self.gpus_per_node))
 
     def _protocols(self, hops: tuple[float, float], seconds: float) -> list[tuple[Phase, ...]]:
         """The phases by each protocol. hops: latency of all hops inside nodes and between them"""
@@ -217,7 +228,7 @@ def nearest(name: str, known: list[str]) -> str:
 A100 = Cluster(
     name="a100-80g",
     gpus_per_node=8,
-    matmul_flops=220e12,
+    matmul_flops=238e12,
     attention_flops=175e12,
     memory_bandwidth=1.6e12,
     memory_bytes=62 * 2**30,
@@ -243,7 +254,7 @@ H100 = Cluster(
     name="h100-80g",
     gpus_per_node=8,
     matmul_flops=555e12,
-    attention_flops=350e12,
+    attention_flops=310e12,
     memory_bandwidth=2.7e12,
     memory_bytes=62 * 2**30,
     node_bandwidth=360e9,

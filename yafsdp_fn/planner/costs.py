@@ -1,7 +1,7 @@
 """The cost of each op of a program on a cluster, run alone: phases on resources.
 
 Forward      flops / rate, matrix products and attention apart; what products and all other kernels move through memory,
-             and the start of each kernel, as eager torch launches them or fused (`Trace.kernels`)
+             and the start of each kernel, alone or fused (`Trace.kernels`)
 Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
              inputs has as many products as the forward, attention and all else, that of weights the other products
 both         and the collectives of their visit, and of the loss after it, over axes inside blocks: rings, messages
@@ -26,7 +26,7 @@ from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
 from yafsdp_fn.program.trace import Collectives, Cost, Moved, Trace, UnitSpec
 
-UPDATE_BYTES = {"fused": 30, "eager": 90}
+UPDATE_BYTES = {"fused": 30, "eager": 90, "pieces": 90}
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy. In one kernel:
 gradient 4 read; master, two moments 12 read and written; working copy 2 written. Eager, a kernel for each operation on
 all leaves (`foreach`): decay 8, first moment 12, second 8 and 16, root 8, correction 8, epsilon 8, step 16; copy 6."""
@@ -268,14 +268,12 @@ def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
 def phases_of_compute(
     cluster: Cluster, cost: Cost, *, forward: bool, backward: bool, kernels: str = "fused"
 ) -> tuple[Phase, ...]:
-    """The phases of a pass, or of both. kernels: "eager" or "fused", as `Trace.kernels`"""
+    """The phases of a pass, or of both. kernels: as `Trace.kernels`"""
     matmul = cost.flops * forward + cost.bwd_flops * backward
     attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward
     seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops
     for moved, runs in (cost.moved, forward), (cost.bwd_moved, backward):
-        others, launched = (
-            (moved.eager, moved.eager_kernels) if kernels == "eager" else (moved.fused, moved.fused_kernels)
-        )
+        others, launched = moved.others(kernels)
         nbytes, count = moved.products + others, moved.product_kernels + launched
         seconds += runs * (nbytes / cluster.memory_bandwidth + count * cluster.kernel_latency)
     return (Phase("compute", seconds),) if seconds else ()

@@ -12,14 +12,10 @@ from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
-from yafsdp_fn.program.trace import Trace, shortened
+from yafsdp_fn.program.trace import KERNELS, Trace, shortened
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
 
-KERNELS = {
-    "eager": "eager torch's kernels",
-    "fused": "kernels fused as torch.compile does (kernels='eager' for the others)",
-}
 PARTS = ("compute", "communication", "overhead")
 
 

@@ -44,7 +44,8 @@ class Moved(NamedTuple):
 
     products: operands and results of matrix products; eager, eager_kernels: inputs and outputs of every other kernel,
     as eager torch launches them; fused, fused_kernels: the same where kernels that feed each other are one, as
-    `torch.compile` or a library of kernels makes them: what they hand on to each other is not written
+    `torch.compile` or a library of kernels makes them: what they hand on to each other is not written; pieces,
+    piece_kernels: what norms move beyond `eager` where they are written out, operation by operation
     """
 
     products: int = 0
@@ -53,6 +54,28 @@ class Moved(NamedTuple):
     eager_kernels: int = 0
     fused: int = 0
     fused_kernels: int = 0
+    pieces: int = 0
+    piece_kernels: int = 0
+
+    def more(self, nbytes: int) -> "Moved":
+        """The same and so many bytes, by kernels that do not fuse."""
+        return self._replace(eager=self.eager + nbytes, fused=self.fused + nbytes)
+
+    def others(self, kernels: str) -> tuple[int, int]:
+        """Bytes and number of the kernels that are no products. kernels: one of `KERNELS`"""
+        if kernels == "fused":
+            return self.fused, self.fused_kernels
+        written_out = kernels == "pieces"
+        return self.eager + written_out * self.pieces, self.eager_kernels + written_out * self.piece_kernels
+
+
+KERNELS = {
+    "fused": "kernels fused as torch.compile does (kernels='eager' for the others)",
+    "eager": "eager torch's kernels",
+    "pieces": "eager torch's kernels, norms written out",
+}
+"""How a step runs what is no product and no attention, `Trace.kernels`, in words. "pieces": as torch ran `rms_norm`
+before 2.8, and as models that write their norms out do."""
 
 
 class Cost(NamedTuple):
@@ -256,8 +279,7 @@ class Trace(NamedTuple):
         whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
         number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
     between: collectives between visits
-    kernels: of what is no matrix product or attention: "eager", each of torch's own, or "fused", as torch.compile or a
-        library makes them: which of `Moved` a prediction takes
+    kernels: one of `KERNELS`: which of `Moved` a prediction takes
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
 
     >>> trace.mesh, trace.microbatches, len(trace.units), len(trace.visits), len(trace.order)

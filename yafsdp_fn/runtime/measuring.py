@@ -437,15 +437,15 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for kernel in self._kernels
         )
         groups = len({of(number) for number in range(len(self._kernels))})
-        more, launched = self._apart
-        return Moved(self._products, self._product_kernels, eager + more, len(self._kernels) + launched, fused, groups)
+        count = len(self._kernels)
+        return Moved(self._products, self._product_kernels, eager, count, fused, groups, *self._apart)
 
     def since(self, saved: Collection[int]) -> int:
         """FLOPs of the products that came after the last that is saved was written."""
         return self.matmul - max((flops for key, flops in self._made.items() if key in saved), default=self.matmul)
 
     def in_pieces(self, nbytes: int, kernels: int) -> None:
-        """Counts what eager torch moves beyond the one kernel that stands here for several."""
+        """Counts what several kernels move beyond the one that stands for them here."""
         self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
 
     def _next(self) -> int:
@@ -521,7 +521,7 @@ _counting: list[_Counter] = []
 
 
 def in_pieces(nbytes: int, kernels: int) -> None:
-    """Tells what counts around it that eager torch moves so much more than the kernel that stands here for several."""
+    """Tells what counts around it how much more several kernels move than the one that stands for them here."""
     for counter in _counting[-1:]:
         counter.in_pieces(nbytes, kernels)
 
