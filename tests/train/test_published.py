@@ -13,7 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train.published import command, fit, main, runs
+from train.published import command, fit, main, runs, steps
 from train.published.fit import Predicted, Row, rows, summary, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.lab.peers import Copy
@@ -253,6 +253,6 @@ def test_runs_of_others_are_read_or_refused_by_line() -> None:
 def test_a_run_of_others_is_predicted_near_what_was_measured() -> None:
     """Of FSDP2 on eight GPUs: the planner as it is, fitted to none of these rows."""
     known = [run for run in runs.table()[0] if run.measured_s and (run.gpus, run.framework) == (8, "fsdp2")]
-    found = runs.predict(known[0])
+    found = steps.predict(known[0])
     assert found.error is not None and -50 < found.error < 100, found
     assert found.peak_bytes > 0

@@ -219,7 +219,7 @@ def _fetches_s(run: Run, cluster: Cluster) -> float:
     each = [
         run.gpus * FETCH_S + sum(phase.seconds for phase in cluster.ring(2 * n * width**2, group)) for n in (3, 1, 4, 4)
     ]
-    return 3 * run.config.layers * sum(each)
+    return 3.0 * int(run.config.layers) * sum(each)
 
 
 def _elements(run: Run) -> float:

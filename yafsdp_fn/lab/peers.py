@@ -113,8 +113,7 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: f
 def fsdp2(module: nn.Module | None = None, **settings: Any) -> Schedule:
     """torch's fully_shard: the program of `ya.schedules.fsdp2`, with its arguments, and the copies of torch's code.
 
-    The compute stream copies each gathered unit out into its parameters, 2 c, and gradients in, c + r. Two published
-    rates of torchtitan are predicted 1.9 and 4.2% too fast (docs/planner.md).
+    The compute stream copies each gathered unit out into its parameters, 2 c, and gradients in, c + r.
     """
     inside = schedules.fsdp2(module, **settings)
     return lambda trace: _with_copies(

@@ -268,7 +268,7 @@ H100 = Cluster(
     collective_latency=8.4e-6,
 )
 """Products are fitted to the runs of five sources, with those of H200; the rest is not fitted: FlashAttention-2 at head
-dim 128, 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the
+dim 128 in FlashAttention-3's paper (Shah et al. 2024: 319 to 333 forward, 310 to 318 backward), 80% of the memory's 3.35 TB/s, rings over NVLink, eight cards of 400 Gbit/s a node at 85%, copies to the
 host as nvbandwidth's examples show them over PCIe 5.0 x16; all else as on A100. Measure yours with
 `ya.planner.calibrate`."""
 
