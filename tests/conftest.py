@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ if sys.platform == "linux":
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
+ROOM = 2 << 30
+"""Bytes; a run leaves some 200 MB."""
+
 MANY_THREADS = 150
 """In one rank process; a mesh with its groups takes some 40."""
 
@@ -30,6 +34,16 @@ MANY_THREADS = 150
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--max-world", type=int, default=4, help="leave out tests that are parametrized with more ranks")
     parser.addoption("--nightly", action="store_true", help="run tests marked nightly too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """By day temporary folders lie in memory, where there is enough: files that have to reach a disk are waited for."""
+    where = Path("/dev/shm")
+    if config.getoption("--nightly") or not os.access(where, os.W_OK):
+        return
+    about = os.statvfs(where)
+    if about.f_bavail * about.f_frsize > ROOM and not about.f_flag & os.ST_NOEXEC:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(where))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import forked
+
 ROOT = Path(__file__).resolve().parent.parent
 CI = str(ROOT / ".ci")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without CUDA says")
@@ -83,9 +85,9 @@ def test_sections_name_what_there_is(gpu_check: Any) -> None:
     assert which.pop("tests") == ["tests", "--gpu-kept", "{kept}"]
     files = {word for words in which.values() for word in words if word.startswith("tests/")}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--collect-only", "-p", "no:cacheprovider", *files]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = [line for line in ran.stdout.splitlines() if "::test_" in line]
-    assert ran.returncode == 0 and len(found) > 50, ran.stdout + ran.stderr
+    status, said = forked.run(command, env=os.environ, cwd=ROOT)
+    found = [line for line in said.splitlines() if "::test_" in line]
+    assert status == 0 and len(found) > 50, said
     for name, words in which.items():
         keys = words[words.index("-k") + 1].split(" or ") if "-k" in words else [""]
         prefixes = tuple(word for word in words if word.startswith("tests/"))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from tests.harness import failing
+from tests.harness import failing, forked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,9 +26,8 @@ alone = pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of
 def test_in_a_process_of_its_own() -> None:
     """A fork of a test's worker, which has the threads and groups of all tests before, has ended that worker."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
-    how: dict[str, Any] = {"env": os.environ | {ALONE: "1"}, "cwd": ROOT, "capture_output": True, "text": True}
-    ran = subprocess.run([*command, "-k", "not process_of_its", __file__], timeout=120, check=False, **how)
-    assert ran.returncode == 0 and "5 passed" in ran.stdout, ran.stdout + ran.stderr
+    status, said = forked.run([*command, "-k", "not process_of_its", __file__], env=os.environ | {ALONE: "1"}, cwd=ROOT)
+    assert status == 0 and "5 passed" in said, said
 
 
 def train(rows: torch.Tensor) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.calibration import brief
 from tests.harness.pool import Pool
 from tests.train.test_torchtitan import planned
 from train.plan import main
@@ -73,7 +74,7 @@ SMALLER = {"range(6)": "range(2)", "8 * 128": "4 * 8", "(8, 128)": "(4, 8)"}
 def run_blocks(_: Any, folder: str) -> str:
     """One rank's part, of fewer layers and tokens."""
     names: dict[str, Any] = {"__name__": "page"}
-    with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+    with contextlib.chdir(folder), contextlib.redirect_stdout(None), brief():
         for block in BLOCKS:
             for large, small in SMALLER.items():
                 block = block.replace(large, small)

@@ -283,11 +283,28 @@ def all_of(mesh: Any, name: str, kind: str) -> dict[str, Tree]:
     return {transform: outcome(lambda of=of: of(*given)) for transform, of in TRANSFORMS.items()}
 
 
-CASES = [("base", ""), ("stacks", ""), ("tied", ""), ("base", "uneven"), ("dropout", "dropout")]
+CASES = {
+    "one stack": ("base", ""),
+    "two stacks": ("stacks", ""),
+    "tied": ("tied", ""),
+    "uneven": ("base", "uneven"),
+    "dropout": ("dropout", "dropout"),
+}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=["one stack", "two stacks", "tied", "uneven", "dropout"])
+@pytest.mark.parametrize(
+    ("world", "name", "kind"),
+    [
+        pytest.param(
+            world,
+            *CASES[case],
+            id=f"{case}-{world}",
+            marks=[pytest.mark.nightly] * (world == 1 and case not in ("two stacks", "dropout")),
+        )
+        for world in (1, 2)
+        for case in CASES
+    ],
+)
 def test_of_a_loss(pools: dict[int, Pool], world: int, name: str, kind: str) -> None:
     one = Plain(name, world, kind)
     plain_of = TRANSFORMS if kind == "dropout" else PLAIN  # what linearize records draws new numbers when it is run

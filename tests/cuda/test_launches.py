@@ -5,6 +5,7 @@ The fake device counts operations. What a kernel of Triton or of cuBLAS makes of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from yafsdp_fn.planner.footprint import predict_memory
 InChild = Callable[..., Any]
 F32, BF16 = torch.float32, torch.bfloat16
 N = 128
-CONFIG = llama.CONFIGS["debug"]
+CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=3, max_length=32)
 WIRE = ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
 PRECISIONS = {"wide sums": WIRE, "wide products": ya.Precision(compute=BF16, reduce=F32), "fp32": ya.Precision()}
 

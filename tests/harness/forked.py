@@ -11,8 +11,10 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 IMPORTED = [
@@ -81,6 +83,16 @@ class Forked:
         self._process.kill()
 
 
+def run(args: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float = 120) -> tuple[int, str]:
+    """The exit status of `[python, "-m", module, *argv]`, and all that it said."""
+    with tempfile.NamedTemporaryFile("r") as said:
+        process = Forked(args, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=cwd)
+        try:
+            return process.wait(timeout), said.read()
+        finally:
+            process.kill()
+
+
 def _begin(
     args: list[str], env: dict[str, str], sinks: tuple[str, str | None], cwd: str, start_new_session: bool
 ) -> None:
@@ -93,6 +105,7 @@ def _begin(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    multiprocessing.current_process().daemon = False  # so that it may have children
     import torch
 
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))

@@ -5,7 +5,6 @@ With `Forked` neither launcher nor ranks import anything; each is a process of i
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import signal
@@ -107,7 +106,6 @@ def by_forks() -> None:
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_address is not None:  # this is a fork, too, of which Python says that its server serves it;
         server.ensure_running = lambda: None  # but it would start another
-    multiprocessing.current_process().daemon = False  # so that it may have children
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.calibration import brief
 from tests.harness.pool import Pool
 from tests.schedules.cases import LARGER
 from tests.schedules.traces import on
@@ -48,7 +49,8 @@ def test_one_rank() -> None:
 
 
 def on_ranks(mesh: Any, per_node: int | None) -> Cluster:
-    return calibrate(device="cpu", per_node=per_node)
+    with brief():
+        return calibrate(device="cpu", per_node=per_node)
 
 
 def test_two_ranks_measure_their_link_and_agree(pools: dict[int, Pool]) -> None:

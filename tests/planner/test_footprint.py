@@ -217,6 +217,8 @@ def test_deterministic_meshes_hold_what_is_predicted(pools: dict[int, Pool], wor
 
 CONFIG = llama.Config(vocab=4096, embed=256, ffn=768, layers=3, heads=4, kv_heads=4, head_dim=64, max_length=128)
 """Some five million parameters."""
+LARGE_HEAD = llama.Config(vocab=4096, embed=128, ffn=384, layers=3, heads=4, kv_heads=4, head_dim=32, max_length=64)
+"""For peaks in bf16, whose products are slow where they are measured (`no_scratch`)."""
 SMALL_HEAD = llama.Config(vocab=256, embed=128, ffn=512, layers=4, heads=4, kv_heads=2, head_dim=32, max_length=128)
 BF16 = PRECISIONS["bf16"]
 
@@ -262,7 +264,7 @@ def agree(real: int, predicted: Memory, tolerance: float) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
-    real, predicted = measured(one_rank(), CONFIG, remat, microbatches)
+    real, predicted = measured(one_rank(), LARGE_HEAD, remat, microbatches)
     agree(real, predicted, 0.01)
     assert predicted.at.startswith("backward head") and predicted.logits > 0
 
@@ -309,7 +311,7 @@ def between(config: llama.Config) -> Any:
         (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
         (SMALL_HEAD, "all", {"loss": between}),
         (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),
-        (CONFIG, "all", {"loss": outside}),
+        (LARGE_HEAD, "all", {"loss": outside}),
     ],
     ids=["layers", "recomputed", "chunks", "between", "plain optimizer", "outside"],
 )
@@ -348,7 +350,7 @@ def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str
 
 
 def test_the_peak_on_two_ranks(pools: dict[int, Pool]) -> None:
-    for real, predicted in pools[2].run(measured, CONFIG, "all", 2):
+    for real, predicted in pools[2].run(measured, LARGE_HEAD, "all", 2):
         agree(real, predicted, 0.01)
 
 

@@ -19,6 +19,7 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, Batch, Problem
+from tests.schedules.cases import nightly
 from yafsdp_fn.dist.collectives import GlooGroup
 from yafsdp_fn.dist.communicators import communicators
 
@@ -46,7 +47,10 @@ BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
 }
 REPLICAS = ("ddp", "hsdp", "hpz")
-CASES = pytest.mark.parametrize(("world", "builder"), [(world, builder) for world in (1, 2, 4) for builder in BUILDERS])
+ALONE = ("zero3", "hpz")
+"""One rank communicates nothing by any builder, and its slots are its shards: daily with these alone."""
+SHARDING = ("zero1", "zero2", "fsdp2")
+"""Those that only shard do at four what they do at two: daily at four with `zero3` alone."""
 KINDS = ("base", "stacks", "tied", "frozen", "pairs", "pinned")
 ELSEWHERE = ("zero2", "zero3")
 """Of these test_exact_gradients has all kinds of units at two ranks, and many options at four."""
@@ -68,7 +72,16 @@ def gradients(_: Mesh, builder: str) -> None:
             check_exact(made(kind), PROBLEMS[name], layers=3, schedules=first, microbatches=(3,))
 
 
-@CASES
+@pytest.mark.parametrize(
+    ("world", "builder"),
+    [
+        nightly(world, each)
+        if (world == 1 and each not in ALONE) or (world == 4 and each in SHARDING)
+        else (world, each)
+        for world in (1, 2, 4)
+        for each in BUILDERS
+    ],
+)
 def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, builder: str) -> None:
     """Two stacks of different layers, tied, frozen and pinned units, one and three microbatches."""
     pools[world].run(gradients, builder)
@@ -158,8 +171,13 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize(  # those that only shard do at four what they do at two
-    ("world", "builder"), [*((world, each) for world in (1, 2) for each in BUILDERS), *((4, each) for each in REPLICAS)]
+@pytest.mark.parametrize(
+    ("world", "builder"),
+    [
+        *((1, each) if each in ALONE else nightly(1, each) for each in BUILDERS),
+        *((2, each) for each in BUILDERS),
+        *((4, each) for each in REPLICAS),
+    ],
 )
 def test_collectives_are_those_of_the_docstring(pools: dict[int, Pool], world: int, builder: str) -> None:
     for found in pools[world].run(counted, builder):

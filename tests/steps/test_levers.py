@@ -200,9 +200,21 @@ def test_every_lever_alone(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(all_of, list(ALONE))
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
-def test_levers_together(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(all_of, list(TOGETHER))
+ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]
+"""What is cut unevenly, and what crosses several ranks as one."""
+
+
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        (2, [name for name in TOGETHER if name not in ON_THREE]),
+        (3, ON_THREE),
+        *(pytest.param(world, list(TOGETHER), marks=pytest.mark.nightly) for world in (1, 2)),
+    ],
+    ids=["2-others", "3-some", "1-all", "2-all"],
+)
+def test_levers_together(pools: dict[int, Pool], world: int, names: list[str]) -> None:
+    pools[world].run(all_of, names)
 
 
 @pytest.mark.parametrize(
@@ -211,9 +223,3 @@ def test_levers_together(pools: dict[int, Pool], world: int) -> None:
 def test_compiled(pools: dict[int, Pool], name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
     pools[1].run(all_of, [name])
-
-
-def test_three_ranks(pools: dict[int, Pool]) -> None:
-    """What is cut unevenly, and what crosses several ranks as one."""
-    names = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]
-    pools[3].run(all_of, names)

@@ -27,27 +27,28 @@ def spread(_: Any, argv: tuple[str, ...], sizes: dict[str, int], *more: Any) -> 
 
 def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: Path) -> None:
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
-    (one,) = pools[1].run(inside.inside, flags(alone))
+    steps = ("--steps", "8")
+    (one,) = pools[1].run(inside.inside, flags(alone, *steps))
     assert not one.error, one
-    for run in pools[4].run(spread, flags(folder, *AXES), {"context": 2, "tensor": 2}, inside.killed, 7):
+    for run in pools[4].run(spread, flags(folder, *AXES, *steps), {"context": 2, "tensor": 2}, inside.killed, 6):
         assert run.error == "Killed: ", run
-    for run in pools[4].run(spread, flags(folder, *AXES, "--resume"), {"context": 2, "tensor": 2}):
+    for run in pools[4].run(spread, flags(folder, *AXES, *steps, "--resume"), {"context": 2, "tensor": 2}):
         assert not run.error, run
     found, expected = numbers(folder), numbers(alone)
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
     # on another number of ranks, and across stages
-    more = ("--resume", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "14")
+    more = ("--resume", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "10")
     for run in pools[2].run(spread, flags(folder, *more), {"tensor": 2}):
         assert not run.error, run
-    assert len(numbers(folder)["loss"]) == 14
-    more = ("--resume", "--mesh.stage", "2", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "16")
+    assert len(numbers(folder)["loss"]) == 10
+    more = ("--resume", "--mesh.stage", "2", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "11")
     for run in pools[4].run(spread, flags(folder, *more), {"stage": 2, "tensor": 2}):
         assert not run.error, run
-    assert len(numbers(folder)["loss"]) == 16
-    without = ("--resume", "--mesh.stage", "1", "--mesh.tensor", "1", "--mesh.no-sequence", "--steps", "18")
+    assert len(numbers(folder)["loss"]) == 11
+    without = ("--resume", "--mesh.stage", "1", "--mesh.tensor", "1", "--mesh.no-sequence", "--steps", "12")
     (last,) = pools[1].run(inside.inside, flags(folder, *without))
-    assert not last.error and len(numbers(folder)["loss"]) == 18, last
+    assert not last.error and len(numbers(folder)["loss"]) == 12, last
 
 
 MIXTRAL = ("--model", "tiny-mixtral")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness.calibration import brief
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
 from train.page.chart import COLUMNS, Line, axis, chart, medians, number, size, thinned
@@ -21,6 +22,11 @@ from train.page.reading import Run, read
 from yafsdp_fn.timeline.text import shown
 
 STEPS = 12
+
+
+def briefly(mesh: Any, argv: tuple[str, ...]) -> Any:
+    with brief():
+        return inside(mesh, argv)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +38,7 @@ def folder(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> 
     more = ("--eval-every", "4", "--data.heldout-files", str(base / "held.txt"), "--optim.learning-rate", "1e-3")
     argv = flags(base, *more)
     for each in ((*argv, "--calibrate"), (*argv, "--name", "plain", "--timeline-every", "0")):
-        assert [rank.error for rank in pools[2].run(inside, each)] == ["", ""]
+        assert [rank.error for rank in pools[2].run(briefly, each)] == ["", ""]
     return base / "runs"
 
 

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 import yafsdp_fn as ya
-from train.plan import main
+from train.plan import command, main, step
 from train.plan.command import OTHERS
 from train.published import fit
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS
 
 SMALL = ["--model", "llama3.2-1b", "--gpus", "16", "--seq-len", "512"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def traced_once() -> Iterator[None]:
+    """Commands of this module share the traces of equal steps."""
+    made, trace = dict[Any, Any](), step.traced
+
+    def traced(options: step.Options, config: Any, mesh: Any, *how: Any, **over: Any) -> Any:
+        sizes = options.seq_len, options.batch, options.microbatches, options.reduce
+        key = repr((sizes, config, mesh, how, over))
+        if key not in made:
+            made[key] = trace(options, config, mesh, *how, **over)
+        return made[key]
+
+    with patch.object(step, "traced", traced), patch.object(command, "traced", traced):
+        yield
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -9,11 +9,14 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.harness.calibration import LITTLE
 from tests.lab.emulated.toy import cluster
-from yafsdp_fn.lab.calibrate import calibrate
+from yafsdp_fn.lab.calibrate import SIZES, calibrate
 from yafsdp_fn.lab.emulated import emulate
 from yafsdp_fn.planner import Cluster
 
+FEW = {"cpu": LITTLE._replace(large=SIZES["cpu"].large)}
+"""Sizes of what is no link: on this clock it takes no time, so that all of it is repeated as often as may be."""
 KNOWN = cluster(1e-3).replace(node_bandwidth=4e9, network_bandwidth=4e8, node_latency=1e-3, network_latency=4e-3)
 
 
@@ -40,7 +43,7 @@ class Clock:
 def measured() -> Cluster:
     clock = Clock()
     with (
-        patch("yafsdp_fn.lab.calibrate.time", clock),
+        patch.multiple("yafsdp_fn.lab.calibrate", time=clock, SIZES=FEW),
         patch.multiple("yafsdp_fn.lab.emulated.lanes", time=clock, threading=clock),
         emulate(KNOWN, 16),
     ):

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from tests.schedules.cases import EVERY
+from tests.schedules.cases import EVERY, nightly
 from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.mutants import mutants
 from tests.schedules.stages.changed import a_pipeline, any_change, odd_step_of
@@ -106,11 +106,11 @@ def test_no_wrong_row_of_actions_is_accepted(family: str) -> None:
     assert verdicts["accepted, right"] and verdicts["flow"] and verdicts["weights"]
 
 
-def test_no_wrong_row_of_calls_is_accepted() -> None:
+@pytest.mark.parametrize("sharding", [nightly(zero1()), zero3()], ids=["zero1", "zero3"])
+def test_no_wrong_row_of_calls_is_accepted(sharding: Schedule) -> None:
     """Without messages, gathers and reductions: those are ours, and fit whatever order can run."""
     verdicts: Counter[str] = Counter()
-    shardings: list[Schedule] = [zero1(), zero3()]
-    for order, sharding in itertools.product(ORDERS, shardings):
+    for order in ORDERS:
         trace = cut(model(4 * 2, 4), homes(order, 4))
         pipeline = FACTORIES[order](sharding)(trace)
         rows = [[written(call) for call in calls] for calls in _rows(pipeline)]

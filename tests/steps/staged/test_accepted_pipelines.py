@@ -25,6 +25,7 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, block, embed, layer, masked_loss, param
+from tests.schedules.cases import nightly
 from tests.schedules.stages.changed import any_change
 from tests.steps.staged.models import F64
 from yafsdp_fn import schedules as s
@@ -32,6 +33,7 @@ from yafsdp_fn.program.trace import Cost
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 CASES = {2: 4, 3: 2, 4: 3}
+DAILY = {2: 2, 3: 1, 4: 1}  # of each world; all run nightly
 CHANGES, TRIES = 3, 90
 TOLERANCE = 1e-9
 """Relative to a tensor, in float64: pipelines may add in another order."""
@@ -175,7 +177,12 @@ def check(mesh: Any, number: int) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("world", "number"), [(world, n) for world, count in CASES.items() for n in range(count * (10 if EVERY else 1))]
+    ("world", "number"),
+    [
+        (world, n) if EVERY or n < DAILY[world] else nightly(world, n)
+        for world, count in CASES.items()
+        for n in range(count * (10 if EVERY else 1))
+    ],
 )
 def test_accepted_pipelines_are_exact_and_end(pools: dict[int, Pool], world: int, number: int) -> None:
     pools[world].run(check, number, timeout=300)

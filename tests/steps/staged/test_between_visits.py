@@ -21,7 +21,7 @@ from tests.steps.staged.models import F64
 
 TX = ya.optim.adamw(1e-2)
 STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-SECONDS = 4
+SECONDS = 3
 """Until a stage no longer waits for one that has raised."""
 
 

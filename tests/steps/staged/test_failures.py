@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, batch, bits, loss, loss_with, params, same
-from tests.harness.groups import breakable_stages, outcome
+from tests.harness.groups import TIMEOUT, breakable_stages, outcome
 from tests.harness.pool import Pool
 
 SECONDS, PAUSE = 4.5, 3.4
-"""Of a collective; a table comes after half of it, and some beats of 0.2 s."""
+"""Of a collective, where a table is awaited: it comes after half of it, and some beats of 0.2 s."""
 
 STAGES, PARTS = 3, 4
 LAST = STAGES - 1  # of whom things happen
@@ -39,12 +39,12 @@ class Seen(NamedTuple):
 class Ranks:
     """One rank of a pipeline, with steps behind it."""
 
-    def __init__(self, steps: int = 2) -> None:
+    def __init__(self, steps: int = 2, seconds: float = TIMEOUT) -> None:
         self.rank, self.fault, self.batch = dist.get_rank(), Fault(), batch(rows=PARTS)
         self.twice = False
         trace = ya.planner.trace(loss, params(), batch(rows=1))
         assignment = ya.schedules.assign(trace, STAGES)
-        mesh = breakable_stages(STAGES, SECONDS)
+        mesh = breakable_stages(STAGES, seconds)
         self.now = ya.init(params(), TX, mesh=mesh, seed=0, stages=assignment)
         whole = loss_with(self.fault)
 
@@ -72,7 +72,7 @@ class Ranks:
 
 
 def pauses(_: Any) -> Seen:
-    ranks = Ranks()
+    ranks = Ranks(seconds=SECONDS)
     left = [PAUSE]
 
     def event(what: str) -> None:
@@ -126,7 +126,7 @@ def batches(_: Any) -> list[str]:
 
 
 def killed(_: Any) -> list[Seen]:
-    ranks = Ranks()
+    ranks = Ranks(seconds=SECONDS)
     time.sleep(0.7)  # it is seen where it is
     ranks.fault.before = lambda: os.kill(os.getpid(), signal.SIGKILL)
     ranks.fault.arm(1 if ranks.rank == LAST else None)
@@ -168,7 +168,7 @@ def test_a_stage_that_raises_is_named_and_the_state_is_refused(pool: Pool) -> No
         )
         assert "rank 2: after Planned in backward of head (visit 4, microbatch 0, step 2), stage 2" in first.said
         assert f"rank {rank} of 3, what arrives for backward of segment {rank} (microbatch 0, step 2)" in first.said
-        assert first.seconds < 2 * SECONDS + 5 and again.seconds < 1
+        assert first.seconds < 2 * TIMEOUT + 5 and again.seconds < 1
     for rank, seen in enumerate([*others, last]):
         assert f"rank {rank}: the communicators are lost since" in seen[1].said and "restart all" in seen[1].said
 
@@ -178,7 +178,7 @@ def test_a_loss_that_visits_others_is_refused_by_name(pool: Pool) -> None:
     assert re.search(r"OrderChanged: .* \(visit 5, microbatch 0, step 2\): the trace has no further visit", first.said)
     for seen in others:
         assert "rank 0: after OrderChanged in " in seen.said, seen.said
-        assert seen.seconds < 2 * SECONDS + 5
+        assert seen.seconds < 2 * TIMEOUT + 5
 
 
 def test_stages_must_have_one_batch_and_its_shapes_may_change(pool: Pool) -> None:
