@@ -59,7 +59,7 @@ def test_the_page_compares_as_it_says(capsys: pytest.CaptureFixture[str]) -> Non
     (code, _) = re.findall(r"```python\n(.*?)```", (make.HERE / "index.md").read_text(), re.S)
     exec(code, names := dict[str, Any]())
     assert names["trace"] == make.flat() and names["programs"]["1F1B"] == shown()["1f1b"].program
-    assert f"{make.compared(shown()).rows['zero3'].step_s:.4g}" in capsys.readouterr().out
+    assert f"{make.compared(shown()).rows['zero3'].step_s:.3f}" in capsys.readouterr().out
 
 
 # ---- submissions

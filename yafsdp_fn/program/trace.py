@@ -58,7 +58,7 @@ class Moved(NamedTuple):
     piece_kernels: int = 0
 
     def more(self, nbytes: int) -> "Moved":
-        """The same and so many bytes, by kernels that do not fuse."""
+        """Returns these with so many bytes more, by kernels that do not fuse."""
         return self._replace(eager=self.eager + nbytes, fused=self.fused + nbytes)
 
     def others(self, kernels: str) -> tuple[int, int]:
@@ -74,8 +74,8 @@ KERNELS = {
     "eager": "eager torch's kernels",
     "pieces": "eager torch's kernels, norms written out",
 }
-"""How a step runs what is no product and no attention, `Trace.kernels`, in words. "pieces": as torch ran `rms_norm`
-before 2.8, and as models that write their norms out do."""
+"""Kinds of kernels for what is no product and no attention, `Trace.kernels`, in words. "pieces": as torch ran
+`rms_norm` before 2.8, and as models that write their norms out do."""
 
 
 class Cost(NamedTuple):
