@@ -211,7 +211,7 @@ def programs(_: Any) -> None:
     trace_again, stages = from_json(to_json(trace, program.stages))
     assert type(program)(trace_again, *stages).fingerprint() == program.fingerprint()
     wrong = trace._replace(units=(trace.units[0]._replace(over=("nowhere",)), *trace.units[1:]))
-    with pytest.raises(ValueError, match=r"units\[0\].over: expected axes of the mesh, got nowhere"):
+    with pytest.raises(ValueError, match=r"units\[0\].over: expected axes inside blocks, each once, got nowhere"):
         from_json(to_json(wrong, program.stages))
     with pytest.raises(ValueError, match="they cannot change: trace again"):
         trace.on((("shard", 4),))

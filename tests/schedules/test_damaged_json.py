@@ -103,7 +103,7 @@ def put(*path: Any) -> Callable[[Any], None]:
         (put("trace", "lent", 0, 1, 10**9), r"trace\.lent\[0\]\.parts: expected 1 to 1024, got 1000000000"),
         (
             put("trace", "units", 1, 9, ["local"]),
-            r"trace\.units\[1\]\.over: expected different axes inside blocks, got",
+            r"trace\.units\[1\]\.over: expected axes inside blocks, each once, got",
         ),
         (
             put("trace", "optimizer", [0, [[8, 4, 3]], [0, 1]]),

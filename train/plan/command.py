@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path, write in ((options.timeline, result.save), (options.perfetto, result.perfetto)):
             if path is not None:
                 write(path)
-                errors.print(f"wrote {path}", markup=False, highlight=False)
+                errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
         if options.ckpt_layers is None:
             result.check()
     except (ValueError, ModuleNotFoundError, OSError) as error:

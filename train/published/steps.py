@@ -64,8 +64,8 @@ KINDS: dict[str, Cluster] = {
 ACHIEVED = 0.85
 """Part of the stated bandwidth of network cards that rings reach."""
 CONGESTION = 0.005
-"""Congestion of Ethernet (`Cluster.congestion`), fitted to InternLM's six rows of one or two sequences a rank on 512 and
-1024 GPUs. InfiniBand's rows on 464 to 1536 GPUs show none."""
+"""Congestion of Ethernet (`Cluster.congestion`), fitted to InternLM's six rows of few sequences a rank on 512 and 1024
+GPUs. InfiniBand's rows on 464 to 1536 GPUs show none."""
 
 
 def cluster_of(run: Run) -> Cluster:

@@ -110,7 +110,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
         if not set(unit.over) <= dict(trace.inside).keys() or len(set(unit.over)) < len(unit.over):
-            yield f"units[{at}].over: expected different axes inside blocks, got {', '.join(unit.over)}"
+            yield f"units[{at}].over: expected axes inside blocks, each once, got {', '.join(unit.over)}"
         for field, kind in kinds(UnitSpec).items():
             if kind is int and (size := getattr(unit, field)) < 0:
                 yield f"units[{at}].{field}: expected a number of at least 0, got {size}"
