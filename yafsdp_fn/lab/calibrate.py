@@ -9,9 +9,9 @@ host                   a copy from the GPU to pinned memory; on the CPU, a copy 
 links                  gathers and reductions of two sizes: what a further byte takes is the bandwidth, the rest latency
 contention             products beside running gathers and reductions, and these beside products, over the same alone
 
-Work is counted as in a trace (`runtime/measuring.py`): a figure is what makes the count take the measured time. Ranks
-begin each measurement together, and on the CPU it lasts a while: those that share a core, or the memory, get the part
-of it that they get in a step.
+Work is counted as in a trace (`runtime/operation_costs.py`): a figure is what makes the count take the measured time.
+Ranks begin each measurement together, and on the CPU it lasts a while: those that share a core, or the memory, get the
+part of it that they get in a step.
 """
 
 import math
@@ -34,7 +34,7 @@ from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.program.trace import Moved
-from yafsdp_fn.runtime.measuring import attention_flops, moved_by
+from yafsdp_fn.runtime.operation_costs import attention_flops, moved_by
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 TIMES = 5

@@ -22,7 +22,7 @@ from yafsdp_fn.planner.plan import Plan, axes, read_by
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import KERNELS, Trace
 from yafsdp_fn.runtime.arguments import Arguments
-from yafsdp_fn.runtime.measuring import in_pieces
+from yafsdp_fn.runtime.operation_costs import in_pieces
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.tracer import trace_call
