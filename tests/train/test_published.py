@@ -294,3 +294,17 @@ def test_ethernet_is_congested_and_infiniband_is_not() -> None:
     far = the_run(source="internlm_zero1", gpus=1024)
     assert far.roce and steps.cluster_of(far).congestion > 0
     assert not steps.cluster_of(the_run(source="ptdp_zero3", gpus=384)).congestion
+
+
+def test_nodes_are_as_large_as_a_row_says() -> None:
+    four = the_run(source="kempner_h200", gpus=8)
+    cluster = steps.cluster_of(four)
+    assert (four.per_node, cluster.gpus_per_node) == (4, 4)
+    assert cluster.network_bandwidth == steps.KINDS["H200"].network_bandwidth / 2
+    line = {"model": "Llama 3 8B", "gpus": "6", "gpus_per_node": "4", "gpu": "A100", "parallelism": "FSDP"}
+    line |= {"seq_len": "2048", "microbatch_per_gpu": "1", "precision": "bf16"}
+    with pytest.raises(runs.Refused, match="6 GPUs do not fill nodes of 4"):
+        runs.read(line, "line 1")
+    kinds = {"selective": "half", "full (each block)": "all"}
+    assert {ac: runs.read({**line, "gpus": "8", "ac": ac}, "line 1").recompute for ac in kinds} == kinds
+    assert runs.read({**line, "gpus": "8", "ac": "selective", "notes": "Megatron"}, "line 1").recompute == "attention"

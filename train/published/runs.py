@@ -44,10 +44,11 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: its file and line; name, config: the model; gpu: of `steps.KINDS`; network: bytes/s of a node,
-    None if it is not said; roce: it is Ethernet; framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or
-    "ddp"; replicas: of the state, around shard groups; order: of a pipeline
-    recompute: "none", "half" of the products, "every 2nd" layer, or "all"; reentrant: and its layers run to their end;
+    """A row. source: its file and line; name, config: the model; gpu: of `steps.KINDS`; per_node: GPUs; network:
+    bytes/s of a node, None if it is not said; roce: it is Ethernet; framework: "fsdp1", "fsdp2", "zero1", "zero2",
+    "zero3 of 2021", or "ddp"; replicas: of the state, around shard groups; order: of a pipeline
+    recompute: "none", "attention", "half" of the products, "every 2nd" layer, or "all"; reentrant: and its layers run
+    to their end;
     kernels: of what is no product, as `ya.planner.plan` takes them; foreach: AdamW is, operation by operation; trained:
     "all", or "adapters"; scores: attention is products whose scores are kept, as in Megatron of 2021 to 2023; logits:
     they exist as a whole, in fp32; param, reduce: dtypes of master and reductions
@@ -60,6 +61,7 @@ class Run(NamedTuple):
     config: Any
     gpu: str
     gpus: int
+    per_node: int
     network: float | None
     roce: bool
     framework: str
@@ -136,7 +138,13 @@ def _read(line: Line, at: str) -> Run:
     micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
     seq_len = _number(line, "seq_len", "the length of sequences is not stated")
     name, config = model_of(line)
-    framework, replicas, order, stages = _scheme(scheme, line.get("schedule", "").lower(), words, config, gpus)
+    stated = line.get("gpus_per_node", "")
+    per_node = int(stated) if stated.isdecimal() and int(stated) else 8
+    if gpus > per_node and gpus % per_node:
+        raise Refused(f"{gpus} GPUs do not fill nodes of {per_node}")
+    framework, replicas, order, stages = _scheme(
+        scheme, line.get("schedule", "").lower(), words, config, gpus, per_node
+    )
     data = gpus // stages
     accumulation = int(line.get("microbatches") or 0)
     sequences = int(line.get("global_batch_seqs") or 0)
@@ -151,13 +159,14 @@ def _read(line: Line, at: str) -> Run:
         config=config,
         gpu=_gpu(line["gpu"], words),
         gpus=gpus,
+        per_node=per_node,
         network=_network(line.get("inter_node", "")),
         roce="roce" in line.get("inter_node", "").lower(),
         framework=framework,
         replicas=replicas,
         order=order,
         stages=stages,
-        recompute=_recompute(line.get("ac", "").lower(), config),
+        recompute=_recompute(line.get("ac", "").lower(), config, words),
         kernels="fused" if fused else "eager" if "internevo" in words else "pieces",
         foreach=bool(early) and framework in ("fsdp1", "fsdp2"),
         trained="adapters" if "lora" in words else "all",
@@ -203,7 +212,7 @@ def model_of(line: Line) -> tuple[str, Any]:
     return name, dataclasses.replace(config, layers=int(layers[1])) if layers else config
 
 
-def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> tuple[str, int, str, int]:
+def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int, per_node: int) -> tuple[str, int, str, int]:
     """Framework, replicas of the state, order of a pipeline, stages."""
     stages = int(found[1]) if (found := re.search(r"\bpp\s*=?\s*(\d+)", scheme)) else 1
     if stages > 1:
@@ -214,7 +223,7 @@ def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int) -> t
         return "zero1", 1, order, stages
     replicas = 1
     if ("hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9)) or "inside the node" in scheme:
-        replicas = max(1, gpus // 8)
+        replicas = max(1, gpus // per_node)
     newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
     kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3 of 2021", "ddp": "ddp"}
     kind = next((kind for name, kind in kinds.items() if name in scheme), None)
@@ -246,7 +255,7 @@ def _network(text: str) -> float | None:
     return int(count or 1) * float(rate) * (8 if each else 1) * (1e12 if unit == "T" else 1e9) / 8
 
 
-def _recompute(text: str, config: Any) -> str:
+def _recompute(text: str, config: Any, words: str) -> str:
     if "see tools" in text or text in ("none", "none stated", ""):
         return "none"
     if "op" in text.split(")")[0].replace("per-op", "(op").split("(")[-1] or "not stated" in text:
@@ -255,8 +264,10 @@ def _recompute(text: str, config: Any) -> str:
         return "every 2nd"
     if "earlier post" in text:
         return "none" if config.num_parameters < 10e9 else "every 2nd" if config.num_parameters < 20e9 else "all"
-    if text == "full":
+    if text.startswith("full"):
         return "all"
+    if text.startswith("selective"):
+        return "attention" if re.search(r"megatron|nemo", words) else "half"
     raise Refused(f"recomputation {text!r} is not known")
 
 

@@ -70,8 +70,14 @@ GPUs. InfiniBand's rows on 464 to 1536 GPUs show none."""
 
 def cluster_of(run: Run) -> Cluster:
     """The kind's figures, with the row's own network and card."""
-    found = KINDS[run.gpu].replace(memory_bytes=int(CARD[run.gpu] * 2**30), congestion=CONGESTION * run.roce)
-    return found if run.network is None else found.replace(network_bandwidth=ACHIEVED * run.network)
+    kind = KINDS[run.gpu]
+    network = kind.network_bandwidth * run.per_node / 8 if run.network is None else ACHIEVED * run.network
+    return kind.replace(
+        gpus_per_node=run.per_node,
+        network_bandwidth=network,
+        memory_bytes=int(CARD[run.gpu] * 2**30),
+        congestion=CONGESTION * run.roce,
+    )
 
 
 class _EvenByVisits(Order):
@@ -154,8 +160,8 @@ def _traced(run: Run) -> Trace:
             cost = _with_adapters(cost, config, run.micro_batch * run.seq_len)
         visits.append(visit._replace(cost=cost))
     found = found._replace(visits=tuple(visits), kernels=run.kernels)
-    if run.recompute == "half":
-        return by_ops(found, "op")
+    if run.recompute in ("attention", "half"):
+        return by_ops(found, "op" if run.recompute == "half" else "selective")
     if run.stops_early:
         return by_ops(found, "checkpoint", 2 if run.recompute == "every 2nd" else 1)
     return found
@@ -191,7 +197,7 @@ def _seconds(run: Run, cluster: Cluster) -> float:
 
 def _key(run: Run) -> Run:
     return run._replace(
-        measured_s=None, measured_bytes=None, source="", network=None, roce=False, gpu="", accumulation=1
+        measured_s=None, measured_bytes=None, source="", network=None, roce=False, gpu="", per_node=8, accumulation=1
     )
 
 
