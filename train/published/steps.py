@@ -107,12 +107,16 @@ def program(run: Run, microbatches: int) -> Program:
     if run.framework == "ddp":
         mesh = (("replicate", shard), ("shard", 1))
     whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
+
+    def fsdp() -> Any:
+        return peers.fsdp(remat=again, growth=0.0)
+
     schedules: dict[str, Callable[[], Any]] = {
-        "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
+        "fsdp1": fsdp,
+        "zero3 of 2021": fsdp,
         "fsdp2": lambda: peers.fsdp2(remat=again),
         "zero1": lambda: peers.zero(1, remat=again),
         "zero2": lambda: peers.zero(2, remat=again),
-        "zero3 of 2021": lambda: peers.fsdp(remat=again, growth=0.0),
         "ddp": lambda: ya.schedules.ddp(remat=again),
     }
     return schedules[run.framework]()(whole)  # type: ignore[no-any-return]
@@ -182,11 +186,12 @@ def _with_adapters(cost: Cost, config: Any, tokens: int) -> Cost:
 
 
 def seconds(run: Run, cluster: Cluster) -> float:
-    """Seconds of a step. Microbatches beyond twice the stages, or beyond two, take as long as those before."""
-    return _seconds(run, cluster) + _foreach_s(run, cluster) + _fetches_s(run, cluster)
+    """Seconds of a step: of its program, and of what its framework does beside that."""
+    return _program_s(run, cluster) + _foreach_s(run, cluster) + _fetches_s(run, cluster)
 
 
-def _seconds(run: Run, cluster: Cluster) -> float:
+def _program_s(run: Run, cluster: Cluster) -> float:
+    """Seconds simulated. Microbatches beyond thrice the stages, or beyond two, take as long as those before."""
     most = 3 * run.stages if run.stages > 1 else 2
     if run.accumulation <= most:
         return simulate(_program(_key(run), run.accumulation), cluster).seconds
