@@ -27,19 +27,25 @@ FAMILIES = {"A100": ("A100", "A100 40GB"), "H100": ("H100", "H100 HBM2e", "H200"
 FACTORS = np.linspace(0.6, 1.6, 401)
 
 
-def left_out(found: list[Predicted]) -> tuple[dict[str, dict[str, float]], list[tuple[Predicted, float]]]:
+def left_out(
+    found: list[Predicted], slower: list[float]
+) -> tuple[dict[str, dict[str, float]], list[tuple[Predicted, float]]]:
     """(Factors on the rate of products by family and source left out, "" for none; each measured run with its error in
-    percent when its source is left out). Sources count alike, whatever their rows; absolute logarithms of errors."""
+    percent when its source is left out). Sources count alike, whatever their rows; absolute logarithms of errors.
+
+    slower: seconds of each of `found` at a rate of products that is a tenth lower (`_slower`), of those with a time
+    """
     factors: dict[str, dict[str, float]] = {}
     errors: dict[int, float] = {}
     for family, kinds in FAMILIES.items():
-        own = [one for one in found if one.run.gpu in kinds and one.run.measured_s is not None]
-        if not own:
+        chosen = [at for at, one in enumerate(found) if one.run.gpu in kinds and one.run.measured_s is not None]
+        if not chosen:
             continue
+        own = [found[at] for at in chosen]
         measured = np.array([one.run.measured_s for one in own])
         now = np.array([one.seconds for one in own])
-        slower = np.array([seconds(one.run, _slower(cluster_of(one.run))) for one in own])
-        times = now + (slower - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
+        then = np.array([slower[at] for at in chosen])
+        times = now + (then - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
         sources = [one.run.source for one in own]
         weights = np.array([1 / sources.count(source) for source in sources])
         factors[family] = {}
@@ -114,11 +120,16 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
     if not runs:
         raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
     found = list[Predicted]()
+    slower = list[float]()
     for run in runs:
         found.append(one := predict(run))
+        fitted = sources and run.measured_s is not None
+        slower.append(seconds(run, _slower(cluster_of(run))) if fitted else 0.0)  # while its programs are at hand
         if not as_json:
             print(_line(one), flush=True)
-    factors, apart = left_out(found) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
+    factors, apart = (
+        left_out(found, slower) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
+    )
     groups: dict[str, dict[str, list[float]]] = {"all": {"all": [off for _, off in apart]}} if apart else {}
     for name, key in GROUPS.items():
         groups[name] = {}
