@@ -10,8 +10,9 @@
 #                 server serves it: python3 -m http.server --directory site/playground
 # make release-check    version, wheel and sdist, the README on the wheel alone, pages, site and links, licences
 # make bench      step time against FSDP2      make format  formats and applies the linter's safe fixes
-# make gpu-check  the checks that need CUDA, by what tells most first, 40 minutes at most, with the interpreter named by
-#                 PYTHON; installs nothing. WHEELS=DIR has what it lacks; ARGS=--plan shows its sections: docs/gpu.md
+# make gpu-check  what needs CUDA, by what tells most first, eight minutes at most, with the interpreter named by PYTHON;
+#                 installs nothing. WHEELS=DIR has what it lacks; ARGS=--plan shows its steps: docs/gpu.md
+# make gpu-wheels    makes that folder, WHEELS=wheels, for Python 3.12; ARGS='--python 3.11'
 
 PYTHON ?= python3
 TORCH ?=
@@ -21,7 +22,7 @@ BIN := $(VENV)/bin
 RANKS ?= auto
 ARGS ?=
 WHEELS ?=
-.PHONY: train sample test nightly quick chaos check site playground release-check format bench gpu-check clean
+.PHONY: train sample test nightly quick chaos check site playground release-check format bench gpu-check gpu-wheels clean
 .DEFAULT_GOAL := test
 
 # Each stamp records that an installation finished, so it is repeated only when what it depends on changed.
@@ -98,6 +99,9 @@ bench: $(VENV)/.dev
 
 gpu-check:
 	@$(PYTHON) .ci/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+gpu-wheels: $(VENV)/.dev
+	@$(BIN)/python .ci/wheels.py $(or $(WHEELS),wheels) $(ARGS)
 
 clean:
 	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis

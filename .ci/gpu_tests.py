@@ -1,6 +1,6 @@
 """A pytest plugin for `make gpu-check`: what has failed is printed and written when it fails, not in the end.
 
-    python -m pytest -p gpu_tests -m gpu --gpu-json tests.json [--gpu-kept gpu.json]
+    python -m pytest -p gpu_tests -m gpu --gpu-json tests.json
 
 Whoever kills pytest finds the results until then in the JSON, and the test that ran. Files without such tests are not
 imported: some need packages that a GPU machine may lack. So may pytest-timeout be, whose settings are then accepted and
@@ -26,7 +26,6 @@ LINES = 40
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-json", type=Path, help="where results go")
-    parser.addoption("--gpu-kept", type=Path, help="the JSON of gpu-check: tests that have a result there do not run")
     if _no_timeouts():  # strict configuration refuses settings of nobody
         parser.addini("timeout", "of pytest-timeout, which is missing")
         parser.addini("timeout_method", "of pytest-timeout, which is missing")
@@ -61,7 +60,6 @@ class Results:
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.path = config, config.getoption("--gpu-json")
         self.found: dict[str, Any] = {"running": None, "passed": [], "said": {}, "failed": {}, "skipped": {}}
-        self.elsewhere = 0
         self.write()
 
     def write(self) -> None:
@@ -70,14 +68,8 @@ class Results:
         new.write_text(json.dumps(self.found, indent=1) + "\n")
         os.replace(new, self.path)
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if (kept := self.config.getoption("--gpu-kept")) and kept.exists():
-            sections = [section["found"] for section in json.loads(kept.read_text())["sections"].values()]
-            ran = {name for found in sections for how in ("passed", "failed", "skipped") for name in found.get(how, ())}
-            out = [item for item in items if item.nodeid in ran]
-            items[:] = [item for item in items if item.nodeid not in ran]
-            self.elsewhere = len(out)
-            self.config.hook.pytest_deselected(items=out)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.found["collected"] = len(session.items)
 
     def fail(self, name: str, text: str) -> None:
         self.found["failed"][name] = text
@@ -108,15 +100,13 @@ class Results:
         self.write()
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A run in which no test passed is no success, unless all have a result elsewhere."""
+        """A run in which no test passed is no success, but where tests were only to be collected."""
+        only_collected = self.config.getoption("collectonly") and self.found["collected"]
         nothing = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-        if nothing and not self.found["passed"]:
+        if nothing and not self.found["passed"] and not only_collected:
+            session.exitstatus = 1
             reason = next(iter(self.found["skipped"].values()), None)
-            alone = bool(reason) or not self.elsewhere
-            session.exitstatus = int(alone)
-            self.found |= {"why": "no test has run" + (f": {reason}" if reason else "")} if alone else {}
-        if failed := self.found["failed"]:
-            self.found["why"] = f"{len(failed)} failed, the first is {next(iter(failed))}"
+            self.found["why"] = "no test has run" + (f": {reason}" if reason else "")
         self.found["running"] = None
         self.write()
 

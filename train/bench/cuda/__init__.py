@@ -1,14 +1,10 @@
 """`python -m train bench --section NAME`: the GPU figures, a section a command.
 
-    calibration      what the device reaches
-    one rank         step time over the plain compiled module, tokens/s, MFU
     emulated         rank 0 of N beside FSDP2, on published configurations and their network, scaled
     memory           peaks against the planner's
     order            a profiler's trace against our timeline
-    levers           what each one buys
 
-`make gpu-check` runs them, one after the other, each within its budget; with `--device cpu` the same code runs on tiny
-models.
+`make gpu-check` runs some of them, each within its budget; with `--device cpu` the same code runs on tiny models.
 """
 
 from train.bench.cuda.command import main, wanted

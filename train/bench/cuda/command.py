@@ -1,14 +1,13 @@
 """The command: one section, on a GPU or on tiny models.
 
 What a section has found is written after every part, whole or not at all: whoever ends it loses the part at hand alone.
-Budgets, and all sections in their order, are `make gpu-check`'s.
+Budgets are those of `make gpu-check`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -50,16 +49,13 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One section of the GPU figures: calibration; "one rank, 8b", 1b; "emulated, llama2-70b/256", ...; memory; order;
-    levers."""
+    """One section of the GPU figures: memory; order; "emulated, llama2-70b/256", ...."""
 
     section: str
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu runs the same code on tiny models: a check of the command, not of the machine."""
     out: Path = ROOT / "runs" / "gpu_section.json"
     """The JSON of what it finds, rewritten after each of its parts."""
-    calibrated: Path | None = None
-    """The JSON of gpu-check, whose calibration has this device's matrix rate; without it sections leave out MFU."""
 
     def __post_init__(self) -> None:
         if self.section not in SECTIONS:
@@ -83,7 +79,7 @@ def run(options: Gpu, section: Section) -> dict[str, Any]:
     pictures = ROOT / "docs/benchmarks" if options.device == "cuda" else options.out.parent
     for folder in (pictures, options.out.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(options.device, str(pictures), matmul_flops(options.calibrated))
+    setting = Setting(options.device, str(pictures))
     if options.device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -100,23 +96,10 @@ def run(options: Gpu, section: Section) -> dict[str, Any]:
     return last
 
 
-def matmul_flops(calibrated: Path | None) -> float | None:
-    """The matrix rate that the calibration has measured, if it has run."""
-    if calibrated is None or not calibrated.exists():
-        return None
-    section = json.loads(calibrated.read_text())["sections"].get("calibration", {})
-    rate: float | None = section.get("found", {}).get("cluster", {}).get("matmul_flops")
-    return rate
-
-
 PACKAGE = "train.bench.cuda"
 ROWS = ("llama2-70b/256", "llama2-7b/64", "llama2-34b/256", "llama2-13b/128", "llama2-34b/128", "llama3-8b/64")
 SECTIONS: dict[str, Section] = {
-    "calibration": Section(f"{PACKAGE}.one_rank:calibrate"),
-    "one rank, 8b": Section(f"{PACKAGE}.one_rank:run", ("8b",)),
-    "one rank, 1b": Section(f"{PACKAGE}.one_rank:run", ("1b",)),
     "memory": Section(f"{PACKAGE}.memory:run"),
     "order": Section(f"{PACKAGE}.order:run"),
     **{f"emulated, {row}": Section(f"{PACKAGE}.emulated:run", (row,)) for row in ROWS},
-    "levers": Section(f"{PACKAGE}.levers:run"),
 }

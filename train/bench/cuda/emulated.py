@@ -29,7 +29,6 @@ import yafsdp_fn as ya
 from models import llama
 from train.bench.cuda import gpu, sides
 from train.bench.cuda.gpu import A100, Contender, Line, Row, Setting, shown, turns
-from train.bench.cuda.sides import How
 from train.bench.report import ratios
 from yafsdp_fn.planner import Cluster, DoesNotFit
 
@@ -71,8 +70,6 @@ def run(setting: Setting, report: Report, name: str) -> None:
         "compute_ms": {depth: 1e3 * seconds for depth, seconds in compute.items()},
         "communication_ms": {depth: 1e3 * seconds for depth, seconds in comm.items()},
     }
-    if setting.matmul_flops is not None:
-        found["network"]["scale, by rates of matrix products"] = A100.matmul_flops / setting.matmul_flops
     report(found)
     lines = tuple(Line.through(depths, (of[depths[0]], of[depths[1]])) for of in (compute, comm))
     modes = {"waiting": depths, "moving bytes": depths[1:]}
@@ -206,7 +203,7 @@ def contenders(
     missing: dict[str, str] = {}
     with ya.planner.emulate(cluster, row.gpus, move_bytes=moves):
         try:
-            found.update(sides.build(config, ya.mesh(device=setting.device), setting, schedules, How(compiled=False)))
+            found.update(sides.build(config, ya.mesh(device=setting.device), setting, schedules))
             mesh = init_device_mesh(setting.device, (row.gpus,))
             separate = "fsdp2-separate" in peers
             found.update(sides.build_fsdp2(config, mesh, setting, recompute=recompute, separate=separate))

@@ -57,15 +57,15 @@ TINY_SEQ = 16
 class Setting:
     """The device and the sizes of a section.
 
-    pictures: folder; matmul_flops: FLOP/s that this device was measured to reach, None where nobody has measured
-    small: tiny models on any device, for tests; budget: bytes that a section may fill (`fits`), None for no limit
+    pictures: folder; small: tiny models on any device, for tests; budget: bytes that a section may fill, None for no
+    limit; compiled: whether blocks are compiled, but for those of tiny models, where that takes longer than all the rest
     """
 
     device: str
     pictures: str = "."
-    matmul_flops: float | None = None
     small: bool = False
     budget: int | None = None
+    compiled: bool = False
 
     @property
     def tiny(self) -> bool:
@@ -73,8 +73,7 @@ class Setting:
 
     @property
     def compiles(self) -> bool:
-        """Tells whether blocks are compiled: not those of tiny models, where that takes longer than all the rest."""
-        return not self.tiny
+        return self.compiled and not self.tiny
 
     @property
     def compute(self) -> torch.dtype:
@@ -90,9 +89,10 @@ class Setting:
     def seq(self, tokens: int) -> int:
         return TINY_SEQ if self.tiny else tokens
 
-    def precision(self, reduce: torch.dtype = torch.float32) -> ya.Precision:
-        """Master and moments in fp32, blocks in bf16."""
-        return ya.Precision(compute=self.compute, reduce=reduce)
+    @property
+    def precision(self) -> ya.Precision:
+        """Master, moments and reductions in fp32, blocks in bf16."""
+        return ya.Precision(compute=self.compute, reduce=torch.float32)
 
     def batch(self, config: llama.Config, tokens: int, rows: int = 1) -> Batch:
         """`rows` sequences of `tokens` random tokens."""
@@ -125,38 +125,22 @@ def here() -> int:
     return budget(*torch.cuda.mem_get_info())
 
 
-def planned(
-    config: llama.Config,
-    seq: int,
-    schedule: Schedule,
-    *,
-    ranks: int = 1,
-    reduce: torch.dtype = torch.float32,
-    fused: bool = True,
-    unroll: int = 1,
-) -> Memory:
-    """The plan of one rank's step of `ours.build`, of one sequence; nothing is allocated."""
-    return ya.planner.predict_memory(schedule(_traced(config, seq, ranks, reduce, fused, unroll)))
+def planned(config: llama.Config, seq: int, schedule: Schedule, *, ranks: int = 1, rows: int = 1) -> Memory:
+    """The plan of one rank's step of `sides.build`, of `rows` sequences; nothing is allocated."""
+    return ya.planner.predict_memory(schedule(_traced(config, seq, ranks, rows)))
 
 
 @functools.lru_cache
-def _traced(
-    config: llama.Config,
-    seq: int,
-    ranks: int,
-    reduce: torch.dtype = torch.float32,
-    fused: bool = True,
-    unroll: int = 1,
-) -> Trace:
+def _traced(config: llama.Config, seq: int, ranks: int, rows: int = 1) -> Trace:
     """Most plans are schedules of a few traces."""
-    tokens = torch.empty((1, seq), dtype=torch.int64, device="meta")
+    tokens = torch.empty((rows, seq), dtype=torch.int64, device="meta")
     return ya.planner.trace(
-        llama.loss(config, unroll=unroll),
+        llama.loss(config),
         llama.params(config),
         {"tokens": tokens, "targets": tokens},
         ranks=ranks,
-        precision=ya.Precision(compute=torch.bfloat16, reduce=reduce),
-        tx=adamw(fused=fused),
+        precision=ya.Precision(compute=torch.bfloat16, reduce=torch.float32),
+        tx=adamw(),
         skip_nonfinite=False,
     )
 
@@ -223,9 +207,9 @@ class Place(NamedTuple):
         found = layers(wanted // every, lambda n: needs(setting.config(self.model, every * n)), setting.budget)
         return found._replace(layers=every * found.layers, wanted=wanted)
 
-    def planned(self, setting: Setting, config: llama.Config, schedule: Schedule, **more: Any) -> Memory:
+    def planned(self, setting: Setting, config: llama.Config, schedule: Schedule) -> Memory:
         """`planned` there."""
-        return planned(config, setting.seq(self.seq), schedule, ranks=self.ranks, **more)
+        return planned(config, setting.seq(self.seq), schedule, ranks=self.ranks)
 
     def there(self) -> contextlib.AbstractContextManager[object]:
         """Inside, this process is rank 0 of the ranks, on a network that takes no time."""

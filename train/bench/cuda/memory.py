@@ -19,7 +19,7 @@ from train.bench.counting import tensor_peak
 from train.bench.cuda import gpu, sides
 from train.bench.cuda.emulated import Report
 from train.bench.cuda.gpu import Place, Setting
-from train.bench.cuda.sides import How, Ours
+from train.bench.cuda.sides import Ours
 
 TOLERANCE = 0.03
 WARMUP = 3
@@ -67,7 +67,7 @@ def compared(case: Case, setting: Setting) -> dict[str, Any]:
     schedule = {"zero3": ya.schedules.zero3(remat=case.remat)}
 
     def build() -> Ours:
-        return sides.build(config, mesh, setting, schedule, How(compiled=False))["zero3"]
+        return sides.build(config, mesh, setting, schedule)["zero3"]
 
     one = build()
     program = one.train_step.lower(one.held.state, batch)

@@ -42,7 +42,7 @@ def run(setting: Setting, report: Report) -> None:
     config = setting.config(PLACE.model, fitting.layers)
     with ya.planner.emulate("a100-80g", PLACE.ranks):
         mesh, batch = ya.mesh(device=setting.device), setting.batch(config, PLACE.seq)
-        contender = sides.build(config, mesh, setting, {"zero3": ya.schedules.zero3()}, sides.How(False))["zero3"]
+        contender = sides.build(config, mesh, setting, {"zero3": ya.schedules.zero3()})["zero3"]
         for _ in range(3):
             contender.step(batch)
         recorded, events = both(contender, batch, setting)

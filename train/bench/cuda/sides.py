@@ -18,7 +18,6 @@ kernels are slower. Embedding and head run as they are, for everybody.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -38,22 +37,6 @@ from train.bench.cuda.gpu import Setting
 from yafsdp_fn.schedules import Schedule
 
 
-@dataclasses.dataclass(frozen=True)
-class How:
-    """Switches of a contender of ours.
-
-    compiled: None, as the setting has it; unroll: layers gathered, visited and reduced as one; off: what is switched
-    off while it steps, by the words of `contenders.switched_off`
-    """
-
-    compiled: bool | None = None
-    reduce: torch.dtype = torch.float32
-    graphs: bool = False
-    unroll: int = 1
-    fused: bool = True
-    off: frozenset[str] = frozenset()
-
-
 class Held:
     """The state that the steps take and leave."""
 
@@ -64,14 +47,13 @@ class Held:
 class Ours:
     """One schedule on a state that others may share."""
 
-    def __init__(self, held: Held, train_step: Any, how: How) -> None:
-        self.held, self.train_step, self.how = held, train_step, how
+    def __init__(self, held: Held, train_step: Any) -> None:
+        self.held, self.train_step = held, train_step
 
     def turn(self) -> None: ...
 
     def step(self, batch: Batch) -> Tensor:
-        with contenders.switched_off(self.how.off):
-            self.held.state, metrics = self.train_step(self.held.state, batch)
+        self.held.state, metrics = self.train_step(self.held.state, batch)
         loss: Tensor = metrics["loss"]
         return loss
 
@@ -81,15 +63,15 @@ def build(
     mesh: DeviceMesh,
     setting: Setting,
     schedules: Mapping[str, Schedule],
-    how: How = How(),
+    *,
+    graphs: bool = False,
 ) -> dict[str, Ours]:
     """A contender per schedule, on one new state."""
-    tx = adamw(fused=how.fused)
-    held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=setting.precision(how.reduce)))
-    layer = block(config, setting.compiles if how.compiled is None else how.compiled)
-    loss = llama.loss(config, unroll=how.unroll, layer=layer)
-    make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False, graphs=how.graphs)
-    return {name: Ours(held, make(schedule=schedule), how) for name, schedule in schedules.items()}
+    tx = adamw()
+    held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=setting.precision))
+    loss = llama.loss(config, layer=block(config, setting.compiles))
+    make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False, graphs=graphs)
+    return {name: Ours(held, make(schedule=schedule)) for name, schedule in schedules.items()}
 
 
 STD = 0.02
@@ -267,7 +249,7 @@ def build_fsdp2(
 def sharded(config: llama.Config, mesh: DeviceMesh, setting: Setting, recompute: int, separate: bool) -> Llama:
     """A module of random weights. separate: see `Fsdp2`; torch reads it in the first step alone, and makes a group each
     time it is set, so that it is set here, once."""
-    made = module(config, compiled=False, recompute=recompute)
+    made = module(config, compiled=setting.compiles, recompute=recompute)
     policy = MixedPrecisionPolicy(param_dtype=setting.compute, reduce_dtype=torch.float32)
     for layer in made.layers:
         fill(layer, setting.device)  # one after the other: nobody holds the whole model

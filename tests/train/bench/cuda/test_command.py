@@ -27,16 +27,6 @@ def test_a_section_that_fails_keeps_what_it_found(tmp_path: Path) -> None:
     assert found == {"part": 1, "device": "cpu", "includes": "Sections that do not end well."}
 
 
-def test_a_section_takes_the_matrix_rate_that_was_calibrated(tmp_path: Path) -> None:
-    kept = tmp_path / "gpu.json"
-    assert command.matmul_flops(None) is None and command.matmul_flops(kept) is None
-    kept.write_text(json.dumps({"sections": {"order": {"found": {}}, "calibration": {"found": {}}}}))
-    assert command.matmul_flops(kept) is None
-    calibrated = {"found": {"cluster": {"matmul_flops": 7.0}}}
-    kept.write_text(json.dumps({"sections": {"calibration": calibrated}}))
-    assert command.matmul_flops(kept) == 7.0
-
-
 def test_it_runs_and_ends(tmp_path: Path) -> None:
     words = f"train bench --section order --device cpu --out {tmp_path / 'gpu.json'}"
     ran = subprocess.run([sys.executable, "-m", *shlex.split(words)], cwd=ROOT, capture_output=True, text=True)
@@ -71,5 +61,5 @@ def test_a_missing_device_is_said(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"--section x: there is no such section; there are calibration, one rank"):
+    with pytest.raises(ValueError, match=r"--section x: there is no such section; there are memory, order"):
         Gpu("x")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from train.bench.cuda import emulated, gpu, levers, memory, one_rank, order
+from train.bench.cuda import emulated, gpu, memory, order
 from train.bench.cuda.command import SECTIONS, Section
 from train.bench.cuda.gpu import Setting
 from yafsdp_fn.planner.plan import DoesNotFit
@@ -21,18 +21,12 @@ def on(total: int) -> Setting:
 
 
 def sizes(section: Section, setting: Setting) -> list[gpu.Fit]:
-    """What a section would run, part by part; calibration runs single operations."""
+    """What a section would run, part by part."""
     name = section.call.rpartition(".")[2].partition(":")[0]
-    if section.call.endswith("one_rank:calibrate"):
-        return []
-    if name == "one_rank":
-        return [one_rank.fit(setting, *section.arguments)]
     if name == "memory":
         return [memory.fit(setting, case) for case in memory.CASES.values()]
     if name == "order":
         return [order.fit(setting)]
-    if name == "levers":
-        return [levers.fit(setting, place) for place in (levers.FEW, levers.ONE)]
     assert name == "emulated"
     found = emulated.fit(setting, gpu.published()[section.arguments[0]])
     assert found.peers == emulated.PEERS, "FSDP2 has all its settings"
@@ -46,25 +40,6 @@ def test_a_section_fits(name: str) -> None:
         assert 1 <= fit.layers <= fit.wanted and fit.needs <= fit.budget < SMALL
     for fit in sizes(SECTIONS[name], on(LARGE)):
         assert fit.layers == fit.wanted
-
-
-def test_fewer_layers_are_the_most_that_fit() -> None:
-    """The plain module's bf16 gradients count: two bytes a parameter more than ours."""
-    setting = on(SMALL)
-    fit = one_rank.fit(setting, "8b")
-    assert fit.layers < fit.wanted == 16
-
-    def plain(layers: int) -> int:
-        config = setting.config("llama3-8b", layers)
-        return gpu.planned(config, 8192, ya.schedules.zero3()).peak_bytes + 2 * config.num_parameters
-
-    assert plain(fit.layers) == fit.needs and plain(fit.layers + 1) > gpu.budget(SMALL, SMALL)
-    assert fit.words() == {
-        "layers": fit.layers,
-        "layers asked for": 16,
-        "planned_bytes": fit.needs,
-        "budget_bytes": setting.budget,
-    }
 
 
 def test_states_add_up_and_steps_take_turns() -> None:
