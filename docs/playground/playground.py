@@ -10,11 +10,9 @@ An op is a string of JSON, `["gather",[1],[0],"shard"]`, in the page and here: e
 
 import functools
 import inspect
-import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
@@ -30,18 +28,7 @@ from yafsdp_fn.program.trace import Trace, arguments, chained_order
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
-from yafsdp_fn.timeline.geometry import (
-    INSIDE,
-    INSIDE_PART,
-    PLAIN,
-    Call,
-    Colour,
-    Lane,
-    Layout,
-    Palette,
-    StagesLayout,
-)
-from yafsdp_fn.timeline.spans import Idle, Span
+from yafsdp_fn.timeline.layout import GREY, Colour, Palette, Row, of_stage, of_stages
 from yafsdp_fn.timeline.text import because, idle, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
 
@@ -181,7 +168,7 @@ class Playground:
         except ValueError as error:  # it is right, and its time cannot be told
             return {"rows": rows, "unknown": str(error)}
         timeline = plan.timeline
-        picture = _of_one(timeline, self.colours) if timeline.stage_count == 1 else _of_stages(timeline)
+        picture = _picture(timeline)
         return {"rows": rows, "figures": _figures(plan), "picture": picture}
 
     def _row(self, op: Any, trace: Trace) -> list[str]:
@@ -194,7 +181,7 @@ class Playground:
         except (AttributeError, IndexError, TypeError):
             units = ()
         known = [unit for unit in units if 0 <= unit < len(trace.units)]
-        colour = _hex(PLAIN)
+        colour = _hex(GREY)
         if known and (len(units) <= 2 or hasattr(op, "visit")):
             first = next((unit for unit in known if trace.units[unit].stack is not None), known[0])
             colour = self.colours[isinstance(op, Backward | Reduce | AllReduce | Fetch)][first]
@@ -222,8 +209,8 @@ def _text(op: Op) -> str:
     return json.dumps([type(op).__name__.lower(), *op], separators=(",", ":"))  # as the page writes it
 
 
-def _hex(colour: Colour | str) -> str:
-    return colour if isinstance(colour, str) else "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+def _hex(colour: Colour) -> str:
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 def _options(factory: Any) -> list[list[Any]]:
@@ -294,92 +281,32 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _of_one(timeline: Timeline, colours: Colours) -> dict[str, Any]:
-    """The picture of one stage: lanes in inches, boxes in parts of the step, as `timeline.geometry` lays them out.
+def _picture(timeline: Timeline) -> dict[str, Any]:
+    """The picture of a step: rows in inches, boxes in parts of the step, as `timeline.layout` lays them out.
 
-    boxes: `[kind, start, end, top, height, colour, text, op]`. op: its number, None where it is no op
+    lanes: `[name, top, height, whether it is large]`; path: `[start, end, top, height]` of what follows in one row
+    boxes: `[kind, start, end, top, height, colour, text, op, stage]`. op: its number, None where it is no op
     """
-    layout = Layout(timeline, ACROSS, timeline.seconds)
-    boxes: list[list[Any]] = []
+    several = timeline.stage_count > 1
+    layout = of_stages(timeline) if several else of_stage(timeline)
 
-    def box(
-        kind: str, start: float, end: float, top: float, height: float, colour: Any, text: str, op: int | None
-    ) -> None:
-        boxes.append(
-            [kind, *_parts(start, end, timeline.seconds), round(top, 3), round(height, 3), _hex(colour), text, op]
-        )
+    def at(row: Row) -> list[float]:
+        return [round(row.top, 3), round(row.height, 3)]
 
-    for lane, bars in layout.strips:
-        for bar in bars:
-            box("strip", bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, None)
-    for stream, lane in layout.lanes.items():
-        for bar in layout.idle() if stream == "compute" else []:
-            box("idle", bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, None)
-        for span in timeline.on(stream):
-            bar = layout.bar(span)
-            kind = "again" if bar.hatched else "op"
-            box(kind, bar.start, bar.end, lane.top, lane.height, bar.colour, bar.text, span.number)
-        if stream == "compute":
-            low = INSIDE_PART * lane.height
-            for call in timeline.inside:
-                box("inside", call.start, call.end, lane.top + lane.height - low, low, INSIDE, call.name, None)
-    for rows, held, dark in layout.rows:
-        for each in held:
-            lane, text = rows[each.slot], layout.label(each.unit)[0]
-            box("slot", each.start, each.end, lane.top, lane.height, colours[dark][each.unit], text, None)
-            if each.ready > each.start:
-                box("filling", each.start, each.ready, lane.top, lane.height, "", text, None)
-    named = [*layout.lanes.values(), *layout.named, *(lane for lane, _ in layout.strips)]
-    lanes = [[lane.name, round(lane.top, 3), round(lane.height, 3), lane.name in layout.lanes] for lane in named]
-    path = _outlines(timeline, lambda span: (layout.lanes[span.stream].top, layout.lanes[span.stream].height))
-    return _picture(timeline, layout.height, lanes, boxes, path)
-
-
-def _of_stages(timeline: Timeline) -> dict[str, Any]:
-    """The picture of a pipeline: its calls, stage under stage; `timeline.geometry` lays them out, too."""
-    layout = StagesLayout(timeline)
-    boxes: list[list[Any]] = []
-
-    def box(
-        kind: str, what: Idle | Call | Span, lane: Lane, colour: Any, text: str, op: int | None, stage: int
-    ) -> None:
-        ends = _parts(what.start, what.end, timeline.seconds)
-        boxes.append([kind, *ends, round(lane.top, 3), round(lane.height, 3), _hex(colour), text, op, stage])
-
-    stages = range(timeline.stage_count)
-    for stage in stages:
-        row = layout.computes(stage)
-        for gap in timeline.idle_of(stage):
-            box("idle", gap, row, layout.colour(gap), because(gap.why), None, stage)
-        for call in layout.calls[stage]:
-            in_call = call.segment is not None
-            text, op = (str(call.microbatch), call.first) if in_call else ("update", None)
-            box("op", call, row, layout.colour(call), text, op, stage)
-        for lane, spans, colour in layout.rows(stage):
-            for span in spans:
-                box("thin", span, lane, colour, "", span.number, stage)
-    lanes = [[name, round(top, 3), height, True] for name, top, height in map(layout.computes, stages)]
-    path = _outlines(timeline, lambda span: layout.computes(span.stage)[1:], "compute")
-    return _picture(timeline, layout.height, lanes, boxes, path)
-
-
-def _picture(timeline: Timeline, height: float, lanes: Any, boxes: Any, path: Any) -> dict[str, Any]:
     return {
         "title": timeline.title,
         "seconds": timeline.seconds,
-        "height": round(height, 3),
-        "lanes": lanes,
-        "boxes": boxes,
-        "path": path,
+        "stages": timeline.stage_count,
+        "height": round(layout.height, 3),
+        "lanes": [[row.name, *at(row), row.large] for row in layout.rows if row.name],
+        "boxes": [
+            [bar.kind, *_parts(bar.start, bar.end, timeline.seconds), *at(row), _hex(bar.colour), bar.text, bar.op]
+            + [row.stage] * several
+            for row in layout.rows
+            for bar in row.bars
+        ],
+        "path": [[*_parts(run[0].start, run[-1].end, timeline.seconds), *at(row)] for row, run in layout.path],
     }
-
-
-def _outlines(timeline: Timeline, row: Any, *streams: str) -> list[list[float]]:
-    """The critical path: `[start, end, top, height]` of what follows each other in one row."""
-    spans: Sequence[Span] = [s for s in timeline.critical_path() if not streams or s.stream in streams]
-    runs: Iterator[tuple[tuple[float, float], list[Span]]]
-    runs = ((at, list(run)) for at, run in itertools.groupby(spans, row))
-    return [[*_parts(run[0].start, run[-1].end, timeline.seconds), *(round(x, 3) for x in at)] for at, run in runs]
 
 
 def _parts(start: float, end: float, seconds: float) -> list[float]:

@@ -20,7 +20,7 @@ from yafsdp_fn.program.trace import Value
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, remat, zero1, zero2, zero3
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b
 from yafsdp_fn.timeline import Span, Timeline
-from yafsdp_fn.timeline.geometry import MANY_SLOTS, Palette, oklch
+from yafsdp_fn.timeline.layout import MANY_SLOTS, Palette, colour, on_ramp
 from yafsdp_fn.timeline.perfetto import document
 from yafsdp_fn.timeline.spans import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import reasons, shown
@@ -232,8 +232,9 @@ def test_colours_of_layers_differ_and_weights_are_lighter_than_gradients() -> No
     for dark in (False, True):
         assert len({palette.of(unit.id, dark) for unit in trace.units}) == len(trace.units)
     assert all(sum(palette.of(u.id, False)) > sum(palette.of(u.id, True)) for u in trace.units)
-    assert oklch(1.0, 0.0, 0.0) == pytest.approx((1.0, 1.0, 1.0), abs=1e-4)
-    assert oklch(0.628, 0.258, 29.23) == pytest.approx((1.0, 0.0, 0.0), abs=5e-3)  # sRGB's red
+    ramp = "000000 ff0000 ffff00"
+    assert colour("ff8000") == pytest.approx((1.0, 128 / 255, 0.0))
+    assert [on_ramp(ramp, part) for part in (0.0, 0.25, 0.5, 1.0)] == [(0, 0, 0), (0.5, 0, 0), (1, 0, 0), (1, 1, 0)]
 
 
 # ---- trace events

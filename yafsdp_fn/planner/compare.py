@@ -20,7 +20,7 @@ from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline import perfetto, stages_draw
+from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
@@ -114,7 +114,7 @@ class Comparison(NamedTuple):
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
         Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
-        stages_draw.save(self._titled, path, self.words)
+        paint.save(self._titled, path, self.words, by_stage=True)
 
     def perfetto(self, path: str | Path) -> None:
         """Writes all as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage."""

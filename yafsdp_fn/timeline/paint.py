@@ -1,165 +1,50 @@
-"""The parts of all pictures of timelines: a sheet with a legend, panels on one time axis, files.
+"""Draws layouts with matplotlib: panels under one another on one time axis, and a legend below them.
 
-Lengths are inches until they are drawn. Needs matplotlib, which is imported when something is drawn.
+Lengths are inches until they are drawn. matplotlib is imported when something is drawn.
 """
 
 import functools
 import io
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yafsdp_fn.timeline.geometry import Colour
-from yafsdp_fn.timeline.spans import Span, Spans
+from yafsdp_fn.timeline.layout import Bar, Layout, Row, Sample, of_stage, of_stages
+from yafsdp_fn.timeline.spans import Spans
 from yafsdp_fn.timeline.text import unit_of
 
 SUFFIXES = (".pdf", ".png", ".svg")
 NARROWEST, WIDEST = 9.0, 18.0  # of a figure
-MARGIN, LEFT = 0.12, 1.0
-AXIS, BETWEEN = 0.46, 0.18  # below the last panel; between two
+MARGIN, LEFT, RIGHT, ASIDE = 0.12, 1.0, 0.15, 0.4  # ASIDE: more to the right, where rows have words there
+HEADER, AXIS, BETWEEN = 0.46, 0.46, 0.18  # above a panel; below the last; between two
+STAGES = 16  # stages of full height
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
 LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wide a letter is, about
 CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
-INK, SOFT, GRID, FLOOR = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6"
+INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7a4a45"
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
+GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
+STYLES: dict[str, dict[str, Any]] = {
+    "again": HATCH,
+    "filling": {"alpha": 0.55},
+    "idle": {"linewidth": 0.0},
+    "inside": {"linewidth": 0.0},
+    "thin": {"linewidth": 0.0},
+}
+"""Of boxes, by their kind."""
 
 
-@functools.lru_cache(maxsize=4096)
-def wide(text: str, size: float) -> float:
-    """Width of `text` in inches."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
+def save(
+    timelines: Sequence[Spans], path: str | Path | io.BytesIO, words: Sequence[str] = (), *, by_stage: bool = False
+) -> None:
+    """Draws `timelines` to a file under one another, and lines of text below; as SVG in memory.
 
-    if not text:
-        return 0.0
-    return float(TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents().width) / 72
-
-
-# ---- Panels: axes as large as a part of a picture.
-
-Box = tuple[float, float, Any]
-"""`(start, end, colour)`, in seconds."""
-
-
-class Panel:
-    """One timeline, or a pipeline, on axes of its own: `across` inches are `seconds`, from the top down in inches."""
-
-    def __init__(self, axes: Any, seconds: float, across: float) -> None:
-        self.axes, self.seconds, self.across = axes, seconds or 1.0, across
-        self.scale, self.unit = unit_of(seconds)
-
-    def x(self, seconds: float) -> float:
-        """Returns the place of a time on the axis."""
-        return seconds / self.scale
-
-    def inches(self, seconds: float) -> float:
-        """The length of a time."""
-        return seconds / self.seconds * self.across
-
-    def frame(self, height: float, title: str, text: str, *, last: bool = True) -> None:
-        """Draws the axis, and a title with a line of text above it. last: has the numbers of the time axis below it"""
-        axes = self.axes
-        axes.set(xlim=(0, self.x(self.seconds)), ylim=(height, 0), yticks=[])
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        axes.spines["bottom"].set_color(SOFT)
-        axes.tick_params(axis="x", colors=SOFT, labelsize=TEXT, length=3 if last else 0, labelbottom=last)
-        axes.grid(axis="x", color=GRID, linewidth=0.5)
-        axes.set_axisbelow(True)
-        if last:
-            axes.set_xlabel(f"time since the step began, {self.unit}", fontsize=TEXT + 0.5, color=INK)
-        left = -72 * (LEFT - MARGIN)
-        size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(title, LARGE) or 1.0))  # it is bold
-        self.beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold", color=INK)
-        self.beside(text, 0, (left, 6), va="bottom", fontsize=TEXT + 0.5, color=SOFT)
-
-    def beside(self, text: str, y: float, points: tuple[float, float], *, x: float = 0, **options: Any) -> None:
-        """Writes text outside of the axes, at a distance from their left edge (x=0), or from their right one (1)."""
-        at = self.axes.get_yaxis_transform()
-        of = {"xycoords": at, "textcoords": "offset points", "annotation_clip": False}
-        self.axes.annotate(text, (x, y), points, **of, **options)
-
-    def boxes(self, top: float, height: float, boxes: Sequence[Box], *, edge: float = 0.5, **style: Any) -> None:
-        """Draws boxes that begin `top` inches below the upper edge."""
-        # a white edge tells neighbours apart; it must not cover what is thin, nor may that be moved to whole pixels
-        typical = sorted(self.inches(end - start) for start, end, _ in boxes)[len(boxes) // 2] if boxes else 0.0
-        self.axes.broken_barh(
-            [(self.x(start), self.x(end - start)) for start, end, _ in boxes],
-            (top, height),
-            facecolor=[colour for *_, colour in boxes],
-            zorder=2,
-            snap=None if typical > 0.02 else False,
-            **{"edgecolor": "white", "linewidth": min(edge, 3 * typical)} | style,
-        )
-
-    def label(self, text: str, start: float, end: float, y: float, **style: Any) -> None:
-        """Writes text in the middle of a box."""
-        style = {"color": INK, "ha": "center", "va": "center_baseline", "fontsize": TEXT, "zorder": 6} | style
-        self.axes.text(self.x((start + end) / 2), y, text, **style)
-
-    def outline(self, path: Iterable[Span], row: Callable[[Span], tuple[float, float]]) -> None:
-        """Outlines the critical path: as one what follows in one row; a line leads from one row to the next.
-
-        row: top and height, in inches
-        """
-        from matplotlib.patches import Rectangle
-
-        before: tuple[float, float, float] | None = None
-        for (top, height), run in itertools.groupby(path, row):
-            spans = list(run)
-            start, end = self.x(spans[0].start), self.x(spans[-1].end)
-            self.axes.add_patch(Rectangle((start, top), end - start, height, zorder=5, **OUTLINE))
-            if before is not None:
-                then, above, high = before
-                ends = (above + high, top) if above < top else (above, top + height)
-                self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
-            before = end, top, height
-
-
-# ---- A sheet: panels under one another, and a legend below them.
-
-
-def across(fullest: float, right: float) -> float:
-    """The inches that a time axis takes, of a figure for so many inches in the fullest row. right: of the panels"""
-    return min(WIDEST, max(NARROWEST, fullest + LEFT + right)) - LEFT - right
-
-
-def sheet(
-    across: float,
-    right: float,
-    header: float,
-    heights: Sequence[float],
-    explained: Sequence["Sample"],
-    words: Sequence[str] = (),
-) -> tuple[Any, list[Any]]:
-    """The figure, and axes for panels of these heights, each below a header of its own. words: lines of text below"""
-    from matplotlib.figure import Figure
-
-    width = across + LEFT + right
-    found = in_rows(explained, width - 2 * MARGIN)
-    letters = int((width - 2 * MARGIN) / LETTER)
-    said = [line for text in words for line in textwrap.wrap(text, letters, subsequent_indent="      ")]
-    legend = found[-1].row * ROW + 0.3
-    below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
-    height = sum(heights) + header * len(heights) + BETWEEN * (len(heights) - 1) + below + MARGIN
-    figure: Any = Figure(figsize=(width, height), facecolor="white")
-    top, axes = height - MARGIN, []
-    for high in heights:
-        top -= header
-        axes.append(figure.add_axes((LEFT / width, (top - high) / height, across / width, high / height)))
-        top -= high + BETWEEN
-    floor = figure.add_axes((MARGIN / width, 0, 1 - 2 * MARGIN / width, (below - AXIS) / height))
-    draw(floor, found, width - 2 * MARGIN, below - AXIS)
-    for number, line in enumerate(said):
-        floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
-    return figure, axes
-
-
-def write(figure: Callable[[], Any], path: str | Path | io.BytesIO, timelines: Sequence[Spans]) -> None:
-    """Writes what `figure` makes of `timelines`; as SVG in memory. Raises ValueError for what has no ops, or another
-    suffix."""
+    by_stage: as pipelines are drawn, also where none is one
+    Raises ValueError for one without ops, and for another suffix.
+    """
     path = path if isinstance(path, io.BytesIO) else Path(path)
     suffix = path.suffix.lower() if isinstance(path, Path) else ".svg"
     if isinstance(path, Path) and suffix not in SUFFIXES:
@@ -173,67 +58,269 @@ def write(figure: Callable[[], Any], path: str | Path | io.BytesIO, timelines: S
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
-        figure().savefig(path, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
+        figure = sheet(layouts(timelines, by_stage), words)
+        figure.savefig(path, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
 
 
-# ---- The legend of a picture of timelines: swatches with words, in rows.
+def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
+    """The layout of each: all by stage where one is of several."""
+    if by_stage or any(each.stage_count > 1 for each in timelines):
+        squeezed = min(1.0, STAGES / sum(each.stage_count for each in timelines))
+        return [of_stages(each, squeezed) for each in timelines]
+    return [of_stage(each) for each in timelines]
 
-Swatch = Callable[[Any, float, float, float, float], None]
-"""Draws on axes at (x, y), of a width and a height."""
-Sample = tuple[str, float, Swatch]
-"""Words with their swatch, and its width."""
-ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches; inches
+
+@functools.lru_cache(maxsize=4096)
+def wide(text: str, size: float) -> float:
+    """Width of `text` in inches."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    if not text:
+        return 0.0
+    return float(TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents().width) / 72
+
+
+# ---- A sheet: panels under one another, and a legend below them.
+
+
+def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
+    """The figure of some layouts, with lines of text below."""
+    from matplotlib.figure import Figure
+
+    right = RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
+    across = min(WIDEST, max(NARROWEST, max(each.wanted for each in drawn) + LEFT + right)) - LEFT - right
+    width, inner = across + LEFT + right, across + LEFT + right - 2 * MARGIN
+    samples = {sample.words: sample for each in drawn for sample in each.legend}
+    entries = in_rows([*samples.values(), Sample("critical path", (), "outlined")], inner)
+    said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
+    legend = entries[-1].row * ROW + 0.3
+    below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
+    height = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1) + below + MARGIN
+    figure: Any = Figure(figsize=(width, height), facecolor="white")
+    seconds, top = max(each.timeline.seconds for each in drawn), height - MARGIN
+    for each in drawn:
+        top -= HEADER + each.height
+        axes = figure.add_axes((LEFT / width, top / height, across / width, each.height / height))
+        Panel(axes, each, seconds, across).draw(last=each is drawn[-1])
+        top -= BETWEEN
+    floor = figure.add_axes((MARGIN / width, 0, inner / width, (below - AXIS) / height))
+    floor.set(xlim=(0, inner), ylim=(below - AXIS, 0))
+    floor.axis("off")
+    for entry in entries:
+        entry.draw(floor)
+    for number, line in enumerate(said):
+        floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
+    return figure
+
+
+ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches
 
 
 class Entry(NamedTuple):
-    """A swatch with words, at x inches in a row. width: of the swatch"""
+    """A sample at x inches in a row of the legend. width: of its swatch"""
 
     x: float
     row: int
-    words: str
     width: float
-    swatch: Swatch
+    sample: Sample
 
-
-def box(**options: Any) -> Swatch:
-    """A box in a style."""
-
-    def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
+    def draw(self, axes: Any) -> None:
         from matplotlib.patches import Rectangle
 
-        axes.add_patch(Rectangle((x, y), width, height, **{"linewidth": 0, **options}))
-
-    return draw
-
-
-def ramp(colours: Sequence[Colour]) -> Swatch:
-    """Colours beside each other."""
-
-    def draw(axes: Any, x: float, y: float, width: float, height: float) -> None:
-        each = width / len(colours)
-        pieces = [(x + each * k, each) for k in range(len(colours))]
-        axes.broken_barh(pieces, (y, height), facecolors=colours, linewidth=0)
-
-    return draw
+        top = 0.08 + self.row * ROW
+        colours = self.sample.colours
+        if self.sample.style == "outlined":
+            axes.add_patch(Rectangle((self.x, top), self.width, HIGH, **OUTLINE))
+        elif self.sample.style == "hatched":
+            axes.add_patch(Rectangle((self.x, top), self.width, HIGH, facecolor=colours[0], **HATCH))
+        else:
+            each = self.width / len(colours)
+            pieces = [(self.x + each * k, each) for k in range(len(colours))]
+            axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
+        at = (self.x + self.width + 0.06, top + HIGH / 2)
+        axes.text(*at, self.sample.words, va="center_baseline", fontsize=TEXT, color=INK)
 
 
-def in_rows(found: Sequence["Sample"], across: float) -> list[Entry]:
-    """Words with their swatches and these one's widths, in rows no wider than `across`."""
-    out, x, row = [], 0.0, 0
-    for text, width, swatch in found:
-        total = width + 0.06 + wide(text, TEXT) + 0.22
+def in_rows(samples: Sequence[Sample], across: float) -> list[Entry]:
+    """Samples beside each other, in rows no wider than `across`."""
+    entries, x, row = [], 0.0, 0
+    for sample in samples:
+        width = WIDE if len(sample.colours) > 2 else NARROW
+        total = width + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
             x, row = 0.0, row + 1
-        out.append(Entry(x, row, text, width, swatch))
+        entries.append(Entry(x, row, width, sample))
         x += total
-    return out
+    return entries
 
 
-def draw(axes: Any, found: Sequence[Entry], width: float, height: float) -> None:
-    """Draws the entries on axes of that size in inches."""
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    for x, row, words, size, swatch in found:
-        top = 0.08 + row * ROW
-        swatch(axes, x, top, size, HIGH)
-        axes.text(x + size + 0.06, top + HIGH / 2, words, va="center_baseline", fontsize=TEXT, color=INK)
+# ---- A panel: one layout on axes as large as itself.
+
+
+class Panel:
+    """One layout on its axes: `across` inches are `seconds`, from the top down in inches."""
+
+    def __init__(self, axes: Any, layout: Layout, seconds: float, across: float) -> None:
+        self.axes, self.layout, self.seconds, self.across = axes, layout, seconds or 1.0, across
+        self.scale, self.unit = unit_of(seconds)
+
+    def inches(self, seconds: float) -> float:
+        return seconds / self.seconds * self.across
+
+    def draw(self, last: bool) -> None:
+        """Draws everything. last: of the sheet, with the numbers of the time axis below it"""
+        self._frame(last)
+        for row in self.layout.rows:
+            self._row(row)
+        self._outline()
+
+    def _frame(self, last: bool) -> None:
+        axes, layout = self.axes, self.layout
+        axes.set(xlim=(0, self.seconds / self.scale), ylim=(layout.height, 0), yticks=[])
+        axes.spines[["left", "right", "top"]].set_visible(False)
+        axes.spines["bottom"].set_color(SOFT)
+        axes.tick_params(axis="x", colors=SOFT, labelsize=TEXT, length=3 if last else 0, labelbottom=last)
+        axes.grid(axis="x", color=GRID, linewidth=0.5)
+        axes.set_axisbelow(True)
+        if last:
+            axes.set_xlabel(f"time since the step began, {self.unit}", fontsize=TEXT + 0.5, color=INK)
+        left, title = -72 * (LEFT - MARGIN), layout.timeline.title
+        size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(title, LARGE) or 1.0))  # it is bold
+        self._beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold", color=INK)
+        self._beside(layout.words, 0, (left, 6), va="bottom", fontsize=TEXT + 0.5, color=SOFT)
+
+    def _beside(self, text: str, y: float, points: tuple[float, float], *, x: float = 0, **options: Any) -> None:
+        """Writes text outside of the axes, at a distance from their left edge (x=0), or from their right one (1)."""
+        how = {"xycoords": self.axes.get_yaxis_transform(), "textcoords": "offset points", "annotation_clip": False}
+        self.axes.annotate(text, (x, y), points, **how, **options)
+
+    def _row(self, row: Row) -> None:
+        middle = row.top + row.height / 2
+        if row.name:
+            size = TEXT + 1 if row.large else SMALL + 0.5
+            whole = [(0, self.layout.timeline.seconds / self.scale)]
+            self.axes.broken_barh(whole, (row.top, row.height), color=FLOOR, zorder=0.5)
+            self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size, color=INK)
+            self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", fontsize=TEXT, color=SOFT)
+        for kind, bars in itertools.groupby(sorted(row.bars, key=_last), lambda bar: bar.kind):
+            self._boxes(row, [bar for bar in bars if bar.end > bar.start], **STYLES.get(kind, {}))
+        size = SMALL if any(bar.kind in ("strip", "slot") for bar in row.bars) else TEXT
+        if 72 * row.height <= size + 1:
+            return
+        gaps = [bar for bar in row.bars if bar.kind == "idle"]
+        found = labels([bar for bar in row.bars if bar.kind != "idle" and bar.end > bar.start], size, self)
+        for label in (*found, *labels(gaps, size, self, found)):
+            style: dict[str, Any] = {"bbox": GROUND if label.ground else None, "fontsize": size, "color": INK}
+            if label.bar.kind == "idle":
+                style |= {"color": ITALIC, "style": "italic"}
+            x = (label.bar.start + label.bar.end) / 2 / self.scale
+            self.axes.text(x, middle, label.text, ha="center", va="center_baseline", zorder=6, **style)
+
+    def _boxes(self, row: Row, bars: Sequence[Bar], **style: Any) -> None:
+        if not bars:
+            return
+        # a white edge tells neighbours apart; it must not cover what is thin, nor may that be moved to whole pixels
+        typical = sorted(self.inches(bar.end - bar.start) for bar in bars)[len(bars) // 2]
+        self.axes.broken_barh(
+            [(bar.start / self.scale, (bar.end - bar.start) / self.scale) for bar in bars],
+            (row.top, row.height),
+            facecolor=[bar.colour for bar in bars],
+            zorder=2,
+            snap=None if typical > 0.02 else False,
+            **{"edgecolor": "white", "linewidth": min(0.5, 3 * typical)} | style,
+        )
+
+    def _outline(self) -> None:
+        """Outlines the critical path: as one what follows in one row; a line leads from one row to the next."""
+        from matplotlib.patches import Rectangle
+
+        before: tuple[float, Row] | None = None
+        for row, spans in self.layout.path:
+            start, end = spans[0].start / self.scale, spans[-1].end / self.scale
+            self.axes.add_patch(Rectangle((start, row.top), end - start, row.height, zorder=5, **OUTLINE))
+            if before is not None:
+                then, other = before
+                above = other.top < row.top
+                ends = (other.top + other.height, row.top) if above else (other.top, row.top + row.height)
+                self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
+            before = end, row
+
+
+def _last(bar: Bar) -> int:
+    """Idle time is drawn first, and what covers others last."""
+    return ("idle", "op", "slot", "strip", "thin", "again", "inside", "filling").index(bar.kind)
+
+
+# ---- Which boxes of a row are labelled: all that have room, else every k-th layer.
+
+
+class Label(NamedTuple):
+    """`text` in the middle of `bar`, `half` inches to either side. ground: it needs one of its own to be legible"""
+
+    bar: Bar
+    text: str
+    middle: float
+    half: float
+    ground: bool = False
+
+
+class _Rule(NamedTuple):
+    """The rule that numbers the boxes of layers in a row.
+
+    every: k, for each k-th of the layers that the row has, across its neighbours; 0 for those that have room
+    places: layer -> how many layers of the row come before it
+    widest: number, in inches; busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
+    """
+
+    every: int = 0
+    places: Mapping[int, int] = {}
+    widest: float = 0.0
+    busy: bool = False
+
+
+def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label] = ()) -> list[Label]:
+    """The labels of boxes in one row of `panel`, in order, clear of each other and of those in `among`.
+
+    size: of the text, in points
+    """
+    of_layers = [bar for bar in bars if bar.number is not None]
+    rules = [_rule([bar for bar in of_layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
+    ends, starts = [0.0, *(bar.end for bar in bars)], [*(bar.start for bar in bars[1:]), panel.seconds]
+    found: list[Label] = []
+
+    def is_clear(label: Label) -> bool:
+        near = any(abs(label.middle - o.middle) < label.half + o.half + CLEAR for o in (*among, *found[-1:]))
+        return not near and label.half <= label.middle <= panel.across - label.half
+
+    for bar, before, after in zip(bars, ends, starts, strict=False):
+        # the number of a microbatch may nearly fill its box: calls are as wide as that
+        margin = 0.02 if bar.number is None and bar.text.isdigit() else CLEAR
+        room, middle = panel.inches(bar.end - bar.start) - margin, panel.inches(bar.start + bar.end) / 2
+        every, places, widest, busy = rules[bar.dark]
+        if bar.number is None:
+            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= room]
+        else:
+            around = 2 * min(middle - panel.inches(before), panel.inches(after) - middle) - CLEAR
+            fits = places[bar.number] % every == 0 if every else widest <= max(room, around)
+            texts = [bar.text] * fits
+        some = (Label(bar, text, middle, wide(text, size) / 2) for text in texts)
+        if label := next(filter(is_clear, some), None):
+            crosses = bar.number is not None and (every > 1 or 2 * label.half > room)
+            found.append(label._replace(ground=bar.kind == "again" or (busy and crosses)))
+    return found
+
+
+def _rule(bars: Sequence[Bar], size: float, inches: Callable[[float], float]) -> _Rule:
+    if not bars:
+        return _Rule()
+    places = {number: k for k, number in enumerate(sorted({bar.number for bar in bars if bar.number is not None}))}
+    widest = max(wide(bar.text, size) for bar in bars)
+    lengths = sorted(inches(bar.end - bar.start) for bar in bars)
+    pitches = sorted(inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
+    gaps = sum(lengths) < 0.9 * inches(bars[-1].end - bars[0].start)
+    busy = gaps or any(bar.kind == "again" for bar in bars)
+    fits = widest + CLEAR <= lengths[len(lengths) // 2]
+    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
+    every = 0 if fits else next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    return _Rule(every, places, widest, busy)

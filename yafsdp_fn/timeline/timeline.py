@@ -12,7 +12,7 @@ from yafsdp_fn.program.json import as_data, checked, typed_at
 from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.timeline import draw, perfetto, stages_draw, text
+from yafsdp_fn.timeline import paint, perfetto, text
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
 
@@ -75,7 +75,7 @@ class Timeline(Spans):
         if not self.spans or find_spec("matplotlib") is None:
             return None
         drawn = io.BytesIO()
-        self._draw(drawn, None)
+        paint.save([self], drawn)
         return drawn.getvalue().decode()
 
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
@@ -84,14 +84,7 @@ class Timeline(Spans):
 
         Raises ValueError for another suffix and for a timeline without ops, ModuleNotFoundError without matplotlib.
         """
-        self._draw(path, beside)
-
-    def _draw(self, path: str | Path | io.BytesIO, beside: "Timeline | None") -> None:
-        both = self._with("save", beside)
-        if max(each.stage_count for each in both) > 1:
-            stages_draw.save(both, path)
-        else:
-            draw.save(self, path, beside)
+        paint.save(self._with("save", beside), path)
 
     def perfetto(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Writes it as trace events in JSON, which https://ui.perfetto.dev opens: a process for each stage, and those

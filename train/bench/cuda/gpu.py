@@ -58,7 +58,7 @@ class Setting:
     """The device and the sizes of a section.
 
     pictures: folder; small: tiny models on any device, for tests; budget: bytes that a section may fill, None for no
-    limit; compiled: whether blocks are compiled, but for those of tiny models, where that takes longer than all the rest
+    limit; compiled: whether blocks are, but for those of tiny models, where that takes longer than all the rest
     """
 
     device: str

@@ -13,21 +13,29 @@ from tests.schedules.traces import layers, model, on, trace_of, unit
 from tests.timeline.test_draw import MESH, PLAIN, drawn, simulated
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.schedules import Trace, one_f_one_b, zero1, zero3
-from yafsdp_fn.timeline import Span, Timeline, stages_draw
-from yafsdp_fn.timeline.draw import labels
-from yafsdp_fn.timeline.geometry import PLAIN as GREY
-from yafsdp_fn.timeline.geometry import Bar, Layout, Palette
-from yafsdp_fn.timeline.paint import CLEAR, LEFT, TEXT, wide
+from yafsdp_fn.timeline import Span, Timeline, paint
+from yafsdp_fn.timeline.layout import GREY, Bar, Layout, Palette, Row, of_stage
+from yafsdp_fn.timeline.paint import ASIDE, CLEAR, LEFT, RIGHT, TEXT, Panel, labels, wide
+
+
+def lane(layout: Layout, name: str) -> Row:
+    (found,) = (row for row in layout.rows if row.name == name)
+    return found
+
+
+def panel(timeline: Timeline, seconds: float) -> Panel:
+    return Panel(None, of_stage(timeline), seconds, 7.85)
 
 
 @pytest.mark.parametrize(("count", "flops"), [(8, 1), (8, 4), (20, 1), (20, 4), (80, 4)])
 def test_labels_of_a_lane_are_clear_of_each_other(count: int, flops: int) -> None:
     """Those of idle time, too, which stand between those of computes."""
     timeline = simulated(count, flops=flops)
-    layout = Layout(timeline, 7.85, 2.0 * timeline.seconds)  # thin: it has half of the axis
+    on = panel(timeline, 2.0 * timeline.seconds)  # thin: it has half of the axis
     for stream in timeline.streams:
-        found = labels(layout, layout.bars(stream), 7.0)
-        found += labels(layout, layout.idle() if stream == "compute" else [], 7.0, found)
+        bars = lane(on.layout, stream).bars
+        found = labels([bar for bar in bars if bar.kind != "idle"], 7.0, on)
+        found += labels([bar for bar in bars if bar.kind == "idle"], 7.0, on, found)
         found.sort(key=lambda label: label.middle)
         assert len(found) >= 3
         edges = [(label.middle - label.half, label.middle + label.half) for label in found]
@@ -36,9 +44,9 @@ def test_labels_of_a_lane_are_clear_of_each_other(count: int, flops: int) -> Non
 
 
 def test_a_slot_that_holds_odd_layers_is_numbered_like_one_that_holds_even_ones() -> None:
-    layout = Layout(simulated(2), 7.85, 100.0)
-    held = [[Bar(k, k + 1.0, "grey", str(2 * k + odd), 2 * k + odd) for k in range(20)] for odd in (0, 1)]
-    even, odd = ([label.text for label in labels(layout, bars, 7.0)] for bars in held)
+    on = panel(simulated(2), 100.0)
+    held = [[Bar("slot", k, k + 1.0, GREY, str(2 * k + odd), 2 * k + odd) for k in range(20)] for odd in (0, 1)]
+    even, odd = ([label.text for label in labels(bars, 7.0, on)] for bars in held)
     assert even == ["0", "10", "20", "30"] and odd == ["1", "11", "21", "31"]
 
 
@@ -46,8 +54,8 @@ def test_a_slot_that_holds_odd_layers_is_numbered_like_one_that_holds_even_ones(
 def test_numbers_of_calls_are_clear_of_each_other(microbatches: int) -> None:
     """In every row of a pipeline whose calls are hardly as wide as their numbers."""
     program = pipeline(chain(4, microbatches), 4, one_f_one_b(zero1()))
-    figure = stages_draw._figure([simulate(program, NO_LINKS)], ())
-    axes, inches = figure.axes[0], figure.get_figwidth() - LEFT - stages_draw.RIGHT
+    figure = paint.sheet(paint.layouts([simulate(program, NO_LINKS)]))
+    axes, inches = figure.axes[0], figure.get_figwidth() - LEFT - RIGHT - ASIDE
     rows: dict[float, list[tuple[float, float]]] = {}
     for text in axes.texts:
         if text.get_text().isdigit():
@@ -90,25 +98,22 @@ def test_stacks_are_told_apart_in_the_order_of_their_visits(tmp_path: Path) -> N
 
 def test_strips_say_which_microbatch_and_which_stack() -> None:
     timeline = simulate(zero3()(in_another_order()), PLAIN)
-    layout = Layout(timeline, 7.85, timeline.seconds)
-    (microbatch, numbers), (stack, names) = layout.strips
-    assert (microbatch.name, [bar.text for bar in numbers]) == ("microbatch", ["0", "1"])
-    assert (stack.name, [bar.text for bar in names]) == ("stack", ["b", "a", "a", "b"] * 2)
-    for number, bar in enumerate(numbers):
+    layout = of_stage(timeline)
+    microbatch, stack = lane(layout, "microbatch"), lane(layout, "stack")
+    assert [bar.text for bar in microbatch.bars] == ["0", "1"]
+    assert [bar.text for bar in stack.bars] == ["b", "a", "a", "b"] * 2
+    for number, bar in enumerate(microbatch.bars):
         spans = [span for span in timeline.spans if span.microbatch == number]
         assert (bar.start, bar.end) == (spans[0].start, spans[-1].end)
-    assert microbatch.top + microbatch.height < stack.top < layout.lanes["compute"].top
-    assert Layout(simulated(3), 7.85, 10.0).strips == []
+    assert microbatch.top + microbatch.height < stack.top < lane(layout, "compute").top
+    assert not {"microbatch", "stack"} & {row.name for row in of_stage(simulated(3)).rows}
 
 
 def test_a_visit_without_units_is_drawn_in_grey() -> None:
     trace = trace_of([unit(0, "a"), unit(1, "b")], [[0], [], [1]], microbatches=2)
     program = zero3()(trace._replace(mesh=MESH))
     spans = tuple(Span(number, op, op.stream, number, number + 1.0) for number, op in enumerate(program.ops))
-    layout = Layout(Timeline(program.trace, spans, float(len(spans)), ""), 7.85, 100.0)
-    found = [
-        bar
-        for span, bar in zip(layout.timeline.on("compute"), layout.bars("compute"), strict=True)
-        if span.op.visit == 1
-    ]
+    layout = of_stage(Timeline(program.trace, spans, float(len(spans)), ""))
+    numbers = {span.number for span in layout.timeline.on("compute") if getattr(span.op, "visit", None) == 1}
+    found = [bar for bar in lane(layout, "compute").bars if bar.op in numbers]
     assert [(bar.text, bar.colour) for bar in found] == 2 * [("forward", GREY), ("backward", GREY)]
