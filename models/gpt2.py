@@ -216,5 +216,6 @@ FORMAT = Format[Config](
     prefix=Parts(embed="transformer.", layers="transformer.h.{layer}.", head=""),
     forms=_forms,
     known_as=_known_as,
+    embedding="wte.weight",
     fan_in_fan_out=True,
 )
