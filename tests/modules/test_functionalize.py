@@ -130,6 +130,23 @@ def test_a_transformer_is_the_module(pools: dict[int, Pool], name: str) -> None:
     pools[2].run(as_the_module, name)
 
 
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
+    pytest.importorskip("transformers")
+    module, layers, _ = theirs("gpt2")
+    params, model = ya.functionalize(module, layers)
+    step = ya.eval_step(
+        lambda params, batch: cross_entropy(model(params, batch["tokens"]).logits, batch["targets"]),
+        microbatches=microbatches,
+    )
+    batch = {key: value[:0] for key, value in rows(1).items()}
+    text = "mask of argument 1 and targets of argument 1 and tokens of argument 1: no rows on this rank, in this micro"
+    with pytest.raises(RuntimeError, match=text):
+        step(ya.shard(params, None, mesh=one_rank(), precision=F64), batch)
+    with pytest.raises(RuntimeError, match=text):
+        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(ya.materialize(params), batch)
+
+
 def page(mesh: Any, folder: Path) -> None:
     tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(mesh.get_rank()))
     names: dict[str, Any] = {"mesh": mesh, "directory": folder}
