@@ -28,13 +28,13 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.files.format import Format, as_it_is
-from models.files.model_folder import CONFIG, GENERATION, Settings, settings
-from models.files.tensor_files import Stored, save_of, scan_directory
 from models.files.tensor_writer import Writer
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from models.parts.tree import Parts
 from yafsdp_fn.dist.groups import host_group
+from yafsdp_fn.util.model_folder import CONFIG, GENERATION, Settings, settings
+from yafsdp_fn.util.tensor_files import Stored, save_of, scan_directory
 
 C = TypeVar("C", bound=Shape)
 
@@ -104,8 +104,8 @@ def _untied(family: Format[C], file: str, config: C, stored: Mapping[str, Stored
     if not config.tied or head is None or embedding is None or torch.equal(head.read(), embedding.read()):
         return config
     warnings.warn(
-        f"{file} ties the head to the embedding (tie_word_embeddings), but {head.file} holds another {HEAD} than {name}: "
-        "they are not tied. Set tie_word_embeddings to false, or delete the tensor that is not of this model",
+        f"{file} ties the head to the embedding (tie_word_embeddings), but {head.file} holds another {HEAD} than "
+        f"{name}: they are not tied. Set tie_word_embeddings to false, or delete the tensor that is not of this model",
         stacklevel=4,
     )
     return dataclasses.replace(config, tied=False)
@@ -164,7 +164,7 @@ def save(
     max_shard_bytes: no file passes this, unless a single tensor does; several files get an index
 
     An earlier model in `directory` stays until the new one is complete: a kill leaves one of the two, as `load` reads
-    it (`models/files/model_folder.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
+    it (`yafsdp_fn/util/model_folder.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
     cannot write, on every rank of a sharded tree; then, too, one of the two models is left.
     """
     root, writes = Path(directory), is_rank_0()

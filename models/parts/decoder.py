@@ -140,7 +140,8 @@ class Decoder(Generic[C]):
         `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller;
         -100 marks those that do not count. With `documents`, a row's consecutive positions with one number are a
         document: attention stays inside it, and its positions begin at 0. Over `context` it has `places`, as
-        `axes.shard_batch` gives them. Other keys are refused. Large logits never exist as a whole: see `ya.linear_cross_entropy`.
+        `axes.shard_batch` gives them. Other keys are refused. Large logits never exist as a whole: see
+        `ya.linear_cross_entropy`.
 
         chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk`
             around the block and around the head). B must be a multiple. Costs a second forward of every block and of

@@ -121,7 +121,7 @@ def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
 
 
 def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from models.files.tensor_files import Stored
+    from yafsdp_fn.util.tensor_files import Stored
 
     params = saved(tmp_path)
     read: list[str] = []

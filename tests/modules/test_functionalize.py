@@ -24,7 +24,9 @@ from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 
-(CODE,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S)
+CODE, FROM_FILES = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S
+)
 F64 = ya.Precision(torch.float64)
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -144,7 +146,9 @@ def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
     with pytest.raises(RuntimeError, match=text):
         step(ya.shard(params, None, mesh=one_rank(), precision=F64), batch)
     with pytest.raises(RuntimeError, match=text):
-        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(ya.materialize(params), batch)
+        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(
+            ya.materialize(params), batch
+        )
 
 
 def page(mesh: Any, folder: Path) -> None:

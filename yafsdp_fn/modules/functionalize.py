@@ -1,6 +1,7 @@
 """functionalize, load_into: a torch module as a function of a tree of weights, and the weights back into the module."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
+from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
     Layers,
     ModuleTree,
@@ -48,7 +50,9 @@ from yafsdp_fn.util.torch_private import transforms_active
 # layers, a visit runs that module on the weights of its unit, as `ya.scan` and `ya.apply` would.
 
 
-def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "Functionalized"]:
+def functionalize(
+    module: nn.Module, layers: Layers, *, files: str | os.PathLike[str] | None = None
+) -> tuple[dict[str, Any], "Functionalized"]:
     """Returns `(params, model)`: the weights of `module` as a tree, and `model(params, ...)`, which computes
     `module(...)`.
 
@@ -65,6 +69,9 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     layers: dotted name of the `nn.ModuleList` or `nn.Sequential` that has the layers, or of several, as for an encoder
         and a decoder. Layers of several kinds in one list (dense and with experts, attention and Mamba), known by
         names, shapes, dtypes and requires_grad of their parameters, are a stack for each kind
+    files: a directory of safetensors with the parameters and buffers of `module`, by their names in its state_dict: its
+        own are not looked at, so that parameters may be on the meta device. They are read when `ya.shard` asks for
+        them, a layer at a time, each rank its own: no rank holds the whole
 
     params: a dict of units by module name, with leaves by parameter name, so that a leaf's path is its name in
         `module.state_dict()`, in a stack without the layer's number; of several kinds in one list, each stack is named
@@ -79,8 +86,8 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     pass only where nothing is differentiated. So a cache is for `torch.no_grad()`: in training, pass `use_cache=False`.
 
     Raises TypeError or ValueError, naming the module or parameter: parameters shared between layers, on the meta
-    device, of another class or not of floating point; hooks; forwards replaced on an instance; gradient checkpointing;
-    running statistics in training.
+    device without files, of another class or not of floating point; hooks; forwards replaced on an instance; gradient
+    checkpointing; running statistics in training. FileNotFoundError, TypeError or ValueError for files that do not fit.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), layers)
@@ -88,8 +95,9 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     >>> torch.equal(model(ya.materialize(tree), torch.ones(2)), module(torch.ones(2)))
     True
     """
-    tree = tree_of(module, layers)
-    return tree.params, Functionalized(without_weights(module), tree.described())
+    found = None if files is None else ModuleFiles(files, module)
+    tree = tree_of(module, layers, found)
+    return tree.params, Functionalized(without_weights(module, found), tree.described())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
