@@ -683,10 +683,17 @@ def test_load_into_another_module_is_refused() -> None:
         ValueError, match=r"load_into: layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"
     ):
         ya.load_into(made(width=9), plain)
-    for count in (2, 4):
-        text = f"load_into: layers is a stack of 3 layers, and the module has stacks layers of {count}"
-        with pytest.raises(ValueError, match=text):
-            ya.load_into(made(count=count), plain)
+    with pytest.raises(ValueError, match=r"load_into: these params have no layers.3.norm.weight"):
+        ya.load_into(made(count=4), plain)
+    with pytest.raises(
+        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
+    ):
+        ya.load_into(made(count=2), plain)
+    _, other = ya.functionalize(made(count=2), "layers")
+    with pytest.raises(
+        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
+    ):
+        ya.load_into(made(), plain, model=other)
     with pytest.raises(ValueError, match=r"load_into: the module has no layers"):
         ya.load_into(nn.Linear(2, 2), plain)
     with pytest.raises(ValueError, match=r"load_into: position is on the meta device"):
@@ -696,27 +703,30 @@ def test_load_into_another_module_is_refused() -> None:
 
 
 def to_other_modules(mesh: Any) -> None:
-    """The module's layers are frozen in turn, and unfrozen again before what was trained goes back, and elsewhere."""
+    """The module's layers are frozen in turn, and in another way before what was trained goes back, and elsewhere."""
     module, tx = made(count=4), ya.optim.sgd(0.1)
-    for frozen in ((0, 1), (0, 3), (), (0, 1, 2, 3)):
+    for frozen in ((0, 1), (3,), (0, 3), (0, 2), (), (0, 1, 2, 3)):
         for number, layer in enumerate(module.layers):
             layer.requires_grad_(number not in frozen)
         params, model = ya.functionalize(module, "layers")
         state, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh), tokens_of(mesh.get_rank()))
         trained = ya.unshard(state.params)
-        module.requires_grad_(True)
         like_first = [number for number in range(4) if (number in frozen) == (0 in frozen)]
         others = [number for number in range(4) if number not in like_first]
-        for other in (module, made(count=4), made(count=4)):
-            for again in (state.params, trained):
-                if others:
-                    text = r"load_into: layers.0 is a stack of 2 layers, .* stacks layers of 4, .*, model=model\)"
+        numbers = {"layers": like_first, "layers.0": like_first, **{f"layers.{k}": others for k in others[:1]}}
+        for now in ((), (0, 3), (0, 2), (1, 2, 3)):  # a stack has the layers that it had
+            for number, layer in enumerate(module.layers):
+                layer.requires_grad_(number not in now)
+            for other, again in ((module, state.params), (made(count=4), trained), (made(count=4), state.params)):
+                options = {}
+                if frozen in ((0, 3), (0, 2)):
+                    text = r"layers.0 is a stack of 2 layers, .* in it: layers.0. Layers that .*, params, model=model\)"
                     with pytest.raises(ValueError, match=text):
                         ya.load_into(other, again)
-                ya.load_into(other, again, model=model)
-                for name in filter(lambda name: name.startswith("layers"), trained):
-                    numbers = like_first if name in ("layers", "layers.0") else others
-                    for number, weight in zip(numbers, trained[name]["up.weight"], strict=True):
+                    options = {"model": model}
+                ya.load_into(other, again, **options)
+                for name in numbers.keys() & trained.keys():
+                    for number, weight in zip(numbers[name], trained[name]["up.weight"], strict=True):
                         compare(other.layers[number].up.weight.detach(), weight, 0, name)
                 compare(model(trained, tokens_of(5)).detach(), other(tokens_of(5)).detach(), 1e-6, "the function")
 

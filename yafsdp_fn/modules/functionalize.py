@@ -314,8 +314,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
 
     module: the one that `functionalize` has read, or another of the same class and config
     params: of a state (every rank must call, and each writes into its own module), or plain tensors
-    model: the function that `functionalize` returned with these params. It knows which layers a stack is of; without
-        it they are those that the module has now, which are others if some have been frozen or unfrozen since
+    model: the function that `functionalize` returned with these params. It knows which layers each stack is of: needed
+        where some layers of a list were frozen, and not its first or last ones alone
 
     Only one layer, or one module beside the layers, is whole at a time. Raises TypeError or ValueError, naming the
     parameter, if one is missing, of another shape, or without memory; before anything is gathered if names tell.
@@ -340,14 +340,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     if odd := next((name for name in params if name not in modules and name not in target), None):
         raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
     left = {id(param): name for name, param in target.items()}
-    if model is None:
-        lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
-        stacks = [(unit, tuple(of)) for name, part in lists.items() for unit, of in kinds_of(part, name).items()]
-    else:
-        stacks = [(unit, stack.layers) for unit, stack in model._tree.stacks.items()]
-    layers_of = {
-        name: _layers(name, unit, stacks, target) for name, unit in params.items() if _is_stack(name, unit, target)
-    }
+    stacks = {name: unit for name, unit in params.items() if _is_stack(name, unit, target)}
+    layers_of = _layers(stacks, modules, model)
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
@@ -362,7 +356,7 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
             left.pop(id(target[name]), None)
 
     for name, unit in params.items():
-        if name in layers_of:
+        if name in stacks:
             layers = iter(layers_of[name])
             map_whole_layers(lambda weights, layers=layers: write(next(layers), weights), unit)
         else:
@@ -372,24 +366,55 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
 
 
 def _layers(
-    name: str, unit: Tree, stacks: Sequence[tuple[str, tuple[str, ...]]], target: Mapping[str, Tensor]
-) -> tuple[str, ...]:
-    """Returns the names of the layers that a stack is of. stacks: those of the module; target: its parameters"""
-    if isinstance(unit, Sharded):
-        keys, count = unit.entry.spec.entries(), unit.entry.length
+    stacks: Mapping[str, Tree], modules: Mapping[str, nn.Module], model: Functionalized | None
+) -> dict[str, Sequence[str]]:
+    """Returns the names of the layers that each stack is of. Raises ValueError if they are not known."""
+    keys: dict[str, Sequence[str]] = {}
+    counts: dict[str, int | None] = {}
+    for name, unit in stacks.items():
+        if isinstance(unit, Sharded):
+            keys[name], counts[name] = unit.entry.spec.entries(), unit.entry.length
+        else:
+            whole = without_markers(unit)
+            keys[name], counts[name] = list(whole), len(optree.tree_leaves(whole)[0])
+    if model is None:
+        found = _dealt(keys, counts, modules)
     else:
-        whole = without_markers(unit)
-        keys, count = list(whole), len(optree.tree_leaves(whole)[0])
-    known = [layers for of, layers in stacks if of == name and all(join(layers[0], key) in target for key in keys)]
-    found = next((layers for layers in known if len(layers) == count), None)
-    if found is None:
-        has = ", ".join(f"{of} of {len(layers)}" for of, layers in stacks)
-        raise ValueError(
-            f"load_into: {name} is a stack of {count} layers, and the module has stacks {has}. "
-            "Layers that require grad are a stack apart from those that do not: if that has changed since "
-            "ya.functionalize, or in this module, pass its function, too: load_into(module, params, model=model)"
-        )
+        found = {name: stack.layers for name, stack in model._tree.stacks.items()}
+    for name, count in counts.items():
+        if len(names := found.get(name, ())) != count:
+            raise ValueError(
+                f"load_into: {name} is a stack of {count} layers, and of the module's these are known to be in it: "
+                f"{', '.join(names) or 'none'}. Layers that do not require grad are a stack apart; if some did not in "
+                "ya.functionalize, pass the function that it returned: load_into(module, params, model=model)"
+            )
     return found
+
+
+def _dealt(
+    keys: Mapping[str, Sequence[str]], counts: Mapping[str, int | None], modules: Mapping[str, nn.Module]
+) -> dict[str, Sequence[str]]:
+    """Deals a module's layers to stacks, as far as names and numbers of layers leave one way to do it. What requires
+    grad is not asked: it may be other layers than in `functionalize`, or all of a new module."""
+    dealt: dict[str, list[str]] = {name: [] for name in keys}
+    lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
+    for kind, parts in chain.from_iterable(kinds_of(part, name, grad=False).items() for name, part in lists.items()):
+        named = [name for name in keys if (name == kind or name in parts) and _has(parts, keys[name])]
+        first = {next(iter(parts)) if name == kind else name: name for name in named}
+        begun: list[str] = []
+        for layer in parts if named else ():
+            lacking = [name for name in begun if len(dealt[name]) < (counts[name] or 0)]
+            if layer in first:
+                begun.append(first[layer])
+                dealt[first[layer]].append(layer)
+            elif len(lacking) == 1:
+                dealt[lacking[0]].append(layer)
+    return dict(dealt)
+
+
+def _has(layers: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
+    """Returns whether these layers have parameters of these names."""
+    return {name for name, _ in next(iter(layers.values())).named_parameters(remove_duplicate=False)} >= set(names)
 
 
 def _is_stack(name: str, unit: Tree, target: Mapping[str, Tensor]) -> bool:

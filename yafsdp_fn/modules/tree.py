@@ -274,15 +274,16 @@ def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None)
     return ModuleTree(params, layers, stacks, beside, own)
 
 
-def kinds_of(container: nn.Module, name: str) -> dict[str, dict[str, nn.Module]]:
+def kinds_of(container: nn.Module, name: str, *, grad: bool = True) -> dict[str, dict[str, nn.Module]]:
     """Returns the layers of a list that have parameters, by the name of their stack: of one kind are those with equal
     names, forms and ties of parameters.
 
+    grad: those that require grad are a kind apart from those that do not
     name: of the list; that of its stack, if there is one kind; else a kind's first layer gives its name
     """
     found: dict[Any, dict[str, nn.Module]] = {}
     for key, part in container.named_children():
-        if form := [(*named, _form(param)) for *named, param in _tied(dict(_all(part)))]:
+        if form := [(*named, _form(param, grad)) for *named, param in _tied(dict(_all(part)))]:
             found.setdefault(tuple(sorted(form)), {})[f"{name}.{key}"] = part
     kinds = list(found.values())
     return {name: kinds[0]} if len(kinds) == 1 else {next(iter(parts)): parts for parts in kinds}
@@ -387,8 +388,9 @@ def _tied(column: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
         yield name, first.setdefault(id(param), name), param
 
 
-def _form(param: Tensor) -> str:
-    return f"{param.dtype} {tuple(param.shape)}{'' if param.requires_grad else ', which does not require grad'}"
+def _form(param: Tensor, grad: bool) -> str:
+    frozen = grad and not param.requires_grad
+    return f"{param.dtype} {tuple(param.shape)}{', which does not require grad' if frozen else ''}"
 
 
 def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
