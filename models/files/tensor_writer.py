@@ -31,7 +31,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from models.files.model_folder import (
+from yafsdp_fn.util.disk import sync_folder
+from yafsdp_fn.util.model_folder import (
     CONFIG,
     GENERATION,
     INDEX,
@@ -44,8 +45,7 @@ from models.files.model_folder import (
     settle,
     write_aside,
 )
-from models.files.tensor_files import DTYPES, save_of
-from yafsdp_fn.util.disk import sync_folder
+from yafsdp_fn.util.tensor_files import DTYPES, save_of
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

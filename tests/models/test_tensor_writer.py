@@ -20,9 +20,10 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from models.files import model_folder, tensor_files, tree
+from models.files import tree
 from models.files.tensor_writer import Writer
 from tests.harness.pool import Pool
+from yafsdp_fn.util import model_folder, tensor_files
 
 pytest.importorskip("safetensors", reason="reads and writes safetensors")
 

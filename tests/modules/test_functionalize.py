@@ -24,7 +24,9 @@ from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 
-(CODE,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S)
+CODE, FROM_FILES = re.findall(
+    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S
+)
 F64 = ya.Precision(torch.float64)
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -128,6 +130,25 @@ def as_the_module(mesh: Any, name: str) -> None:
 def test_a_transformer_is_the_module(pools: dict[int, Pool], name: str) -> None:
     pytest.importorskip("transformers", reason="trains models of transformers")
     pools[2].run(as_the_module, name)
+
+
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
+    pytest.importorskip("transformers")
+    module, layers, _ = theirs("gpt2")
+    params, model = ya.functionalize(module, layers)
+    step = ya.eval_step(
+        lambda params, batch: cross_entropy(model(params, batch["tokens"]).logits, batch["targets"]),
+        microbatches=microbatches,
+    )
+    batch = {key: value[:0] for key, value in rows(1).items()}
+    text = "mask of argument 1 and targets of argument 1 and tokens of argument 1: no rows on this rank, in this micro"
+    with pytest.raises(RuntimeError, match=text):
+        step(ya.shard(params, None, mesh=one_rank(), precision=F64), batch)
+    with pytest.raises(RuntimeError, match=text):
+        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(
+            ya.materialize(params), batch
+        )
 
 
 def page(mesh: Any, folder: Path) -> None:
@@ -664,11 +685,52 @@ def test_load_into_another_module_is_refused() -> None:
         ya.load_into(made(width=9), plain)
     with pytest.raises(ValueError, match=r"load_into: these params have no layers.3.norm.weight"):
         ya.load_into(made(count=4), plain)
-    with pytest.raises(ValueError, match=r"load_into: layers.beyond its layers"):
+    with pytest.raises(
+        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
+    ):
         ya.load_into(made(count=2), plain)
+    _, other = ya.functionalize(made(count=2), "layers")
+    with pytest.raises(
+        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
+    ):
+        ya.load_into(made(), plain, model=other)
     with pytest.raises(ValueError, match=r"load_into: the module has no layers"):
         ya.load_into(nn.Linear(2, 2), plain)
     with pytest.raises(ValueError, match=r"load_into: position is on the meta device"):
         ya.load_into(made().to("meta"), plain)
     with pytest.raises(TypeError, match=r"a state has \.params"):
         ya.load_into(made(), ya.shard(params, None, mesh=one_rank()))
+
+
+def to_other_modules(mesh: Any) -> None:
+    """The module's layers are frozen in turn, and in another way before what was trained goes back, and elsewhere."""
+    module, tx = made(count=4), ya.optim.sgd(0.1)
+    for frozen in ((0, 1), (3,), (0, 3), (0, 2), (), (0, 1, 2, 3)):
+        for number, layer in enumerate(module.layers):
+            layer.requires_grad_(number not in frozen)
+        params, model = ya.functionalize(module, "layers")
+        state, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh), tokens_of(mesh.get_rank()))
+        trained = ya.unshard(state.params)
+        like_first = [number for number in range(4) if (number in frozen) == (0 in frozen)]
+        others = [number for number in range(4) if number not in like_first]
+        numbers = {"layers": like_first, "layers.0": like_first, **{f"layers.{k}": others for k in others[:1]}}
+        for now in ((), (0, 3), (0, 2), (1, 2, 3)):  # a stack has the layers that it had
+            for number, layer in enumerate(module.layers):
+                layer.requires_grad_(number not in now)
+            for other, again in ((module, state.params), (made(count=4), trained), (made(count=4), state.params)):
+                options = {}
+                if frozen in ((0, 3), (0, 2)):
+                    text = r"layers.0 is a stack of 2 layers, .* in it: layers.0. Layers that .*, params, model=model\)"
+                    with pytest.raises(ValueError, match=text):
+                        ya.load_into(other, again)
+                    options = {"model": model}
+                ya.load_into(other, again, **options)
+                for name in numbers.keys() & trained.keys():
+                    for number, weight in zip(numbers[name], trained[name]["up.weight"], strict=True):
+                        compare(other.layers[number].up.weight.detach(), weight, 0, name)
+                compare(model(trained, tokens_of(5)).detach(), other(tokens_of(5)).detach(), 1e-6, "the function")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_load_into_after_unfreezing_and_into_a_fresh_module(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(to_other_modules)

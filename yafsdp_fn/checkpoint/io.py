@@ -233,6 +233,8 @@ def _stored(
     found = reader.scan(source)
     for name, tensor in tensors.items():
         for key, shape in (recuts[name].shapes if name in recuts else {name: tuple(tensor.shape)}).items():
+            if 0 in shape:  # of a unit without elements no rank has written anything
+                found.setdefault(key, reader.Stored(key, tensor.dtype, shape, ()))
             have = (found[key].dtype, found[key].shape) if key in found else None
             if have != (tensor.dtype, shape):
                 raise CheckpointError(f"{source / reader.INDEX}: {key} is {have}, expected {(tensor.dtype, shape)}")

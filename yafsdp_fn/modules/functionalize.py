@@ -1,6 +1,7 @@
 """functionalize, load_into: a torch module as a function of a tree of weights, and the weights back into the module."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
+from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
     Layers,
     ModuleTree,
@@ -48,7 +50,9 @@ from yafsdp_fn.util.torch_private import transforms_active
 # layers, a visit runs that module on the weights of its unit, as `ya.scan` and `ya.apply` would.
 
 
-def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "Functionalized"]:
+def functionalize(
+    module: nn.Module, layers: Layers, *, files: str | os.PathLike[str] | None = None
+) -> tuple[dict[str, Any], "Functionalized"]:
     """Returns `(params, model)`: the weights of `module` as a tree, and `model(params, ...)`, which computes
     `module(...)`.
 
@@ -65,6 +69,9 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     layers: dotted name of the `nn.ModuleList` or `nn.Sequential` that has the layers, or of several, as for an encoder
         and a decoder. Layers of several kinds in one list (dense and with experts, attention and Mamba), known by
         names, shapes, dtypes and requires_grad of their parameters, are a stack for each kind
+    files: a directory of safetensors with the parameters and buffers of `module`, by their names in its state_dict: its
+        own are not looked at, so that parameters may be on the meta device. They are read when `ya.shard` asks for
+        them, a layer at a time, each rank its own: no rank holds the whole
 
     params: a dict of units by module name, with leaves by parameter name, so that a leaf's path is its name in
         `module.state_dict()`, in a stack without the layer's number; of several kinds in one list, each stack is named
@@ -79,8 +86,8 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     pass only where nothing is differentiated. So a cache is for `torch.no_grad()`: in training, pass `use_cache=False`.
 
     Raises TypeError or ValueError, naming the module or parameter: parameters shared between layers, on the meta
-    device, of another class or not of floating point; hooks; forwards replaced on an instance; gradient checkpointing;
-    running statistics in training.
+    device without files, of another class or not of floating point; hooks; forwards replaced on an instance; gradient
+    checkpointing; running statistics in training. FileNotFoundError, TypeError or ValueError for files that do not fit.
 
     >>> layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 4), layers)
@@ -88,8 +95,9 @@ def functionalize(module: nn.Module, layers: Layers) -> tuple[dict[str, Any], "F
     >>> torch.equal(model(ya.materialize(tree), torch.ones(2)), module(torch.ones(2)))
     True
     """
-    tree = tree_of(module, layers)
-    return tree.params, Functionalized(without_weights(module), tree.described())
+    found = None if files is None else ModuleFiles(files, module)
+    tree = tree_of(module, layers, found)
+    return tree.params, Functionalized(without_weights(module, found), tree.described())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -301,11 +309,13 @@ def _check(tree: Tree, what: str) -> None:
 
 
 @torch.no_grad()
-def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
+def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functionalized | None = None) -> None:
     """Writes `params` into the parameters of `module`, in their dtypes; adapters (`ya.lora`) are added to weights.
 
     module: the one that `functionalize` has read, or another of the same class and config
     params: of a state (every rank must call, and each writes into its own module), or plain tensors
+    model: the function that `functionalize` returned with these params. It knows which layers each stack is of: needed
+        where some layers of a list were frozen, and not its first or last ones alone
 
     Only one layer, or one module beside the layers, is whole at a time. Raises TypeError or ValueError, naming the
     parameter, if one is missing, of another shape, or without memory; before anything is gathered if names tell.
@@ -330,8 +340,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
     if odd := next((name for name in params if name not in modules and name not in target), None):
         raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
     left = {id(param): name for name, param in target.items()}
-    lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
-    stacks = [kind for name, part in lists.items() for kind in kinds_of(part, name).items()]
+    stacks = {name: unit for name, unit in params.items() if _is_stack(name, unit, target)}
+    layers_of = _layers(stacks, modules, model)
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
@@ -346,26 +356,65 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
             left.pop(id(target[name]), None)
 
     for name, unit in params.items():
-        if not _is_stack(name, unit, target):
+        if name in stacks:
+            layers = iter(layers_of[name])
+            map_whole_layers(lambda weights, layers=layers: write(next(layers), weights), unit)
+        else:
             write(name, without_markers(unshard(unit)))
-            continue
-        layers: list[str] = []
-
-        def write_layer(weights: Tree, name: str = name, layers: list[str] = layers) -> None:
-            if not layers:
-                known = (list(parts) for unit, parts in stacks if unit == name and _has(parts, weights))
-                layers += [*next(known, []), f"{name}.beyond its layers"]
-            write(layers.pop(0) if len(layers) > 1 else layers[0], weights)
-
-        map_whole_layers(write_layer, unit)
     if left:
         raise ValueError(f"load_into: these params have no {next(iter(left.values()))}; give all of a state's params")
 
 
-def _has(layers: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> bool:
-    """Returns whether these layers have the parameters of one."""
-    names = {name for name, _ in next(iter(layers.values())).named_parameters(remove_duplicate=False)}
-    return names >= set(weights)
+def _layers(
+    stacks: Mapping[str, Tree], modules: Mapping[str, nn.Module], model: Functionalized | None
+) -> dict[str, Sequence[str]]:
+    """Returns the names of the layers that each stack is of. Raises ValueError if they are not known."""
+    keys: dict[str, Sequence[str]] = {}
+    counts: dict[str, int | None] = {}
+    for name, unit in stacks.items():
+        if isinstance(unit, Sharded):
+            keys[name], counts[name] = unit.entry.spec.entries(), unit.entry.length
+        else:
+            whole = without_markers(unit)
+            keys[name], counts[name] = list(whole), len(optree.tree_leaves(whole)[0])
+    if model is None:
+        found = _dealt(keys, counts, modules)
+    else:
+        found = {name: stack.layers for name, stack in model._tree.stacks.items()}
+    for name, count in counts.items():
+        if len(names := found.get(name, ())) != count:
+            raise ValueError(
+                f"load_into: {name} is a stack of {count} layers, and of the module's these are known to be in it: "
+                f"{', '.join(names) or 'none'}. Layers that do not require grad are a stack apart; if some did not in "
+                "ya.functionalize, pass the function that it returned: load_into(module, params, model=model)"
+            )
+    return found
+
+
+def _dealt(
+    keys: Mapping[str, Sequence[str]], counts: Mapping[str, int | None], modules: Mapping[str, nn.Module]
+) -> dict[str, Sequence[str]]:
+    """Deals a module's layers to stacks, as far as names and numbers of layers leave one way to do it. What requires
+    grad is not asked: it may be other layers than in `functionalize`, or all of a new module."""
+    dealt: dict[str, list[str]] = {name: [] for name in keys}
+    lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
+    for kind, parts in chain.from_iterable(kinds_of(part, name, grad=False).items() for name, part in lists.items()):
+        named = [name for name in keys if (name == kind or name in parts) and _has(parts, keys[name])]
+        first = {next(iter(parts)) if name == kind else name: name for name in named}
+        begun: list[str] = []
+        for layer in parts if named else ():
+            lacking = [name for name in begun if len(dealt[name]) < (counts[name] or 0)]
+            if layer in first:
+                begun.append(first[layer])
+                dealt[first[layer]].append(layer)
+            elif len(lacking) == 1:
+                dealt[lacking[0]].append(layer)
+    return dict(dealt)
+
+
+def _has(layers: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
+    """Returns whether these layers have parameters of these names."""
+    return {name for name, _ in next(iter(layers.values())).named_parameters(remove_duplicate=False)} >= set(names)
 
 
 def _is_stack(name: str, unit: Tree, target: Mapping[str, Tensor]) -> bool:

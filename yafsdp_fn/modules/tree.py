@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.params.sources import Lazy
 from yafsdp_fn.params.tree import Stacked, Unit, frozen, join
 
@@ -69,16 +70,20 @@ class Absent(Tensor):
         return f"Absent({self._name!r})"
 
 
-def without_weights(module: nn.Module) -> nn.Module:
-    """Returns a deep copy of `module` without its parameters."""
+def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.Module:
+    """Returns a deep copy of `module` without its parameters, with the buffers of its files."""
     memo: dict[int, Any] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         memo.setdefault(id(param), Absent.of(param, name, param.device, param.dtype))
     try:
-        return copy.deepcopy(module, memo)
+        made = copy.deepcopy(module, memo)
     except Exception as error:
         what = f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}"
         raise TypeError(f"functionalize: {what}; take out what cannot, such as process groups and files") from error
+    if files is not None:
+        for path, part in made.named_modules():
+            part._buffers |= {key: files.read(join(path, key)) for key in part._buffers if join(path, key) in files}
+    return made
 
 
 class Copied(NamedTuple):
@@ -234,18 +239,18 @@ class ModuleTree:
         return dataclasses.replace(self, params=dict.fromkeys(self.params))
 
 
-def tree_of(module: nn.Module, layers: Layers) -> ModuleTree:
-    """Reads `module`. Raises as `functionalize` does."""
+def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None) -> ModuleTree:
+    """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
     lists = [layers] if isinstance(layers, str) else list(layers)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
     kinds = [kind for name in lists for kind in kinds_of(_container(module, name, lists), name).items()]
-    _refuse(module)
+    _refuse(module, files)
     inside: dict[int, str] = {}
     params: dict[str, Any] = {}
     stacks: dict[str, Stack] = {}
     for unit, parts in kinds:
-        params[unit], places = _stack(unit, parts, inside)
+        params[unit], places = _stack(unit, parts, inside, files)
         stacks[unit] = Stack(tuple(parts), places)
     own: dict[str, Place] = {}
     beside: dict[str, dict[str, Place]] = {}
@@ -262,22 +267,23 @@ def tree_of(module: nn.Module, layers: Layers) -> ModuleTree:
         places = {key: seen[id(param)] for key, param in parameters.items()}
         if isinstance(part, Tensor):
             own[name] = places[""]
-            params |= {name: _leaf(part)} if new else {}
+            params |= {name: _leaf(name, part, files)} if new else {}
         else:
             beside[name] = places
-            params |= {name: _unit(new)} if new else {}
+            params |= {name: _unit(name, new, files)} if new else {}
     return ModuleTree(params, layers, stacks, beside, own)
 
 
-def kinds_of(container: nn.Module, name: str) -> dict[str, dict[str, nn.Module]]:
+def kinds_of(container: nn.Module, name: str, *, grad: bool = True) -> dict[str, dict[str, nn.Module]]:
     """Returns the layers of a list that have parameters, by the name of their stack: of one kind are those with equal
     names, forms and ties of parameters.
 
+    grad: those that require grad are a kind apart from those that do not
     name: of the list; that of its stack, if there is one kind; else a kind's first layer gives its name
     """
     found: dict[Any, dict[str, nn.Module]] = {}
     for key, part in container.named_children():
-        if form := [(*named, _form(param)) for *named, param in _tied(dict(_all(part)))]:
+        if form := [(*named, _form(param, grad)) for *named, param in _tied(dict(_all(part)))]:
             found.setdefault(tuple(sorted(form)), {})[f"{name}.{key}"] = part
     kinds = list(found.values())
     return {name: kinds[0]} if len(kinds) == 1 else {next(iter(parts)): parts for parts in kinds}
@@ -288,14 +294,17 @@ def _all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return module.named_parameters(remove_duplicate=False)
 
 
-def _leaf(param: Tensor) -> Any:
-    leaf = Lazy(tuple(param.shape), param.dtype, lambda _: param.detach().clone())
+def _leaf(name: str, param: Tensor, files: ModuleFiles | None) -> Any:
+    def load(_: int | None) -> Tensor:
+        return param.detach().clone() if files is None else files.read(name)
+
+    leaf = Lazy(tuple(param.shape), param.dtype, load)
     return leaf if param.requires_grad else frozen(leaf)
 
 
-def _unit(params: Mapping[str, Tensor]) -> Any:
+def _unit(name: str, params: Mapping[str, Tensor], files: ModuleFiles | None) -> Any:
     """Returns a unit that stays one even if some of its leaves are frozen."""
-    tree = {name: _leaf(param) for name, param in params.items()}
+    tree = {key: _leaf(join(name, key), param, files) for key, param in params.items()}
     return tree if all(param.requires_grad for param in params.values()) else Unit(tree)
 
 
@@ -334,18 +343,20 @@ def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator
             yield path, child
 
 
-def _stack(unit: str, parts: Mapping[str, nn.Module], owners: dict[int, str]) -> tuple[Stacked, dict[str, Place]]:
+def _stack(
+    unit: str, parts: Mapping[str, nn.Module], owners: dict[int, str], files: ModuleFiles | None
+) -> tuple[Stacked, dict[str, Place]]:
     """Returns the stack of layers of one kind, and (unit, leaf) of each parameter.
 
     owners: names of the parameters of all stacks, by id, to which it adds its own
     """
-    columns = [dict(_all(part)) for part in parts.values()]
+    layers, columns = list(parts), [dict(_all(part)) for part in parts.values()]
     first = columns[0]
     kept: dict[int, str] = {}
     for name, param in first.items():
         kept.setdefault(id(param), name)
     names = list(kept.values())
-    for layer, column in zip(parts, columns, strict=True):
+    for layer, column in zip(layers, columns, strict=True):
         for name in names:
             path = f"{layer}.{name}"
             if (other := owners.setdefault(id(column[name]), path)) != path:
@@ -354,10 +365,13 @@ def _stack(unit: str, parts: Mapping[str, nn.Module], owners: dict[int, str]) ->
                     "its own"
                 )
 
+    def of_layer(name: str, layer: int) -> Tensor:
+        return columns[layer][name].detach() if files is None else files.read(join(layers[layer], name))
+
     def load(name: str, layer: int | None) -> Tensor:
         if layer is None:
-            return torch.stack([column[name].detach() for column in columns])
-        return columns[layer][name].detach()
+            return torch.stack([of_layer(name, number) for number in range(len(layers))])
+        return of_layer(name, layer)
 
     def leaf(name: str) -> Any:
         param = first[name]
@@ -374,12 +388,13 @@ def _tied(column: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
         yield name, first.setdefault(id(param), name), param
 
 
-def _form(param: Tensor) -> str:
-    return f"{param.dtype} {tuple(param.shape)}{'' if param.requires_grad else ', which does not require grad'}"
+def _form(param: Tensor, grad: bool) -> str:
+    frozen = grad and not param.requires_grad
+    return f"{param.dtype} {tuple(param.shape)}{', which does not require grad' if frozen else ''}"
 
 
-def _refuse(module: nn.Module) -> None:
-    """Raises TypeError for modules that a function of weights cannot imitate."""
+def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
+    """Raises TypeError for modules that a function of weights cannot imitate, and for values that are nowhere."""
 
     def no(name: str, why: str) -> None:
         raise TypeError(f"functionalize: {name or 'the module'} {why}")
@@ -395,16 +410,19 @@ def _refuse(module: nn.Module) -> None:
             no(name, "has gradient checkpointing on; turn it off: a schedule says what is recomputed (remat=)")
         if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
             no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta and (files is None or name not in files):
+            no(name, "is a buffer on the meta device, and in no file: make the module with its parameters alone there")
     memory: dict[int, tuple[str, int]] = {}
     for name, param in _all(module):
         if type(param) is not nn.Parameter:
             no(name, f"is a {type(param).__name__}, not a plain nn.Parameter; give the module before it was changed")
-        if param.is_meta:
-            no(name, "is on the meta device and has no values; load the module first")
+        if param.is_meta and files is None:
+            no(name, "is on the meta device and has no values; load the module first, or name its files (files=)")
         if not param.is_floating_point():
             no(name, f"is {param.dtype}; parameters are floating point")
         if param._backward_hooks or param._post_accumulate_grad_hooks:
             no(name, "has hooks on its gradient, which goes elsewhere; remove them")
         other, owner = memory.setdefault(param.data_ptr(), (name, id(param)))
-        if param.numel() and owner != id(param):
+        if param.data_ptr() and owner != id(param):
             no(name, f"and {other} share memory but are two parameters; make them one, or clone one")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.files.model_folder import INDEX, PARTIAL, SINGLE, member, save_of_index, weight_files
+from yafsdp_fn.util.model_folder import INDEX, PARTIAL, SINGLE, member, save_of_index, weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -1,0 +1,63 @@
+"""The values of a module without memory: tensors of a directory of safetensors, by their names in the module."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from yafsdp_fn.util.tensor_files import Stored, scan_directory
+
+
+class ModuleFiles:
+    """The parameters and persistent buffers of a module as a directory of safetensors has them.
+
+    Only headers are read. A parameter that the module has under several names may be there under any of them.
+    Raises FileNotFoundError, TypeError or ValueError, naming the file and the tensor, if one is missing, of another
+    shape, quantised, or there twice with other values. Warns of tensors that the module has not.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], module: nn.Module) -> None:
+        stored = scan_directory(Path(directory))
+        held = {name: x for name, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+        names: dict[int, list[str]] = {}
+        for name, tensor in held.items():
+            names.setdefault(id(tensor), []).append(name)
+        self._found: dict[str, Stored] = {}
+        for of_one in names.values():
+            self._found |= dict.fromkeys(of_one, _found(of_one, held[of_one[0]], stored, directory))
+        self._dtypes = {name: tensor.dtype for name, tensor in held.items()}
+        if unread := sorted(stored.keys() - held.keys()):
+            more = f" and {len(unread) - 1} more" * (len(unread) > 1)
+            warnings.warn(f"functionalize: {directory} has {unread[0]}{more}, which the module has not", stacklevel=4)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def read(self, name: str) -> Tensor:
+        """Returns the tensor, on the CPU, in the module's dtype."""
+        return self._found[name].read().to(self._dtypes[name])
+
+
+def _found(names: list[str], like: Tensor, stored: Mapping[str, Stored], directory: str | os.PathLike[str]) -> Stored:
+    """Returns the tensor that is there under one of `names`."""
+    there = [stored[name] for name in names if name in stored]
+    if not there:
+        raise ValueError(
+            f"functionalize: {directory} has no {' or '.join(names)}; expected the names of module.state_dict(), as "
+            "module.save_pretrained or safetensors.torch.save_model write them"
+        )
+    first, *others = there
+    if first.shape != tuple(like.shape):
+        raise ValueError(f"{first.file}: {first.name} has shape {first.shape}, the module's is {tuple(like.shape)}")
+    if like.is_floating_point():
+        _ = first.dtype  # raises for one that is quantised
+    for other in others:
+        if not torch.equal(first.read(), other.read()):
+            raise ValueError(
+                f"{other.file}: {other.name} is not {first.name}, and the module has one parameter for both; make the "
+                "module untied (tie_word_embeddings=False), or delete the tensor that is not of this model"
+            )
+    return first
