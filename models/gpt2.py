@@ -134,8 +134,7 @@ def _layer(
 ) -> tuple[Float[Tensor, "B s E"], None]:
     axes.must_have("attention", w["attn.c_proj.weight"].shape[-1], config.attended)
     qkv = _linear(w, "attn.c_attn", axes.every(_norm(config, w, "ln_1", x)))
-    heads = (*qkv.shape[:2], -1, config.embed // config.heads)
-    q, k, v = (part.view(heads) for part in qkv.chunk(3, -1))
+    q, k, v = (part.unflatten(-1, (-1, config.embed // config.heads)) for part in qkv.chunk(3, -1))
     x = x + _added(w, "attn.c_proj", attend(q, k, v, at, cache), axes)
     inner = F.gelu(_linear(w, "mlp.c_fc", axes.every(_norm(config, w, "ln_2", x))), approximate="tanh")
     return x + _added(w, "mlp.c_proj", inner, axes), None
@@ -216,5 +215,6 @@ FORMAT = Format[Config](
     prefix=Parts(embed="transformer.", layers="transformer.h.{layer}.", head=""),
     forms=_forms,
     known_as=_known_as,
+    embedding="wte.weight",
     fan_in_fan_out=True,
 )

@@ -185,7 +185,7 @@ def _as_many_as_come(
     rows = axes.exchanged(rows, 0, 0, split_sizes=of, concat_sizes=to)
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=x.device)
-    return rows[back].view(*chosen.shape, -1)
+    return rows[back].unflatten(0, chosen.shape)
 
 
 def _sizes(counts: Int[Tensor, " X"], total: int, own: int, axes: Axes) -> list[list[list[int]]]:
@@ -230,12 +230,12 @@ def _at_most(
     at = first + (picked.cumsum(1) - picked).gather(2, chosen)
     at = at.flatten().where(here, X * B * slots)  # behind all of them
     rows = x[:, :, None].expand(-1, -1, k, -1).flatten(0, 2)
-    taken = x.new_zeros(X * B * slots + 1, x.shape[-1]).index_copy(0, at, rows)[:-1].view(X, B * slots, -1)
+    taken = x.new_zeros(X * B * slots + 1, x.shape[-1]).index_copy(0, at, rows)[:-1].unflatten(0, (X, B * slots))
     taken = axes.exchanged(taken, 0, 1)  # [X / P, P B slots, E]
     gate, up = torch.bmm(taken, w[GATE_UP].mT).chunk(2, -1)
     done = axes.exchanged(torch.bmm(F.silu(gate) * up, w[DOWN].mT), 1, 0)
     out = done.flatten(0, 1)[at.where(here, 0)].where(here[:, None], 0)
-    return out.view(B, S, k, -1)
+    return out.unflatten(0, chosen.shape)
 
 
 def _layer(

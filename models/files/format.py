@@ -45,6 +45,7 @@ class Format(Generic[C]):
 
     name: the model's name in errors; params: the family's own; prefix: of the names of each part's leaves
     forms: of leaves, by key; known_as: maps a tensor's name to ours, to None if it is no weight
+    embedding: key of the matrix to which a head may be tied
     no_linear: keys of matrices that are not linear layers in transformers, so that peft has no adapter for them
     fan_in_fan_out: layers hold matrices as [in, out], in peft's words
     """
@@ -56,6 +57,7 @@ class Format(Generic[C]):
     prefix: Parts = PREFIX
     forms: Callable[[C], Mapping[str, Form]] = lambda config: {}
     known_as: Callable[[str], str | None] = lambda name: None if name.endswith("rotary_emb.inv_freq") else name
+    embedding: str = "weight"
     no_linear: tuple[str, ...] = ()
     fan_in_fan_out: bool = False
 

@@ -16,6 +16,7 @@ import functools
 import itertools
 import os
 import reprlib
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,8 @@ from yafsdp_fn.dist.groups import host_group
 
 C = TypeVar("C", bound=Shape)
 
+HEAD = "lm_head.weight"
+
 
 def load(
     family: Format[C], directory: str | os.PathLike[str], *, pin_norms: bool = False, axes: Axes = NONE
@@ -45,7 +48,8 @@ def load(
 
     Only headers are read: names, shapes and file lengths are checked here, weights are read when `ya.shard` or
     `ya.materialize` asks for them, a layer at a time. Raises FileNotFoundError or ValueError naming the file and the
-    tensor.
+    tensor. If `config.json` ties the head to the embedding, and the files hold another head, `config` is untied, and a
+    warning says so, as in transformers: the two are compared by their values.
 
     pin_norms, axes: as in the family's `params`
     """
@@ -64,6 +68,7 @@ def load(
             stored[known] = tensor
     if settings(root, save_of(root))[0] != found:  # the weights may be of the one model, or of the other
         raise ValueError(f"{root}: another model has been saved there while this one was opened; load it again")
+    config = _untied(family, file, config, stored)
     _check_names(family, root, file, config, stored)
     abstract, forms = family.params(config, pin_norms=pin_norms, **axes.options), family.forms(config)
 
@@ -92,6 +97,20 @@ def load(
     return config, Parts(*map(part, family.prefix, abstract))
 
 
+def _untied(family: Format[C], file: str, config: C, stored: Mapping[str, Stored]) -> C:
+    """Returns the config, untied if the files hold a head that is not the embedding."""
+    name = family.prefix.embed + family.embedding
+    head, embedding = stored.get(HEAD), stored.get(name)
+    if not config.tied or head is None or embedding is None or torch.equal(head.read(), embedding.read()):
+        return config
+    warnings.warn(
+        f"{file} ties the head to the embedding (tie_word_embeddings), but {head.file} holds another {HEAD} than {name}: "
+        "they are not tied. Set tie_word_embeddings to false, or delete the tensor that is not of this model",
+        stacklevel=4,
+    )
+    return dataclasses.replace(config, tied=False)
+
+
 def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Mapping[str, Stored]) -> None:
     # the config may name any number of layers: nothing is made for each before the files are known to hold as many
     if config.layers > len(stored):
@@ -104,10 +123,10 @@ def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Ma
         if name not in stored:
             first, missing = first or name, missing + 1
     if first is not None:
-        only_head = missing == 1 and first == "lm_head.weight"
+        only_head = missing == 1 and first == HEAD
         hint = "is the model tied (tie_word_embeddings)?" if only_head else "copy the model again"
         raise ValueError(f"{root}: no {_few(first, missing)} in any file, as config.json has it; {hint}")
-    ignored = {"lm_head.weight"} if config.tied else set()  # some files have the embedding a second time
+    ignored = {HEAD} if config.tied else set()  # some files have the embedding a second time
     if extra := sorted(stored.keys() - set(family.names(config)) - ignored):
         few = _few(extra[0], len(extra))
         raise ValueError(f"{root}: {few} has no place in a {family.name} of this config.json; is it another model?")

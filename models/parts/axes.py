@@ -177,7 +177,7 @@ def places(length: int, device: torch.device) -> Int[Tensor, " S"]:
 
 def in_order(x: Shaped[Tensor, "B s *rest"]) -> Shaped[Tensor, "B S *rest"]:
     """Puts the tensors of all ranks of `context` together, by position."""
-    parts: Tensor = ya.all_gather(x.view(len(x), 2, -1, *x.shape[2:]), "context", axis=0)  # [C, B, 2, s / 2, ...]
+    parts: Tensor = ya.all_gather(x.unflatten(1, (2, -1)), "context", axis=0)  # [C, B, 2, s / 2, ...]
     return torch.cat([*parts[:, :, 0], *parts[:, :, 1].flip(0)], 1)
 
 
@@ -185,7 +185,7 @@ def counted_before(marks: Int[Tensor, "B S X"], axes: Axes) -> Int[Tensor, "B S 
     """Sums the marks at earlier positions of the whole sequence."""
     if not axes.context:
         return marks.cumsum(1) - marks
-    halves = marks.reshape(len(marks), 2, -1, marks.shape[-1])  # [B, 2, S / 2, X]
+    halves = marks.unflatten(1, (2, -1))  # [B, 2, S / 2, X]
     sums, me = in_order(halves.sum(2)), ya.axis_index("context")  # [B, 2 C, X]
     earlier = (sums.cumsum(1) - sums)[:, [me, -1 - me]]
     return (halves.cumsum(2) - halves + earlier[:, :, None]).view_as(marks)

@@ -23,7 +23,7 @@ from models.parts.attention import Cache, Positions, halves, seen, starts_of
 from models.parts.axes import NONE, Axes, acting_on, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
-from models.parts.tree import Batch, Extra, Parts, Weights
+from models.parts.tree import Batch, Extra, Parts, Weights, must_be_read
 
 C = TypeVar("C", bound=Shape)
 
@@ -140,7 +140,7 @@ class Decoder(Generic[C]):
         `batch` has `tokens` and `targets`, both [B, S] integers. Targets are the next tokens, shifted by the caller;
         -100 marks those that do not count. With `documents`, a row's consecutive positions with one number are a
         document: attention stays inside it, and its positions begin at 0. Over `context` it has `places`, as
-        `axes.shard_batch` gives them. Large logits never exist as a whole: see `ya.linear_cross_entropy`.
+        `axes.shard_batch` gives them. Other keys are refused. Large logits never exist as a whole: see `ya.linear_cross_entropy`.
 
         chunks: microbatches in layer-major order, gathering and reducing a layer once for all of them (`ya.chunk`
             around the block and around the head). B must be a multiple. Costs a second forward of every block and of
@@ -154,7 +154,7 @@ class Decoder(Generic[C]):
         axes: those of the mesh that layers are computed over, `tensor` as `params` has it; deal batches by
             `axes.shard_batch`. None: those of `over`
 
-        Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`.
+        Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`, and for other keys.
         """
         if axes is not None and axes != self.axes:
             return self.over(axes).loss(config, chunks=chunks, unroll=unroll, layer=layer, has_aux=has_aux, bare=bare)
@@ -163,6 +163,7 @@ class Decoder(Generic[C]):
         last = ya.chunk(self.head_loss(config), chunks, in_axes=(None, 0, 0))
 
         def loss_fn(params: Parts, batch: Batch) -> Any:
+            must_be_read(batch, ("places",) * self.axes.context)
             self.axes.must_be_dealt(batch)
             documents, targets = batch.get("documents"), batch["targets"]
             f = alike if documents is None else apart  # whose positions are each row's own

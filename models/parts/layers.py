@@ -100,8 +100,8 @@ def attention(
 
     Over `tensor` a rank has its own heads, and its result is a part of the sum."""
     axes.must_have("attention", w["self_attn.o_proj.weight"].shape[-1], config.attended)
-    heads = (*x.shape[:2], -1, config.head_dim)
-    q, k, v = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]).view(heads) for name in "qkv")
+    flat = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]) for name in "qkv")
+    q, k, v = (part.unflatten(-1, (-1, config.head_dim)) for part in flat)
     if "self_attn.q_norm.weight" in w:
         q, k = norm(config, w["self_attn.q_norm.weight"], q), norm(config, w["self_attn.k_norm.weight"], k)
     x = attend(turn(q, at), turn(k, at), v, at, cache)

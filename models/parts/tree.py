@@ -12,6 +12,21 @@ Weights = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
 """`tokens`, `targets` and, if several texts share a row, `documents`: [B, S] integers each."""
 
+NEEDED, KNOWN = ("tokens", "targets"), ("tokens", "targets", "documents")
+
+
+def must_be_read(batch: Batch, more: tuple[str, ...] = ()) -> None:
+    """Raises ValueError unless a loss reads all that a batch has, and finds what it needs. more: further keys that it
+    reads"""
+    *first, last = known = (*KNOWN, *more)
+    unread, missing = sorted(batch.keys() - set(known)), [key for key in NEEDED if key not in batch]
+    if unread or missing:
+        found = ", ".join(unread) or f"no {' and no '.join(missing)}"
+        raise ValueError(
+            f"the batch has {found}: a loss of models reads {', '.join(first)} and {last}, and nothing else. Packed "
+            "texts are told apart by `documents`, and targets of -100 do not count: leave out masks and positions"
+        )
+
 
 class Parts(NamedTuple):
     """The three parts of a model's parameters; also a tree of anything else kept per part, such as name prefixes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,12 +76,9 @@ def saved(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tens
 
 def loaded(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float, Any]:
     like = ya.init(net(), TX, mesh=mesh, seed=99, precision=precision)
-    state, extra = load(directory, like)
-    try:
+    state, extra = load(directory, like, donate=True)
+    with pytest.raises(RuntimeError, match="donated"):
         like.check()
-        raise AssertionError("the state that was loaded into is still usable")
-    except RuntimeError as error:
-        assert "donated" in str(error)
     tokens = torch.arange(6) % 7
     before, value = whole(state), float(ya.eval_step(loss)(state, tokens)["loss"])
     return before, whole(stepped(state, 1)), value, (state.step, state.seed, extra)
@@ -198,6 +196,56 @@ def test_a_state_goes_on_with_the_program_that_it_was_trained_by(pools: Pools, t
     assert pools[2].run(resumed, str(tmp_path), "bfloat16") == [None] * 2, "units of other sizes on the wire"
 
 
+W, NONE = ya.Param((3, 4)), ya.Param((3, 0))
+
+
+def hollow() -> dict[str, Any]:
+    """Units without elements: by themselves, in a stack, frozen, and inside of one that has others."""
+    layer = {"w": W, "own": ya.Unit({"x": NONE})}
+    return {
+        "kinds": {"weight": ya.Param((0, 4))},
+        "layers": ya.Stacked(layer),
+        "still": ya.frozen({"none": ya.Param((2, 0)), "scale": ya.Param((0,))}),
+        "tail": {"none": ya.Param((0,)), "w": ya.Param((5,))},
+    }
+
+
+def hollow_loss(params: dict[str, Any], batch: Tensor) -> Tensor:
+    """Visits all of them."""
+    x = ya.apply(lambda w, x: x + w["weight"].sum(), params["kinds"], batch)
+    x, _ = ya.scan(lambda x, w: (x * w["w"] + w["own"]["x"].sum(), None), x, params["layers"])
+    x = ya.apply(lambda w, x: x + w["none"].sum() + w["scale"].sum(), params["still"], x)
+    return ya.apply(lambda w, x: x.square().mean() * w["w"].sum() + w["none"].sum(), params["tail"], x)
+
+
+def trains_hollow(mesh: Any, directory: str, begins: int, ends: int, regrouped: bool = False) -> list[Tensor]:
+    """The state after steps from `begins`, where it is loaded, to `ends`, where it is saved, by name as well."""
+    state = ya.init(hollow(), TX, mesh=mesh, seed=begins)
+    if begins:
+        like = hollow() if not regrouped else {**hollow(), "layers": ya.Stacked({"w": W, "own": {"x": NONE}})}
+        state, _ = load(directory, ya.init(like, TX, mesh=mesh))
+    step = ya.train_step(hollow_loss, TX)
+    while state.step < ends:
+        state, _ = step(state, torch.ones(4))
+    if not begins:
+        save(directory, state)
+    name = lambda path, layer: f"{path}.{layer}"  # noqa: E731
+    checkpoint.save_named(f"{directory}-{begins}-{ends}", state.params, name)
+    again = ya.shard(checkpoint.load_named(f"{directory}-{begins}-{ends}", hollow(), name), TX, mesh=mesh)
+    assert same(optree.tree_leaves(ya.unshard(again.params)), optree.tree_leaves(ya.unshard(state.params)))
+    return whole(state)
+
+
+def test_units_without_elements_are_loaded(pools: Pools, tmp_path: Path) -> None:
+    unbroken, _ = pools[2].run(trains_hollow, str(tmp_path / "unbroken"), 0, 4)
+    pools[2].run(trains_hollow, str(tmp_path / "a"), 0, 2)
+    for readers, regrouped in ((2, False), (1, False), (3, True)):
+        found = pools[readers].run(trains_hollow, str(tmp_path / "a"), 2, 4, regrouped)
+        for a, b in zip(found[0], unbroken, strict=True):
+            torch.testing.assert_close(a, b)
+        shutil.rmtree(tmp_path / "a-2-4")
+
+
 def several(mesh: Any, directory: str) -> list[int]:
     state = ya.init(net(), TX, mesh=mesh)
     for _ in range(3):
@@ -212,6 +260,25 @@ def several(mesh: Any, directory: str) -> list[int]:
 def test_the_newest_or_a_given_step(pools: Pools, tmp_path: Path) -> None:
     assert pools[2].run(several, str(tmp_path)) == [[3, 2], [3, 2]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
+
+
+def loads_beside(mesh: Any, directory: str) -> None:
+    state = stepped(ya.init(net(), TX, mesh=mesh), 1)
+    save(directory, state)
+    before = whole(moved := stepped(state.copy(), 1))
+    for load_it, donated in ((load, False), (load_params, False), (load, True)):
+        found = load_it(directory, moved, donate=True) if donated else load_it(directory, like=moved)
+        loaded = found[0] if isinstance(found, tuple) else found
+        want, got = ya.unshard(state.params), ya.unshard(loaded.params)
+        assert same(optree.tree_leaves(got), optree.tree_leaves(want)) and loaded.step == state.step
+        if not donated:
+            assert same(whole(moved), before) and moved.check() is moved
+    with pytest.raises(RuntimeError, match="donated"):
+        moved.check()
+
+
+def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(loads_beside, str(tmp_path))
 
 
 def loading_fails(mesh: Any, directory: str, kind: str) -> None:

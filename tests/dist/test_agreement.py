@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stderr
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 import yafsdp_fn as ya
 from tests.dist.backends import exchanging
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.communicators import Communicators, communicators
+from yafsdp_fn.util.torch_private import side_store
 
 
 def agree(mesh: Any) -> tuple[bool, bool, bool]:
@@ -94,8 +98,6 @@ def test_scalars(pools: dict[int, Pool]) -> None:
 
 def lose(mesh: Any) -> list[str]:
     """One rank fails alone: afterwards every use of the communicators says so. They are made for this test alone."""
-    from yafsdp_fn.dist.communicators import Communicators
-
     comms = Communicators(mesh)
     comms.abort("together", ValueError())
     said = [str(comms.lost)]
@@ -113,3 +115,25 @@ def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(pool
         place = ("forward of a", "backward of b")[rank]
         assert said[0] == "None" and len(said) == 3
         assert all(f"rank {rank}: the communicators are lost since" in text and place in text for text in said[1:])
+
+
+def says(mesh: Any) -> tuple[str | None, str]:
+    """Rank 0 fails where rank 1 did, once rank 1 has said so. Whether the communicators are lost, and what was said."""
+    comms, said = Communicators(mesh), io.StringIO()
+    store = side_store("said", timedelta(seconds=10))
+    if comms.rank == 0:
+        store.wait(["said"])
+    else:
+        said.flush = lambda: store.set("said", "")  # type: ignore[method-assign]
+    with redirect_stderr(said):
+        comms.abort("forward of a", ValueError("odd"))
+    return comms.lost, said.getvalue()
+
+
+def test_a_failure_is_said_before_the_others_are_waited_for(pools: dict[int, Pool]) -> None:
+    for rank, (lost, said) in enumerate(pools[2].run(says)):
+        assert lost is None
+        assert said == (
+            f"rank {rank} of 2, forward of a: ValueError: odd. It waits up to 20 s for the others, to learn whether all "
+            "failed here\n"
+        )

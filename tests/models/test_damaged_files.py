@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,7 @@ def damaged(
             assert str(directory) in str(error), f"names no file: {error}"
             raise
 
+    warnings.simplefilter("ignore")  # in this child: to print one opens the source's file
     loaded(directory)
     return search(name, numbers, make, load, directory, (ValueError, FileNotFoundError, TypeError))
 

@@ -72,3 +72,21 @@ def test_documents_of_another_shape_are_refused() -> None:
     params = ya.materialize(llama.params(config), seed=1)
     with pytest.raises(ValueError, match=r"documents have the shape \(1, 3\), tokens \(1, 4\)"):
         llama.logits(config, params, draw(1, 4), packed([3]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (("tokens", "targets", "document"), "document: a loss of models reads tokens, targets and documents"),
+        (("tokens", "targets", "position_ids", "attention_mask"), "attention_mask, position_ids: a loss of models reads"),
+        (("tokens", "targets", "places"), "places: a loss of models reads tokens, targets and documents"),
+        (("input_ids", "targets"), "the batch has input_ids: a loss of models reads"),
+        (("tokens", "documents"), "the batch has no targets: a loss of models reads tokens, targets and documents"),
+    ],
+)
+@pytest.mark.parametrize("name", ["debug", "debug-gpt2", "debug-mixtral"])
+def test_keys_of_a_batch_that_a_loss_does_not_read_are_refused(name: str, keys: tuple[str, ...], text: str) -> None:
+    config = dataclasses.replace(models.CONFIGS[name], layers=1)
+    family = models.of(config)
+    with pytest.raises(ValueError, match=text):
+        family.loss(config)(ya.materialize(family.params(config)), dict.fromkeys(keys, draw(2, 4, most=256)))

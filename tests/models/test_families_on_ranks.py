@@ -11,13 +11,14 @@ import torch
 
 import models
 import yafsdp_fn as ya
-from models import gpt2, mistral, mixtral, qwen3
+from models import gpt2, llama, mistral, mixtral, qwen3
 from tests.harness.pool import Pool
 from tests.models.theirs import draw
 
 ODD: dict[str, Any] = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
 HEADS: dict[str, Any] = {**ODD, "heads": 3, "kv_heads": 1, "head_dim": 10}
 SMALL: dict[str, Any] = {
+    "llama": llama.Config(**HEADS),
     "qwen3": qwen3.Config(**HEADS, tied=True),
     "mistral": mistral.Config(**HEADS, window=9),
     "gpt2": gpt2.Config(**ODD, heads=3),
@@ -25,14 +26,14 @@ SMALL: dict[str, Any] = {
 }
 
 
-def compare(mesh: Any, name: str) -> None:
+def compare(mesh: Any, name: str, rows: tuple[int, ...] = (2, 2)) -> None:
     """One rank's part: gradients, in float64, of its rows and of microbatches of them, against the plain loop's."""
     config = SMALL[name]
     family, rank = models.of(config), mesh.get_rank()
     tokens = draw(4, 24, most=61)
     batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "documents": (draw(4, 24, seed=2) > 90).cumsum(1)}
     batch["targets"][0, 2:20] = -100
-    mine = {key: value.chunk(mesh.size())[rank] for key, value in batch.items()}
+    mine = {key: value.split(rows)[rank] for key, value in batch.items()}
     double = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
     plain = optree.tree_map(lambda leaf: leaf.double(), ya.materialize(family.params(config), seed=0))
     expected, wanted = ya.value_and_grad(family.loss(config))(plain, batch)
@@ -52,6 +53,11 @@ def compare(mesh: Any, name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_gradients_on_two_ranks_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
     pools[2].run(compare, name)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_rank_may_have_no_rows(pools: dict[int, Pool], name: str) -> None:
+    pools[2].run(compare, name, (4, 0))
 
 
 def loads(mesh: Any) -> tuple[float, torch.Tensor]:

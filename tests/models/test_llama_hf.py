@@ -11,9 +11,10 @@ import optree
 import pytest
 import torch
 
+import models
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import Pair
+from tests.models.theirs import Pair, their_model
 from yafsdp_fn.params.tree import named_leaves
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
@@ -142,6 +143,25 @@ def test_leftover_rotary_buffers_and_a_second_copy_of_a_tied_head_are_ignored(tm
         lm_head__weight=params.embed["weight"].clone(),
     )
     assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+
+
+@pytest.mark.parametrize("name", ["tied", "qwen3-tied", "gpt2"])
+def test_a_tied_model_whose_files_hold_another_head_is_untied_with_a_warning_as_in_transformers(
+    name: str, tokens: torch.Tensor, tmp_path: Path
+) -> None:
+    import transformers
+
+    their_model(name).save_pretrained(tmp_path)
+    edit_tensors(tmp_path, lm_head__weight=torch.randn(97, 64))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.warns(UserWarning, match=r"model.safetensors holds another lm_head.weight than .*: they are not tied"):
+        config, lazy = models.hf.load(tmp_path)
+    params = ya.materialize(lazy)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(models.of(config).logits(config, params, tokens), expected, atol=2e-4, rtol=0)
+    models.hf.save(tmp_path / "again", config, params)
+    assert_same_bits(ya.materialize(models.hf.load(tmp_path / "again")[1]), params)
 
 
 @pytest.mark.parametrize(

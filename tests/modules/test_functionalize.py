@@ -130,6 +130,23 @@ def test_a_transformer_is_the_module(pools: dict[int, Pool], name: str) -> None:
     pools[2].run(as_the_module, name)
 
 
+@pytest.mark.parametrize("microbatches", [None, 2])
+def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
+    pytest.importorskip("transformers")
+    module, layers, _ = theirs("gpt2")
+    params, model = ya.functionalize(module, layers)
+    step = ya.eval_step(
+        lambda params, batch: cross_entropy(model(params, batch["tokens"]).logits, batch["targets"]),
+        microbatches=microbatches,
+    )
+    batch = {key: value[:0] for key, value in rows(1).items()}
+    text = "mask of argument 1 and targets of argument 1 and tokens of argument 1: no rows on this rank, in this micro"
+    with pytest.raises(RuntimeError, match=text):
+        step(ya.shard(params, None, mesh=one_rank(), precision=F64), batch)
+    with pytest.raises(RuntimeError, match=text):
+        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(ya.materialize(params), batch)
+
+
 def page(mesh: Any, folder: Path) -> None:
     tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(mesh.get_rank()))
     names: dict[str, Any] = {"mesh": mesh, "directory": folder}
@@ -662,13 +679,44 @@ def test_load_into_another_module_is_refused() -> None:
         ValueError, match=r"load_into: layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"
     ):
         ya.load_into(made(width=9), plain)
-    with pytest.raises(ValueError, match=r"load_into: these params have no layers.3.norm.weight"):
-        ya.load_into(made(count=4), plain)
-    with pytest.raises(ValueError, match=r"load_into: layers.beyond its layers"):
-        ya.load_into(made(count=2), plain)
+    for count in (2, 4):
+        text = f"load_into: layers is a stack of 3 layers, and the module has stacks layers of {count}"
+        with pytest.raises(ValueError, match=text):
+            ya.load_into(made(count=count), plain)
     with pytest.raises(ValueError, match=r"load_into: the module has no layers"):
         ya.load_into(nn.Linear(2, 2), plain)
     with pytest.raises(ValueError, match=r"load_into: position is on the meta device"):
         ya.load_into(made().to("meta"), plain)
     with pytest.raises(TypeError, match=r"a state has \.params"):
         ya.load_into(made(), ya.shard(params, None, mesh=one_rank()))
+
+
+def to_other_modules(mesh: Any) -> None:
+    """The module's layers are frozen in turn, and unfrozen again before what was trained goes back, and elsewhere."""
+    module, tx = made(count=4), ya.optim.sgd(0.1)
+    for frozen in ((0, 1), (0, 3), (), (0, 1, 2, 3)):
+        for number, layer in enumerate(module.layers):
+            layer.requires_grad_(number not in frozen)
+        params, model = ya.functionalize(module, "layers")
+        state, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh), tokens_of(mesh.get_rank()))
+        trained = ya.unshard(state.params)
+        module.requires_grad_(True)
+        like_first = [number for number in range(4) if (number in frozen) == (0 in frozen)]
+        others = [number for number in range(4) if number not in like_first]
+        for other in (module, made(count=4), made(count=4)):
+            for again in (state.params, trained):
+                if others:
+                    text = r"load_into: layers.0 is a stack of 2 layers, .* stacks layers of 4, .*, model=model\)"
+                    with pytest.raises(ValueError, match=text):
+                        ya.load_into(other, again)
+                ya.load_into(other, again, model=model)
+                for name in filter(lambda name: name.startswith("layers"), trained):
+                    numbers = like_first if name in ("layers", "layers.0") else others
+                    for number, weight in zip(numbers, trained[name]["up.weight"], strict=True):
+                        compare(other.layers[number].up.weight.detach(), weight, 0, name)
+                compare(model(trained, tokens_of(5)).detach(), other(tokens_of(5)).detach(), 1e-6, "the function")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_load_into_after_unfreezing_and_into_a_fresh_module(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(to_other_modules)

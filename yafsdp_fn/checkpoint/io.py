@@ -123,11 +123,14 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
-def load(directory: Directory, like: ShardedState, *, step: int | None = None) -> tuple[ShardedState, dict[str, Any]]:
+def load(
+    directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
+) -> tuple[ShardedState, dict[str, Any]]:
     """Returns `(state, extra)` from the newest undamaged checkpoint in `directory`, or from that of `step`.
 
-    like: a state with the same parameters and optimizer, on this mesh, of any values; it is donated: its memory becomes
-        the new state's. Dtypes, names and shapes must be those saved; the number of ranks need not.
+    like: a state with the same parameters and optimizer, on this mesh, of any values; it stays as it is. Dtypes, names
+        and shapes must be those saved; the number of ranks need not.
+    donate: the memory of `like` becomes the new state's, which has no room beside it, say
 
     The state's `program` is that of the step that made it, if it fits `like`, else None: `train_step(loss, tx,
     schedule=state.program or schedule)` goes on with it, and so to the same bits.
@@ -142,18 +145,22 @@ def load(directory: Directory, like: ShardedState, *, step: int | None = None) -
     >>> extra
     {'position': 17}
     """
-    return _load(directory, like, step, params_only=False)
+    return _load(directory, like if donate else like.copy(), step, params_only=False)
 
 
-def load_params(directory: Directory, like: ShardedState, *, step: int | None = None) -> ShardedState:
-    """Loads parameters and step only, for inference: `like` keeps its own optimizer state.
+def load_params(
+    directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
+) -> ShardedState:
+    """Loads parameters and step only, for inference: the optimizer state is that of `like`.
+
+    like, donate: as for `load`
 
     >>> _ = ya.checkpoint.save(folder, state)
     >>> teacher = ya.checkpoint.load_params(folder, like=ya.init(params, mesh=mesh, seed=1))   # without an optimizer
     >>> torch.equal(ya.global_norm(teacher.params), ya.global_norm(state.params))
     True
     """
-    return _load(directory, like, step, params_only=True)[0]
+    return _load(directory, like if donate else like.copy(), step, params_only=True)[0]
 
 
 def _load(
@@ -233,6 +240,8 @@ def _stored(
     found = reader.scan(source)
     for name, tensor in tensors.items():
         for key, shape in (recuts[name].shapes if name in recuts else {name: tuple(tensor.shape)}).items():
+            if 0 in shape:  # of a unit without elements no rank has written anything
+                found.setdefault(key, reader.Stored(key, tensor.dtype, shape, ()))
             have = (found[key].dtype, found[key].shape) if key in found else None
             if have != (tensor.dtype, shape):
                 raise CheckpointError(f"{source / reader.INDEX}: {key} is {have}, expected {(tensor.dtype, shape)}")

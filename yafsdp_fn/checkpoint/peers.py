@@ -82,8 +82,8 @@ class PeerMemory(Saver):
     def load(self, like: ShardedState) -> tuple[ShardedState, dict[str, Any]] | None:
         """Returns `(state, extra)` of the newest step whose parts are all undamaged on some host, or None.
 
-        like: as for `checkpoint.load`. The mesh and its stages must be those that saved; copies of others are not
-            found
+        like: as for `checkpoint.load` with `donate=True`. The mesh and its stages must be those that saved; copies of
+            others are not found
         """
         self.wait()
         like, ranks = like.check(), AllRanks(self._group)

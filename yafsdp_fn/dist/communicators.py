@@ -17,6 +17,7 @@ this rank, on another one, or of a collective that never ends:
     elsewhere, alone, or in a collective   ranks are out of step: `lost` says why, and every later use is refused
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -441,6 +442,8 @@ class Communicators(Groups):
             self.lost = f"this rank failed, and stages are never at one place ({place})"
             self._abandon()
             return
+        if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
+            self._say(place, error)
         self.drain()
         # ranks that disagree have compared notes: nothing of it was issued
         broken = isinstance(error, CommunicationError) and not isinstance(error, RanksDisagree)
@@ -455,6 +458,13 @@ class Communicators(Groups):
         if broken or not together:
             alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
             self.lost = f"{alone} ({place})"
+
+    def _say(self, place: str, error: BaseException) -> None:
+        """Prints what failed, since the exception is raised only when the others have been waited for."""
+        what = f"rank {self.world_rank} of {self.world}, {place}: {type(error).__name__}: {error}"
+        seconds = self.abort_timeout.total_seconds()
+        text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
+        print(text, file=sys.stderr, flush=True)
 
     def _abandon(self) -> None:
         """Stops waiting for work under way."""

@@ -187,7 +187,7 @@ class Groups(Ranks):
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
         timeout = timeout_of(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
         self.timeout = timeout
-        short = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
+        self.abort_timeout = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
         backend, control = "gloo", "gloo"
         if self.device.type == "cuda":
             backend = "nccl"
@@ -221,7 +221,7 @@ class Groups(Ranks):
         if self.stages > 1 and self.along:
             of_stages = self._places.ranks.flatten(1).tolist()
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
-        self.abort_group = _group(everyone, short, control, "abort")
+        self.abort_group = _group(everyone, self.abort_timeout, control, "abort")
 
     def _group_of(self, subgroups: list[list[int]], name: str) -> Group:
         """Makes a group for each of `subgroups` of each copy, and returns that of this rank."""

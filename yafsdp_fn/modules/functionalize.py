@@ -301,11 +301,13 @@ def _check(tree: Tree, what: str) -> None:
 
 
 @torch.no_grad()
-def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
+def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functionalized | None = None) -> None:
     """Writes `params` into the parameters of `module`, in their dtypes; adapters (`ya.lora`) are added to weights.
 
     module: the one that `functionalize` has read, or another of the same class and config
     params: of a state (every rank must call, and each writes into its own module), or plain tensors
+    model: the function that `functionalize` returned with these params. It knows which layers a stack is of; without
+        it they are those that the module has now, which are others if some have been frozen or unfrozen since
 
     Only one layer, or one module beside the layers, is whole at a time. Raises TypeError or ValueError, naming the
     parameter, if one is missing, of another shape, or without memory; before anything is gathered if names tell.
@@ -330,8 +332,14 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
     if odd := next((name for name in params if name not in modules and name not in target), None):
         raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
     left = {id(param): name for name, param in target.items()}
-    lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
-    stacks = [kind for name, part in lists.items() for kind in kinds_of(part, name).items()]
+    if model is None:
+        lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
+        stacks = [(unit, tuple(of)) for name, part in lists.items() for unit, of in kinds_of(part, name).items()]
+    else:
+        stacks = [(unit, stack.layers) for unit, stack in model._tree.stacks.items()]
+    layers_of = {
+        name: _layers(name, unit, stacks, target) for name, unit in params.items() if _is_stack(name, unit, target)
+    }
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
@@ -346,26 +354,34 @@ def load_into(module: nn.Module, params: Mapping[str, Tree]) -> None:
             left.pop(id(target[name]), None)
 
     for name, unit in params.items():
-        if not _is_stack(name, unit, target):
+        if name in layers_of:
+            layers = iter(layers_of[name])
+            map_whole_layers(lambda weights, layers=layers: write(next(layers), weights), unit)
+        else:
             write(name, without_markers(unshard(unit)))
-            continue
-        layers: list[str] = []
-
-        def write_layer(weights: Tree, name: str = name, layers: list[str] = layers) -> None:
-            if not layers:
-                known = (list(parts) for unit, parts in stacks if unit == name and _has(parts, weights))
-                layers += [*next(known, []), f"{name}.beyond its layers"]
-            write(layers.pop(0) if len(layers) > 1 else layers[0], weights)
-
-        map_whole_layers(write_layer, unit)
     if left:
         raise ValueError(f"load_into: these params have no {next(iter(left.values()))}; give all of a state's params")
 
 
-def _has(layers: Mapping[str, nn.Module], weights: Mapping[str, Any]) -> bool:
-    """Returns whether these layers have the parameters of one."""
-    names = {name for name, _ in next(iter(layers.values())).named_parameters(remove_duplicate=False)}
-    return names >= set(weights)
+def _layers(
+    name: str, unit: Tree, stacks: Sequence[tuple[str, tuple[str, ...]]], target: Mapping[str, Tensor]
+) -> tuple[str, ...]:
+    """Returns the names of the layers that a stack is of. stacks: those of the module; target: its parameters"""
+    if isinstance(unit, Sharded):
+        keys, count = unit.entry.spec.entries(), unit.entry.length
+    else:
+        whole = without_markers(unit)
+        keys, count = list(whole), len(optree.tree_leaves(whole)[0])
+    known = [layers for of, layers in stacks if of == name and all(join(layers[0], key) in target for key in keys)]
+    found = next((layers for layers in known if len(layers) == count), None)
+    if found is None:
+        has = ", ".join(f"{of} of {len(layers)}" for of, layers in stacks)
+        raise ValueError(
+            f"load_into: {name} is a stack of {count} layers, and the module has stacks {has}. "
+            "Layers that require grad are a stack apart from those that do not: if that has changed since "
+            "ya.functionalize, or in this module, pass its function, too: load_into(module, params, model=model)"
+        )
+    return found
 
 
 def _is_stack(name: str, unit: Tree, target: Mapping[str, Tensor]) -> bool:

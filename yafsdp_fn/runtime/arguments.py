@@ -111,7 +111,11 @@ class Arguments:
             owner = self.constants[0].owner
             own = lambda node: node.run_by(runner) if is_sharded(node) and node.owner is owner else node  # noqa: E731
             whole = optree.tree_map(own, whole, is_leaf=is_sharded)
-        return self.on(nodes, whole)
+        try:
+            return self.on(nodes, whole)
+        except Exception as error:
+            _note_missing_rows(error, whole)
+            raise
 
     def on(self, nodes: Sequence[Any], whole: Any = None) -> Any:
         """Calls the function on `nodes` for the differentiated arguments, and the rest or a part of it."""
@@ -146,6 +150,17 @@ def argument_name(accessor: optree.PyTreeAccessor) -> str:
     """Returns the name that errors use for a leaf of `(positional, keyword)` arguments."""
     within = dotted(accessor[2:])
     return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"
+
+
+def _note_missing_rows(error: Exception, rest: Any) -> None:
+    """Adds to an error which arguments have no rows: most modules cannot do without, and torch names no argument."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(rest, is_leaf=is_sharded)
+    named = zip(accessors, leaves, strict=True)
+    if empty := [argument_name(accessor) for accessor, leaf in named if _is_cut(leaf) and not len(leaf)]:
+        error.add_note(
+            f"{' and '.join(empty)}: no rows on this rank, in this microbatch. Does the loss take that? If not, give "
+            "each rank and microbatch some, with targets or weights that do not count"
+        )
 
 
 def zero(leaf: Tensor) -> Tensor:
