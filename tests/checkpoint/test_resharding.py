@@ -313,18 +313,18 @@ def test_missing_truncated_and_damaged_checkpoints_are_named_on_every_rank(pools
     for error in pools[2].errors(loading_fails, str(tmp_path / "none"), "missing"):
         assert "found no checkpoint" in error
     pools[2].run(saved, str(tmp_path), FP32)
-    file = tmp_path / "step-00000003" / "__1_0.distcp"
+    file = tmp_path / "step-00000003" / "rank-00001.safetensors"
     size = file.stat().st_size
     file.write_bytes(bytes(size))
     for error in pools[2].errors(loading_fails, str(tmp_path), "damaged"):
         assert "Damaged: checking step-00000003: rank 0: " in error, error
-        assert f"__1_0.distcp ({size:,} bytes) is not what was written" in error, error
+        assert f"rank-00001.safetensors ({size:,} bytes) is not what was written" in error, error
     os.truncate(file, size - 1)
     for error in pools[2].errors(loading_fails, str(tmp_path), "truncated"):
-        assert f"__1_0.distcp ({size - 1:,} bytes) is not what was written" in error, error
+        assert f"rank-00001.safetensors ({size - 1:,} bytes) is not what was written" in error, error
     file.unlink()
     for error in pools[2].errors(loading_fails, str(tmp_path), "missing"):
-        assert "__1_0.distcp is missing" in error, error
+        assert "rank-00001.safetensors is missing" in error, error
 
 
 def loads_an_earlier_one(mesh: Any, directory: str) -> int:

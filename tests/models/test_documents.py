@@ -78,7 +78,10 @@ def test_documents_of_another_shape_are_refused() -> None:
     ("keys", "text"),
     [
         (("tokens", "targets", "document"), "document: a loss of models reads tokens, targets and documents"),
-        (("tokens", "targets", "position_ids", "attention_mask"), "attention_mask, position_ids: a loss of models reads"),
+        (
+            ("tokens", "targets", "position_ids", "attention_mask"),
+            "attention_mask, position_ids: a loss of models reads",
+        ),
         (("tokens", "targets", "places"), "places: a loss of models reads tokens, targets and documents"),
         (("input_ids", "targets"), "the batch has input_ids: a loss of models reads"),
         (("tokens", "documents"), "the batch has no targets: a loss of models reads tokens, targets and documents"),

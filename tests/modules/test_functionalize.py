@@ -144,7 +144,9 @@ def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
     with pytest.raises(RuntimeError, match=text):
         step(ya.shard(params, None, mesh=one_rank(), precision=F64), batch)
     with pytest.raises(RuntimeError, match=text):
-        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(ya.materialize(params), batch)
+        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(
+            ya.materialize(params), batch
+        )
 
 
 def page(mesh: Any, folder: Path) -> None:
