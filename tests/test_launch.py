@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def test_in_a_process_of_its_own() -> None:
     """A fork of a test's worker, which has the threads and groups of all tests before, has ended that worker."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
     status, said = forked.run([*command, "-k", "not process_of_its", __file__], env=os.environ | {ALONE: "1"}, cwd=ROOT)
-    assert status == 0 and "5 passed" in said, said
+    assert status == 0 and "12 passed" in said, said
 
 
 def train(rows: torch.Tensor) -> dict[str, Any]:
@@ -107,9 +109,160 @@ def test_a_killed_rank_and_what_cannot_be_sent_are_said(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.5)
     with pytest.raises(ya.errors.RankFailed, match=r"rank 1 of 2 was lost; rank 0 (then|was) .*\n.*ended by SIGKILL"):
         ya.launch(one_is_killed, ranks=2)
+    with pytest.raises(ya.errors.RankFailed, match="rank 0 of 1 was lost\nits process was ended by exit status 0"):
+        ya.launch(os._exit, 0, ranks=1)
     others = r"rank [01] (the same|was ended)"
     with pytest.raises(ya.errors.RankFailed, match=rf"raised .*; {others}\nits result, a function, cannot be sent"):
         ya.launch(lambda: lambda: None, ranks=2)
+
+
+LINES = 200_000
+
+
+def print_many() -> int:
+    for line in range(LINES):
+        print(line)
+    return LINES
+
+
+class Broken:
+    """A place to print to that takes one line."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def write(self, text: str) -> None:
+        if self.said:
+            raise OSError("nobody reads")
+        self.said.append(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@alone
+def test_ranks_go_on_where_printing_here_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", sink := Broken())
+    with pytest.warns(UserWarning, match="what ranks printed is lost in part, since printing it .* nobody reads"):
+        assert ya.launch(print_many, ranks=2) == [LINES, LINES]
+    assert sink.said == ["0\n"]
+
+
+class Late:
+    """A place to print to that takes nothing before a rank has ended, and for some time afterwards."""
+
+    def __init__(self, rank: Path) -> None:
+        self.said: list[str] = []
+        self._rank = rank
+
+    def write(self, text: str) -> None:
+        while not self.said and running([self._rank]):
+            time.sleep(0.01)
+        time.sleep(0 if self.said else 0.5)
+        self.said.append(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def running(files: list[Path]) -> list[int]:
+    """Returns the processes that are left of those that these files name."""
+    return [int(text) for file in files if file.exists() and Path(f"/proc/{(text := file.read_text())}").exists()]
+
+
+@alone
+def test_all_that_ranks_print_is_passed_on_however_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys.modules["yafsdp_fn.launch"], "GRACE", 0.05)
+    monkeypatch.setattr(sys, "stdout", sink := Late(tmp_path / "rank"))
+
+    def speak() -> None:
+        (tmp_path / "rank").write_text(str(os.getpid()))
+        print("\n".join(map(str, range(1000))), end="")
+        holds_the_pipe = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "other").write_text(str(holds_the_pipe.pid))
+
+    ya.launch(speak, ranks=1)
+    os.kill(int((tmp_path / "other").read_text()), signal.SIGKILL)
+    assert "".join(sink.said).split() == list(map(str, range(1000)))
+
+
+@alone
+@pytest.mark.parametrize("second", ["start", "kill", "join"])
+def test_no_rank_is_left_by_an_interrupt_anywhere(second: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first comes while ranks run, the second within a call that starts or ends them."""
+    files = [tmp_path / "0", tmp_path / "1"]
+
+    def wait() -> None:
+        (tmp_path / "new").write_text(str(os.getpid()))
+        (tmp_path / "new").rename(files[int(os.environ["RANK"])])
+        if second != "start" and os.environ["RANK"] == "1":
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(600)
+
+    original = getattr(BaseProcess, second)
+
+    def interrupted(process: BaseProcess, *args: Any) -> None:
+        original(process, *args)
+        while second == "start" and not files[0].exists():
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, second, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ya.launch(wait, ranks=2)
+    left = running(files)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert files[0].exists() and not left
+
+
+def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
+    """`python x.py | head -1`"""
+    script = tmp_path / "prints.py"
+    script.write_text(
+        "import sys, yafsdp_fn as ya\nfrom tests.test_launch import print_many\n"
+        "print(ya.launch(print_many, ranks=2), file=sys.stderr)\n"
+    )
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, script], env=environment, **both) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "0\n"
+            process.stdout.close()
+            process.wait(60)
+            assert f"[{LINES}, {LINES}]" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+@alone
+def test_started_by_torchrun_it_runs_as_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork has all of torchrun's environment but the name of its run."""
+
+    def rank() -> tuple[int, int]:
+        return ya.mesh(device="cpu").get_rank(), os.getpid()
+
+    def script() -> Any:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        again = ya.launch(lambda: torch.ones(int(os.environ["RANK"])), ranks=2)
+        return os.getpid(), ya.launch(rank, ranks=2), [len(each) for each in again]
+
+    (first, one, other), (second, *same) = ya.launch(script, ranks=2)
+    assert [one, other] == same and one == [(0, first), (1, second)] and other == [0, 1]
+    with pytest.raises(ya.errors.RankFailed, match=r"rank [01] of 2 that torchrun has started: expected ranks=2"):
+        ya.launch(lambda: (os.environ.update(TORCHELASTIC_RUN_ID="none"), ya.launch(rank, ranks=3)), ranks=2)
+
+
+@pytest.mark.nightly
+def test_a_script_that_ends_with_launch_is_started_by_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import yafsdp_fn as ya\nprint('all:', ya.launch(lambda: ya.mesh(device='cpu').get_rank(), ranks=2))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.stdout.splitlines() == ["all: [0, 1]"] * 2, ran.stderr
 
 
 def test_what_cannot_be_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import yafsdp_fn as ya
@@ -27,6 +28,19 @@ def test_the_face_is_small() -> None:
     as_in_jax = {"psum", "pmax", "all_gather", "psum_scatter", "all_to_all", "ppermute", "axis_index", "axis_size"}
     assert len(set(ya.__all__) - as_in_jax) <= 53 and as_in_jax <= set(ya.__all__)
     assert {"errors", "params", "planner", "schedules", "timeline", "optim", "checkpoint"} <= set(ya.__all__)
+
+
+def test_a_name_that_is_elsewhere_or_misspelt_is_named() -> None:
+    meant = {"remat": "schedules.remat", "trace": "planner.trace", "adamw": "optim.adamw", "train_setp": "train_step"}
+    for name, place in meant.items():
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'; did you mean ya\.{place}\?"):
+            getattr(ya, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'unlike_all'$"):
+        _ = ya.unlike_all
+    assert not hasattr(ya, "__wrapped__")
+    with pytest.raises(AttributeError) as misspelt:
+        _ = ya.planner.simulat
+    assert misspelt.value.name == "simulat" and misspelt.value.obj is ya.planner  # Python adds "did you mean" by these
 
 
 WITHOUT_TORCH = """

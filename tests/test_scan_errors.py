@@ -114,3 +114,19 @@ def test_an_error_between_visits_is_of_none() -> None:
         ya.value_and_grad(loss)(params)
     (note,) = caught.value.__notes__
     assert note == "rank 0 of 1, after forward of s[3] (visit 3, microbatch 0, step 0)"
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_arguments_in_another_order_are_refused_by_every_verb(sharded: bool) -> None:
+    params = states()[not sharded]
+    f, got = (lambda *args: None), r"the function comes first, got "
+    calls: dict[str, Any] = {
+        r"apply\(f, unit, \*args\)": lambda: ya.apply(params, f, torch.ones(2)),
+        r"scan\(f, carry, xs\)": lambda: ya.scan(params, f, torch.ones(2)),
+        "train_step, eval_step, grad and planner.trace": lambda: ya.train_step(TX, f),
+        "train_step, eval_step, grad and planner": lambda: ya.grad(params),
+        "train_step, eval_step, grad": lambda: ya.planner.trace(params, f, torch.ones(2)),  # type: ignore[arg-type]
+    }
+    for verb, call in calls.items():
+        with pytest.raises(TypeError, match=f"{verb}.*: {got}"):
+            call()

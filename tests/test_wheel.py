@@ -1,8 +1,7 @@
 """Wheel and sdist are built, and the README's first code runs where the wheel alone is installed.
 
-The environment is new and finds nothing of the repository. torch is not installed there again: a `.pth` file, behind
-what is installed, points at the packages of the interpreter that runs the tests; so this does not look at dependencies
-being complete, only at their names.
+The environment is new, and finds nothing of the repository, and of the packages that are here only those that the wheel
+asks for, and what these ask for: they are not installed again, but linked to.
 """
 
 from __future__ import annotations
@@ -11,14 +10,16 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from email import message_from_bytes
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.harness.readme import FIRST
 
@@ -56,23 +57,54 @@ def test_wheel_and_sdist_hold_the_library_its_licence_and_its_name(built: tuple[
     assert not [name for name in inside if name.startswith(("tests/", "train/", "models/"))]
 
 
+def needed(asked: Iterable[str]) -> dict[str, Distribution]:
+    """Returns the distributions here that these requirements ask for, and those that they ask for in turn, by name."""
+    found: dict[str, Distribution] = {}
+    wanted = [Requirement(line) for line in asked]
+    while wanted:
+        requirement = wanted.pop()
+        if requirement.name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        found[requirement.name] = distribution(requirement.name)
+        wanted += map(Requirement, found[requirement.name].requires or [])
+    return found
+
+
+CHECKPOINT = """
+def save_and_load():
+    state = ya.init(params, tx, mesh=ya.mesh(), seed=0)
+    ya.checkpoint.save("checkpoints", state)
+    return ya.checkpoint.load("checkpoints", like=state)[0].step
+
+print("loaded:", ya.launch(save_and_load, ranks=2))
+"""
+
+
 @pytest.mark.nightly
-def test_the_first_code_of_the_readme_runs_on_the_wheel_alone(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_first_code_of_the_readme_runs_on_the_wheel_and_what_it_asks_for(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
     wheel, _ = built
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     python = tmp_path / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
     subprocess.run([*pip, str(wheel)], check=True)
-    (site / "torch_is_there.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    (tmp_path / "first.py").write_text(FIRST)
+    (metadata,) = site.glob("yafsdp_fn-*.dist-info")
+    for needs in needed(Distribution.at(metadata).requires or []).values():
+        for name in {file.parts[0] for file in needs.files or []} - {"..", "__pycache__"}:
+            if not (site / name).exists():
+                (site / name).symlink_to(str(needs.locate_file(name)))
+    (tmp_path / "first.py").write_text(FIRST + CHECKPOINT)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     alone = {"cwd": tmp_path, "env": environment | {"CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True}
-    where = subprocess.run([python, "-c", "import yafsdp_fn; print(yafsdp_fn.__file__)"], **alone)  # type: ignore[call-overload]
-    assert Path(where.stdout.strip()).is_relative_to(site), where.stderr
+    look = "import importlib.util, yafsdp_fn; print(yafsdp_fn.__file__, importlib.util.find_spec('pytest'))"
+    where, other = subprocess.run([python, "-c", look], **alone).stdout.split()  # type: ignore[call-overload]
+    assert Path(where).is_relative_to(site) and other == "None"
     ran = subprocess.run([python, "first.py"], **alone)  # type: ignore[call-overload]
     assert ran.returncode == 0, ran.stderr
     losses = re.findall(r"^(\d) ranks: (\d+\.\d+)$", ran.stdout, re.M)
     assert [ranks for ranks, _ in losses] == ["1", "2"] and 4 < float(losses[0][1]) < 7
     assert float(losses[0][1]) == pytest.approx(float(losses[1][1]), abs=2e-4)
     assert "program of" in ran.stdout and "gather layers[7] -> slot" in ran.stdout
+    assert "loaded: [0, 0]" in ran.stdout and not ran.stderr, ran.stderr

@@ -1,5 +1,6 @@
 """yafsdp_fn: sharded training of stacked models as functions, with the schedule as data."""
 
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -48,11 +49,18 @@ if TYPE_CHECKING or find_spec("torch"):
     from yafsdp_fn.transform import eval_step, functional_loss, grad, value_and_grad
 
 
+_MODULES = ("schedules", "planner", "optim", "params", "timeline")
+
+
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "errors"):  # checkpoints take their time to import
         return import_module(f"yafsdp_fn.{name}")
-    missing = " without torch, which is not installed" if name in __all__ else ""
-    raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}{missing}")
+    if name in __all__:
+        raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r} without torch, which is not installed")
+    meant = [f"ya.{module}.{name}" for module in _MODULES if name in getattr(globals().get(module), "__all__", ())]
+    meant = meant or [f"ya.{near}" for near in get_close_matches(name, __all__, 1)]
+    hint = f"; did you mean {meant[0]}?" if meant else ""
+    raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

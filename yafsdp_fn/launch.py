@@ -5,10 +5,12 @@
 
 A fork has the function whether or not it has a name: one of a script needs no `if __name__ == "__main__"`, and one of a
 notebook's cell no file. This process serves the store at which ranks meet, so a rank may end as soon as it is done.
+Only `launch` and what runs in the fork know torch; starting, watching and ending processes needs the standard library.
 """
 
 import atexit
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -19,13 +21,15 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from multiprocessing import connection
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from yafsdp_fn.dist.store import rendezvous_store
 from yafsdp_fn.util.torch_private import cuda_is_lost, end_with_parent, forget_groups
 
 Result = TypeVar("Result")
@@ -33,7 +37,9 @@ Result = TypeVar("Result")
 GRACE = 2.0
 """Seconds that other ranks may go on after one has failed: they notice as soon as it has ended, and may say more."""
 LOOK = 0.2
-"""Seconds between two looks at processes that neither say nor answer anything."""
+"""Seconds between two looks at processes that neither say nor answer anything, and at Ctrl-C."""
+END = "\0the rank has ended\0"
+"""The end of what a rank prints: processes that it has started may hold its pipe open, and print more."""
 
 CUDA_IS_LOST = (
     "ya.launch: this process has asked CUDA for something already (a tensor, ya.mesh(), torch.cuda.is_available()), "
@@ -75,9 +81,14 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
     thread (pools of threads do not outlive a fork), and what it prints appears here, line by line. Results come back as
     `torch.save` writes them, tensors to the CPU.
 
+    In a process that torchrun has started, which is a rank already, it calls the function there, and returns the same
+    list on every rank: a script that ends with `ya.launch(...)` can be started either way. `ranks` is then the number
+    that torchrun was given, over all machines.
+
     Raises RankFailed where a rank raised or was killed, with the traceback of the one that was first; the others are
-    ended two seconds later. RuntimeError where this process is a rank itself, or runs where there is no fork (Windows);
-    ValueError for numbers of ranks that cannot be. Ranks raise where CUDA has been used here.
+    ended two seconds later. RuntimeError where this process is a rank of another launcher, or torchrun has started
+    another number, or where there is no fork (Windows); ValueError for numbers of ranks that cannot be. Ranks raise
+    where CUDA has been used here.
 
     >>> ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2)
     [2, 2]
@@ -87,41 +98,85 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"launch(ranks={ranks!r}): expected the number of ranks to start, 1 or more")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        here = f"rank {os.environ.get('RANK', '?')} of {os.environ['WORLD_SIZE']}"
-        raise RuntimeError(f"ya.launch starts ranks, and this process is {here} itself: call it once")
+        return _loaded(_as_rank(function, args, ranks))
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("ya.launch forks this process, which this system cannot do: start a script by torchrun")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     started: list[_Rank] = []
     try:
-        for rank in range(ranks):
-            started.append(_start(function, args, _environment(rank, ranks, store.port)))
-        readers = [threading.Thread(target=_pass_on, args=of, daemon=True) for each in started for of in each.prints]
-        for reader in readers:
-            reader.start()
-        answers = _wait(started)
+        answers = _answers_of(function, args, [_environment(rank, ranks, store.port) for rank in range(ranks)], started)
+        _finish([printed for each in started for printed in each.prints])
     finally:
         for each in started:
-            each.process.kill()
-            each.process.join()
-            each.pipe.close()
-    for reader in readers:
-        reader.join(GRACE)  # a process that a rank has started may go on, and print
+            each.close()
     if any(answer.result is None for answer in answers.values()):
         raise _failure(answers, ranks)
-    results = [io.BytesIO(answers[rank].result or b"") for rank in range(ranks)]
-    return [torch.load(result, map_location="cpu", weights_only=False) for result in results]
+    return _loaded([answers[rank].result or b"" for rank in range(ranks)])
+
+
+def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> list[bytes]:
+    """Returns what the function returned on every rank that torchrun has started, this one among them."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+    here = f"this process is rank {rank} of {world}"
+    # forks of `launch` have a store that outlives them, too, but no run of torchrun
+    if not dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError(f"ya.launch starts ranks, and {here} itself: call it once, or the function alone")
+    if ranks != world:
+        raise RuntimeError(f"launch(ranks={ranks}): {here} that torchrun has started: expected ranks={world}")
+    torch.save(function(*args), buffer := io.BytesIO())
+    store = rendezvous_store(timedelta(days=1))["store"]
+    call = store.add(f"launches of rank {rank}", 1)
+    keys = [f"launch {call}, rank {each}" for each in range(world)]
+    store.set(keys[rank], buffer.getvalue())
+    store.wait(keys, timedelta(days=1))  # torchrun ends this rank where another has failed
+    return [store.get(key) for key in keys]
+
+
+def _loaded(results: Sequence[bytes]) -> list[Any]:
+    return [torch.load(io.BytesIO(result), map_location="cpu", weights_only=False) for result in results]
 
 
 # ---- here: a rank's process, and what comes from it
 
 
+class _Printed:
+    """A pipe for what a rank prints into one of its files, and where to it is passed on.
+
+    lost: the error of that place, which gets nothing more then; passed: set when the end has come
+    """
+
+    def __init__(self, sink: Any) -> None:
+        read, write = os.pipe()
+        self.read = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115
+        self.write, self._sink = open(write, "wb", buffering=0), sink  # noqa: SIM115
+        self.lost: Exception | None = None
+        self.passed = threading.Event()
+
+    def pass_on(self) -> None:
+        """Passes on lines. Where the sink raises, it reads on: the rank would wait for ever, its pipe being full."""
+        with self.read:
+            for line in self.read:
+                text, end, _ = line.partition(END)
+                try:
+                    if text and self.lost is None:
+                        print(text, end="", file=self._sink, flush=True)
+                except Exception as error:
+                    self.lost = error
+                if end:
+                    self.passed.set()
+
+
 class _Rank(NamedTuple):
-    """A process, the pipe of its answer, and pairs of what it prints and where to."""
+    """A process, the pipe of its answer, and what it prints into its two files."""
 
     process: Any
     pipe: Any
-    prints: list[tuple[IO[str], Any]]
+    prints: tuple[_Printed, _Printed]
+
+    def close(self) -> None:
+        """Closes this process's ends, but for those that threads read to their end."""
+        for end in (self.pipe, *(printed.write for printed in self.prints)):
+            end.close()
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -138,33 +193,84 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _start(function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> _Rank:
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[Callable[[], None]]:
+    """Only notes Ctrl-C while ranks run, and yields a function that lets it interrupt, for places where nothing is half
+    done: one that comes while ranks are started, or a second one while they are ended, would leave some running."""
+    before, noted = signal.getsignal(signal.SIGINT), list[Any]()
+
+    def let_interrupt() -> None:
+        if noted and callable(before):
+            before(*noted.pop())
+
+    if threading.current_thread() is not threading.main_thread() or not callable(before):  # it interrupts nothing here
+        yield let_interrupt
+        return
+    signal.signal(signal.SIGINT, lambda *received: noted.append(received))
+    try:
+        yield let_interrupt
+    finally:
+        signal.signal(signal.SIGINT, before)
+    let_interrupt()
+
+
+def _answers_of(
+    function: Callable[..., Any], args: tuple[Any, ...], environments: Sequence[dict[str, str]], started: list[_Rank]
+) -> dict[int, Answer]:
+    """Starts a rank in each environment, and returns answers by rank, as `_wait` does. All have ended then."""
+    with _no_interrupts() as let_interrupt:
+        try:
+            for environment in environments:
+                started.append(_start(function, args, environment, started))
+                let_interrupt()
+            for printed in (printed for each in started for printed in each.prints):
+                threading.Thread(target=printed.pass_on, daemon=True).start()
+            return _wait(started, let_interrupt)
+        finally:
+            for each in started:
+                each.process.kill()
+            for each in started:
+                each.process.join()
+
+
+def _start(
+    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], before: Sequence[_Rank]
+) -> _Rank:
     ours, theirs = multiprocessing.Pipe(duplex=False)
-    prints = [os.pipe(), os.pipe()]
-    every = (function, args, environment, os.getpid(), theirs, [fd for _, fd in prints])
+    prints = _Printed(sys.stdout), _Printed(sys.stderr)
+    # a rank that kept them could not be told that nobody reads what it or another one writes
+    inherited: list[Any] = [ours, *(each.pipe for each in before)]
+    for printed in (*prints, *(printed for each in before for printed in each.prints)):
+        inherited += [printed.read, printed.write]
+    every = (function, args, environment, os.getpid(), theirs, prints, inherited)
     process = multiprocessing.get_context("fork").Process(target=_run, args=every)
     with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     theirs.close()  # else the next fork would have it, and the end of this one would not be seen
-    for _, fd in prints:
-        os.close(fd)
-    sinks = zip(prints, (sys.stdout, sys.stderr), strict=True)
-    return _Rank(process, ours, [(open(fd, errors="replace"), sink) for (fd, _), sink in sinks])
+    return _Rank(process, ours, prints)
 
 
-def _pass_on(said: IO[str], sink: Any) -> None:
-    with said:
-        for line in said:
-            print(line, end="", file=sink, flush=True)
+def _finish(prints: Sequence[_Printed]) -> None:
+    """Waits until all that ended ranks have printed is passed on. Warns where it was not."""
+    for printed in prints:
+        printed.write.write(f"{END}\n".encode())
+    for printed in prints:
+        printed.passed.wait()
+    if lost := [printed.lost for printed in prints if printed.lost is not None]:
+        error = f"{type(lost[0]).__name__}: {lost[0]}"
+        warnings.warn(
+            f"ya.launch: what ranks printed is lost in part, since printing it here raised {error}", stacklevel=3
+        )
 
 
-def _wait(started: Sequence[_Rank]) -> dict[int, Answer]:
+def _wait(started: Sequence[_Rank], let_interrupt: Callable[[], None]) -> dict[int, Answer]:
     """Returns the answers by rank, of all, or of those that come soon after one has failed."""
     answers: dict[int, Answer] = {}
     until = float("inf")
     while len(answers) < len(started) and time.monotonic() < until:
         connection.wait([each.pipe for rank, each in enumerate(started) if rank not in answers], LOOK)
+        let_interrupt()
         for rank, each in enumerate(started):
             if rank not in answers and (answer := _look(each)) is not None:
                 answers[rank] = answer
@@ -215,25 +321,30 @@ def _run(
     environment: dict[str, str],
     parent: int,
     pipe: Any,
-    prints: Sequence[int],
+    prints: Sequence[_Printed],
+    inherited: Sequence[Any],
 ) -> None:
-    """Runs the function as a rank. Never returns, into what is the parent's."""
+    """Runs the function as a rank. Never returns, into what is the parent's. inherited: to be closed here"""
+    status = 1
     try:
         end_with_parent(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its ranks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for at, fd in enumerate(prints, start=1):
-            os.dup2(fd, at)
-            os.close(fd)
+        for at, printed in enumerate(prints, start=1):
+            os.dup2(printed.write.fileno(), at)
+        for each in inherited:
+            each.close()
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, "utf-8", "replace") for fd in (1, 2))
         os.environ.update(environment)
         atexit._clear()  # what the parent is to do when it ends
         kept = forget_groups()  # noqa: F841, until the end
+        gc.freeze()  # garbage of the parent, freed here, may wait for its threads: so it was after an interrupt
         torch.set_num_threads(1)
         pipe.send(_answer(function, args))
+        status = 0
         atexit._run_exitfuncs()  # others see in the store that this rank has ended well
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> Answer:

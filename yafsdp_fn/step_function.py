@@ -25,7 +25,7 @@ from yafsdp_fn import optim
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.micro_shards import micro_shard_seed
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, must_be_function
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import OptimizerMemory
 from yafsdp_fn.runtime import consistency
@@ -38,7 +38,7 @@ from yafsdp_fn.runtime.pipeline import Segment, StageResults, must_be_same, smoo
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
-from yafsdp_fn.runtime.reductions import Mean, as_mean
+from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.session import Session, Step
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
@@ -76,6 +76,7 @@ class StepFunction:
         skip_nonfinite: bool = False,
         graphs: bool = False,
     ) -> None:
+        must_be_function(fun, "train_step, eval_step, grad and planner.trace")
         if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
@@ -417,7 +418,8 @@ def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
         if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
             raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
         out, aux = out
-    return as_mean(out, depends=depends), aux
+    mean = as_mean(out, depends=depends)
+    return mean, of_tensors(aux, mean.total.device)
 
 
 def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:

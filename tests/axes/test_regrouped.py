@@ -17,7 +17,7 @@ from tests.axes.test_exact import FLOAT64, optimizer
 from tests.axes.test_llama import SIZE, TENSOR, S
 from tests.axes.test_states import equal, whole
 from tests.harness.pool import Pool
-from yafsdp_fn.checkpoint import CheckpointError, PeerMemory, load, load_params, save
+from yafsdp_fn.checkpoint import CheckpointError, load, load_params, save
 
 OF = Options(frozen=True)
 
@@ -53,11 +53,6 @@ def there_and_back(_: Any, folder: str) -> None:
         only = ya.init(TREES["split"](), ya.optim.identity(), mesh=state.mesh, precision=FLOAT64, seed=1)
         equal(ya.unshard(load_params(f"{folder}/{number}", only)), want[0])
     state, _ = ya.train_step(loss_of(OF), optimizer())(state, batch)  # goes on
-    # copies in memory are of units as they are
-    with PeerMemory(Path(folder) / f"memory of {state.mesh.get_rank()}") as peers:
-        peers.save(state)
-        assert peers.load(ya.init(grouped(), optimizer(), mesh=state.mesh, precision=FLOAT64)) is None
-        assert peers.load(ya.init(params(OF), optimizer(), mesh=state.mesh, precision=FLOAT64)) is not None
 
 
 def test_leaves_are_found_by_name(pools: dict[int, Pool], tmp_path: Path) -> None:

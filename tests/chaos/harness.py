@@ -317,9 +317,8 @@ def campaign(
 
 def compare(unbroken: Path, other: Path) -> None:
     """Losses, norms and rates of each step, and every tensor of the last checkpoint."""
+    from safetensors.torch import load_file
     from torch import equal
-
-    from yafsdp_fn.checkpoint import reader
 
     def numbers(folder: Path) -> list[Any]:
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
@@ -328,12 +327,12 @@ def compare(unbroken: Path, other: Path) -> None:
     if numbers(unbroken) != numbers(other):
         raise Wrong(f"{other}: other losses than the unbroken run's")
     tensors = [
-        reader.scan(found)
+        {f"{path.name}: {name}": part for path in found.glob("*.safetensors") for name, part in load_file(path).items()}
         for found in map(checkpoint.latest, (unbroken / "checkpoints", other / "checkpoints"))
         if found
     ]
     if len(tensors) != 2 or tensors[0].keys() != tensors[1].keys() or not tensors[0]:
         raise Wrong(f"{other}: other tensors than the unbroken run's")
-    for name, stored in tensors[0].items():
-        if not equal(stored.read(), tensors[1][name].read()):
+    for name, part in tensors[0].items():
+        if not equal(part, tensors[1][name]):
             raise Wrong(f"{other}: {name} has other bits than the unbroken run's")

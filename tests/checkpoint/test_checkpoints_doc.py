@@ -17,5 +17,5 @@ def runs(mesh: Any, code: str) -> None:
 
 def test_the_page_runs(pools: Pools) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-    assert len(blocks) == 5
+    assert len(blocks) == 4
     pools[1].run(runs, "\n".join(blocks))

@@ -5,33 +5,29 @@ By default a sample; FUZZ=all tries 10,000 inputs of each kind.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import random
+import re
 import resource
-import shutil
-import zipfile
+import struct
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
 from tests.harness.damage import byte_damage, json_damage
 from yafsdp_fn import checkpoint
-from yafsdp_fn.checkpoint import pickles
+from yafsdp_fn.checkpoint.content import MANIFEST
 from yafsdp_fn.checkpoint.folder import SUMS, AllRanks, Damaged, verify, write
 
 ALL = os.environ.get("FUZZ") == "all"
-NAME = "step-00000001"
+FIRST = "rank-00000.safetensors"
 
 
 def saved(mesh: Any, directory: str) -> Path:
@@ -54,7 +50,7 @@ def flip(file: Path, bit: int) -> None:
 def finds_flips(mesh: Any, directory: str) -> None:
     folder, draw = saved(mesh, directory), random.Random(0)
     files = sorted(path for path in folder.iterdir())
-    assert len(files) == 4
+    assert len(files) == 3
     for number in range(1000):
         file = files[number % len(files)]
         bit = draw.randrange(8 * file.stat().st_size)
@@ -79,58 +75,122 @@ class Payload:
         return Path.write_text, (self.proof, "run")
 
 
-def in_planner_data(folder: Path, payload: Payload) -> None:
-    edit_metadata(folder, lambda index: setattr(index, "planner_data", payload))
+def planted(mesh: Any, directory: str) -> None:
+    """A pickle under every name that torch, or an earlier version, would open one by; whole, and in place of a file."""
+    folder, proof = saved(mesh, directory), Path(directory) / "proof"
+    text = pickle.dumps(Payload(proof))
+    for name in (".metadata", "__0_0.distcp", "rank-00009.safetensors", "manifest.pkl"):
+        (folder / name).write_bytes(text)
+        with pytest.raises(Damaged, match=f"holds {re.escape(name)}, which was not written with it"):
+            load(mesh, Path(directory))
+        resummed(folder)
+        if name.endswith(".safetensors"):
+            with pytest.raises(checkpoint.CheckpointError, match=r"rank-00009\.safetensors cannot be read"):
+                load(mesh, Path(directory))
+        else:
+            load(mesh, Path(directory))
+        (folder / name).unlink()
+        resummed(folder)
+    (folder / FIRST).write_bytes(text)
+    resummed(folder)
+    for find in (
+        load,
+        lambda *given: checkpoint.load_params(directory, ya.init(net(), ya.optim.identity(), mesh=mesh)),
+    ):
+        with pytest.raises(checkpoint.CheckpointError, match=rf"{FIRST} cannot be read"):
+            find(mesh, Path(directory))
+    assert not proof.exists()
 
 
-def as_bytes(folder: Path, payload: Payload) -> None:
-    """In place of a tensor a pickled object, which torch's reader unpickles."""
-
-    def change(index: Any) -> None:
-        name = next(iter(index.state_dict_metadata))
-        place = next(place for key, place in index.storage_data.items() if key.fqn == name)
-        index.state_dict_metadata[name] = BytesStorageMetadata()
-        text = pickle.dumps(payload)
-        file = folder / place.relative_path
-        place.offset, place.length = file.stat().st_size, len(text)
-        index.storage_data = {MetadataIndex(name): place, **index.storage_data}
-        file.write_bytes(file.read_bytes() + text)
-
-    edit_metadata(folder, change)
+def test_a_pickle_is_never_opened_as_one(pools: Pools, tmp_path: Path) -> None:
+    pools[1].run(planted, str(tmp_path))
 
 
-def in_a_tensor(folder: Path, payload: Payload) -> None:
-    def change(archive: dict[str, bytes]) -> None:
-        archive["data.pkl"] = pickle.dumps(payload, protocol=2)
-
-    edit_tensor(folder, change)
-
-
-def edit_metadata(folder: Path, change: Callable[[Any], object]) -> None:
-    path = folder / ".metadata"
-    index = pickle.loads(path.read_bytes())
-    change(index)
-    path.write_bytes(pickle.dumps(index))
+def of_an_earlier_format(mesh: Any, directory: str) -> None:
+    folder = saved(mesh, directory)
+    facts = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**facts, "format": 2}))
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=r"format 2: .* pickles, which this one does not open"):
+        load(mesh, Path(directory))
 
 
-def edit_tensor(folder: Path, change: Callable[[dict[str, bytes]], object], kind: int = zipfile.ZIP_STORED) -> None:
-    """Writes the first tensor of a file anew, at its end."""
+def test_checkpoints_of_earlier_versions_are_refused_by_a_sentence(pools: Pools, tmp_path: Path) -> None:
+    pools[1].run(of_an_earlier_format, str(tmp_path))
 
-    def move(index: Any) -> None:
-        place = next(iter(index.storage_data.values()))
-        file = folder / place.relative_path
+
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Changes the header of a file of safetensors; its numbers stay."""
+
+    def edit(file: Path) -> None:
         data = file.read_bytes()
-        with zipfile.ZipFile(io.BytesIO(data[place.offset :][: place.length])) as archive:
-            records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-        change(records)
-        out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", kind) as archive:
-            for name, record in records.items():
-                archive.writestr(f"archive/{name}", record)
-        place.offset, place.length = len(data), len(out.getvalue())
-        file.write_bytes(data + out.getvalue())
+        (length,) = struct.unpack("<Q", data[:8])
+        of = json.loads(data[8 : 8 + length])
+        change(of)
+        text = json.dumps(of).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
-    edit_metadata(folder, move)
+    return edit
+
+
+def first(of: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = next(value for key, value in of.items() if key.startswith("params.") and "," in key)
+    return found
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
+    """old, new: the offsets of all parts called so"""
+
+    def change(of: dict[str, Any]) -> None:
+        for key in [key for key in of if key.endswith(old)]:
+            of[key.removesuffix(old) + new] = of.pop(key)
+
+    return change
+
+
+CANNOT = r"rank-00000\.safetensors cannot be read"
+EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "beyond": (header(lambda of: first(of).update(data_offsets=[0, 2**40])), CANNOT),
+    "negative": (header(lambda of: first(of).update(data_offsets=[-8, 0])), CANNOT),
+    "overlap": (header(lambda of: first(of).update(data_offsets=[0, 4])), CANNOT),
+    "huge": (header(lambda of: first(of).update(shape=[2**62, 2**62])), CANNOT),
+    "deep": (lambda file: file.write_bytes(struct.pack("<Q", 200_000) + b"[" * 200_000), CANNOT),
+    "long": (lambda file: file.write_bytes(struct.pack("<Q", 2**60) + b"{}"), CANNOT),
+    "dtype": (header(lambda of: first(of).update(dtype="F8_E4M3")), r"cannot be read|expected the key and the offsets"),
+    "name": (header(renamed("@0,0", "@zero")), r"@zero' .*: expected the key and the offsets of a part"),
+    "number": (header(renamed("@0,0", "@" + "9" * 40 + ",0")), r"expected the key and the offsets of a part"),
+    "moved": (header(renamed("@0,0", "@0,1")), r"parts in rank-00000\.safetensors do not make up a tensor of shape"),
+    "fewer": (header(renamed("@0,0", "@0")), r"expected the key and the offsets of a part"),
+    "none": (lambda file: file.unlink(), r"its 0 parts in no file do not make up a tensor"),
+}
+
+
+def edited(mesh: Any, directory: str, kind: str) -> None:
+    folder = saved(mesh, directory)
+    change, text = EDITS[kind]
+    change(folder / FIRST)
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=text) as caught:
+        load(mesh, Path(directory))
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_figures_and_names_are_checked_before_they_are_used(pools: Pools, tmp_path: Path, kind: str) -> None:
+    pools[1].run(edited, str(tmp_path), kind)
+
+
+def linked(mesh: Any, directory: str) -> None:
+    folder = saved(mesh, directory)
+    outside = (folder / FIRST).rename(Path(directory) / "outside")
+    (folder / FIRST).symlink_to(outside)
+    resummed(folder)
+    with pytest.raises(checkpoint.CheckpointError, match=rf"{FIRST} is missing"):
+        verify(folder, AllRanks())
+
+
+def test_links_are_not_followed(pools: Pools, tmp_path: Path) -> None:
+    pools[1].run(linked, str(tmp_path))
 
 
 def resummed(folder: Path) -> None:
@@ -138,223 +198,8 @@ def resummed(folder: Path) -> None:
     write(folder, AllRanks())
 
 
-def is_refused(mesh: Any, directory: str, harm: Callable[[Path, Payload], None], text: str) -> None:
-    folder, payload = saved(mesh, directory), Payload(Path(directory) / "proof")
-    harm(folder, payload)
-    resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=text):
-        load(mesh, Path(directory))
-    assert not payload.proof.exists()
-    with pytest.raises(checkpoint.CheckpointError, match=text):
-        checkpoint.load_params(directory, ya.init(net(), ya.optim.identity(), mesh=mesh))
-    assert not payload.proof.exists()
-
-
-@pytest.mark.parametrize(
-    ("harm", "text"),
-    [
-        (in_planner_data, r"\.metadata cannot be read: .*it asks for pathlib.*write_text, which could run anything"),
-        (as_bytes, r"is None, expected"),
-        (in_a_tensor, r"is damaged: .*it asks for .*getattr, which could run anything"),
-    ],
-)
-def test_what_would_run_is_refused(pools: Pools, tmp_path: Path, harm: Any, text: str) -> None:
-    pools[1].run(is_refused, str(tmp_path), harm, text)
-
-
-def set_on_a_class(folder: Path) -> None:
-    """An index that sets an attribute of a class of the process before it says anything else."""
-    path = folder / ".metadata"
-    text = pickle.dumps(pickle.loads(path.read_bytes()), protocol=2)
-    state = b"N}X\x04\0\0\0_strX\x07\0\0\0/victims\x86"  # (None, {"_str": "/victim"})
-    path.write_bytes(text[:2] + b"cpathlib\nPosixPath\n" + state + b"b0" + text[2:])
-
-
-def leaves_the_process_alone(mesh: Any, directory: str, named: bool) -> None:
-    if named:
-        folder = Path(directory) / "named"
-        checkpoint.save_named(folder, ya.init(net(), TX, mesh=mesh).params, lambda path, layer: f"{path} {layer}")
-    else:
-        folder = saved(mesh, directory)
-    set_on_a_class(folder)
-    if not named:
-        resummed(folder)
-    kinds = (PurePath, PurePosixPath)
-    before = [dict(vars(kind)) for kind in kinds]
-    try:
-        with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata cannot be read: .*it changes a"):
-            if named:
-                checkpoint.load_named(folder, net(), lambda path, layer: f"{path} {layer}")
-            else:
-                load(mesh, Path(directory))
-        changed = [dict(vars(kind)) for kind in kinds] != before
-    finally:
-        for kind, attributes in zip(kinds, before, strict=True):
-            if "_str" in attributes:
-                kind._str = attributes["_str"]  # type: ignore[attr-defined]
-            elif "_str" in vars(kind):
-                del kind._str  # type: ignore[attr-defined]
-    assert not changed, "every path of the process is another one"
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_no_class_of_the_process_is_changed(pools: Pools, tmp_path: Path, named: bool) -> None:
-    pools[1].run(leaves_the_process_alone, str(tmp_path), named)
-
-
-@pytest.mark.parametrize("harm", ["class", "enum member", "function", "attribute of torch"])
-def test_unpickling_touches_nothing(harm: str) -> None:
-    text = {
-        "class": b"ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x01\0\0\0xK\x01s\x86b.",
-        "enum member": b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\0\x85R}X\x01\0\0\0xK\x01sb.",
-        "function": b"ctorch.serialization\n_get_layout\n}X\x01\0\0\0xK\x01sb.",
-        "attribute of torch": b"ctorch\n_dynamo\n.",
-    }[harm]
-    member = metadata._MEM_FORMAT_ENCODING(0)
-    with pytest.raises(ValueError):
-        pickles.read_metadata(b"\x80\x02" + text)
-    assert not any(hasattr(each, "x") for each in (metadata.Metadata, member, torch.serialization._get_layout))
-
-
-def nested(depth: int = 60) -> Any:
-    """A list of 2**60 numbers, in some hundred bytes."""
-    found: Any = [0]
-    for _ in range(depth):
-        found = [found, found]
-    return found
-
-
-def tuples(depth: int = 60) -> Any:
-    found: Any = (0,)
-    for _ in range(depth):
-        found = (found, found)
-    return found
-
-
-NESTS: dict[str, Callable[[Any], object]] = {
-    "where a part begins": lambda i: places(i, lambda p: setattr(p, "offset", nested())),
-    "its file": lambda i: places(i, lambda p: setattr(p, "relative_path", nested())),
-    "shape": lambda i: setattr(next(iter(i.state_dict_metadata.values())), "size", nested()),
-    "parts": lambda i: setattr(next(iter(i.state_dict_metadata.values())), "chunks", nested()),
-    "a part": lambda i: setattr(next(iter(i.state_dict_metadata.values())), "chunks", [nested()]),
-    "name": lambda i: i.storage_data.update({Key(tuples()): 0}),
-    "all": lambda i: setattr(i, "state_dict_metadata", nested()),
-}
-
-
-class Key:
-    """A key of a table, which torch's own reader would hash for ever."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __reduce__(self) -> Any:
-        return torch.Size, (self.value,)
-
-
-def is_answered_at_once(mesh: Any, directory: str, kind: str) -> None:
-    folder = saved(mesh, directory)
-    edit_metadata(folder, NESTS[kind])
-    resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=r"\.metadata.*") as caught:
-        load(mesh, Path(directory))
-    assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize("kind", NESTS)
-def test_a_nest_of_lists_is_refused_and_not_walked(pools: Pools, tmp_path: Path, kind: str) -> None:
-    pools[1].run(is_answered_at_once, str(tmp_path), kind)
-
-
-def test_a_nest_of_tuples_in_a_tensor_is_refused_and_not_walked() -> None:
-    out = io.BytesIO()
-    torch.save(torch.ones(3), out)
-    with zipfile.ZipFile(out) as archive:
-        good = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-    nest = b"K\0\x85" + b"2\x86" * 60  # DUP, a pair of both
-    memo = b"K\0\x85" + b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(20, 80))
-    for old, new in ((b"X\x01\0\0\0000", memo), (b"K\x03\x85", memo), (b"K\x01\x85", memo), (b"K\x03\x85", nest)):
-        assert old in good["data.pkl"], old
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as archive:
-            for name, record in good.items():
-                archive.writestr(f"archive/{name}", record.replace(old, new, 1) if name == "data.pkl" else record)
-        with pytest.raises(ValueError) as caught:
-            pickles.read_tensor(file.getvalue(), torch.float32, (3,))
-        assert len(str(caught.value)) < 300
-    same = pickles.read_tensor(out.getvalue(), torch.float32, (3,))
-    assert torch.equal(same, torch.ones(3))
-
-
-def places(index: Any, change: Callable[[Any], object]) -> None:
-    change(next(iter(index.storage_data.values())))
-
-
-def larger(index: Any) -> None:
-    of = next(iter(index.state_dict_metadata.values()))
-    of.size = torch.Size([*of.size[:-1], 2**50])
-
-
-def overlapping(index: Any) -> None:
-    of = next(of for of in index.state_dict_metadata.values() if len(of.size) == 2)
-    of.chunks = [*of.chunks, of.chunks[0]]
-
-
-EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
-    "out": (
-        lambda i: places(i, lambda p: setattr(p, "relative_path", "../secret")),
-        r"'\.\./secret': expected the name",
-    ),
-    "root": (lambda i: places(i, lambda p: setattr(p, "relative_path", "/etc/passwd")), r"'/etc/passwd': expected the"),
-    "beyond": (lambda i: places(i, lambda p: setattr(p, "offset", 2**40)), r"bytes; bytes 1,099,511,627,776 to"),
-    "negative": (lambda i: places(i, lambda p: setattr(p, "offset", -1)), r"expected numbers of elements or bytes"),
-    "huge": (lambda i: places(i, lambda p: setattr(p, "offset", 2**2000)), r"expected numbers of elements or bytes"),
-    "text": (lambda i: places(i, lambda p: setattr(p, "length", "9")), r"expected numbers of elements or bytes"),
-    "codec": (lambda i: places(i, lambda p: setattr(p, "transform_descriptors", ["zstd"])), r"stored transformed"),
-    "larger": (larger, r"parts do not make up a tensor of shape"),
-    "overlap": (overlapping, r"parts do not make up a tensor of shape"),
-    "nowhere": (lambda i: i.storage_data.clear(), r"nothing says where its part"),
-    "none": (lambda i: setattr(i, "storage_data", None), r"expected tables of tensors"),
-}
-
-
-def edited(mesh: Any, directory: str, kind: str) -> None:
-    folder = saved(mesh, directory)
-    (folder.parent / "secret").write_bytes((folder / "__0_0.distcp").read_bytes())
-    change, text = EDITS[kind]
-    edit_metadata(folder, change)
-    resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=text):
-        load(mesh, Path(directory))
-
-
-def test_figures_and_names_are_checked_before_they_are_used(pools: Pools, tmp_path: Path) -> None:
-    for kind in EDITS:
-        pools[1].run(edited, str(tmp_path / kind), kind)
-
-
-def compressed(mesh: Any, directory: str) -> None:
-    """A thousand times as large as its file."""
-    folder = saved(mesh, directory)
-    edit_tensor(folder, lambda records: None, zipfile.ZIP_DEFLATED)
-    resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=r"there is no plain record"):
-        load(mesh, Path(directory))
-    linked = shutil.copytree(saved(mesh, directory + "2"), Path(directory) / "step-00000009")
-    (Path(directory) / "outside").write_bytes((linked / "__0_0.distcp").read_bytes())
-    (linked / "__0_0.distcp").unlink()
-    (linked / "__0_0.distcp").symlink_to(Path(directory) / "outside")
-    resummed(linked)
-    with pytest.raises(checkpoint.CheckpointError, match=r"__0_0\.distcp is missing"):
-        verify(linked, AllRanks())
-
-
-def test_nothing_compressed_and_no_links(pools: Pools, tmp_path: Path) -> None:
-    pools[1].run(compressed, str(tmp_path))
-
-
-TOKENS = (b"\xff\xff\xff\x7f", b"9" * 30, b"null", b"[" * 2000, b"1e400", b"0", b"-", b"r", b"\x8a", b"R", b"c", b".")
-"""Of JSON and of pickles: lengths, numbers, and operations that build and call."""
+TOKENS = (b"\xff\xff\xff\x7f", b"9" * 30, b"null", b"[" * 2000, b"1e400", b"0", b"-")
+"""Of JSON, and of bytes: lengths and numbers."""
 
 
 def changed(data: bytes, draw: random.Random, others: list[bytes], *, of_json: bool) -> bytes:
@@ -376,11 +221,15 @@ def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
     good, outcomes, draw = whole(state), Counter[str](), random.Random(name)
     file = folder / name
     data = file.read_bytes()
+    begin = 8 + struct.unpack("<Q", data[:8])[0]  # of the numbers of a file of safetensors
     others = [data, *(path.read_bytes() for path in folder.iterdir())]
     load(mesh, Path(directory))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
-        file.write_bytes(changed(data, draw, others, of_json=name == "manifest.json"))
+        if name == "manifest.json":
+            file.write_bytes(changed(data, draw, others, of_json=True))
+        else:  # numbers that have changed are other numbers, with digests made anew
+            file.write_bytes(changed(data[:begin], draw, others, of_json=False) + data[begin:])
         resummed(folder)
         try:
             state, extra = load(mesh, Path(directory))
@@ -396,19 +245,9 @@ def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
     return outcomes
 
 
-@pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", FIRST])
 def test_fuzzed(pools: Pools, tmp_path: Path, name: str) -> None:
     """The digests are made anew, so that what is behind them is reached."""
     outcomes = pools[1].run(fuzzed, str(tmp_path), name, 10_000 if ALL else 150, timeout=900)[0]
     print(name, dict(outcomes))
     assert outcomes["refused"] > 10
-
-
-def test_unpickling_makes_room_for_nothing_that_is_not_there() -> None:
-    for text in (
-        b"\x80\x04r\xff\xff\xff\x7f.",
-        b"\x80\x04]r\xff\xff\xff\x7f.",
-        b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f.",
-    ):
-        with pytest.raises(ValueError, match=r"Error|it holds a list"):
-            pickles.read_metadata(text)

@@ -76,12 +76,9 @@ def saved(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tens
 
 def loaded(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float, Any]:
     like = ya.init(net(), TX, mesh=mesh, seed=99, precision=precision)
-    state, extra = load(directory, like)
-    try:
+    state, extra = load(directory, like, donate=True)
+    with pytest.raises(RuntimeError, match="donated"):
         like.check()
-        raise AssertionError("the state that was loaded into is still usable")
-    except RuntimeError as error:
-        assert "donated" in str(error)
     tokens = torch.arange(6) % 7
     before, value = whole(state), float(ya.eval_step(loss)(state, tokens)["loss"])
     return before, whole(stepped(state, 1)), value, (state.step, state.seed, extra)
@@ -265,6 +262,25 @@ def test_the_newest_or_a_given_step(pools: Pools, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
 
 
+def loads_beside(mesh: Any, directory: str) -> None:
+    state = stepped(ya.init(net(), TX, mesh=mesh), 1)
+    save(directory, state)
+    before = whole(moved := stepped(state.copy(), 1))
+    for load_it, donated in ((load, False), (load_params, False), (load, True)):
+        found = load_it(directory, moved, donate=True) if donated else load_it(directory, like=moved)
+        loaded = found[0] if isinstance(found, tuple) else found
+        want, got = ya.unshard(state.params), ya.unshard(loaded.params)
+        assert same(optree.tree_leaves(got), optree.tree_leaves(want)) and loaded.step == state.step
+        if not donated:
+            assert same(whole(moved), before) and moved.check() is moved
+    with pytest.raises(RuntimeError, match="donated"):
+        moved.check()
+
+
+def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(loads_beside, str(tmp_path))
+
+
 def loading_fails(mesh: Any, directory: str, kind: str) -> None:
     tx, params, precision = TX, net(), FP32
     if kind == "shape":
@@ -297,18 +313,18 @@ def test_missing_truncated_and_damaged_checkpoints_are_named_on_every_rank(pools
     for error in pools[2].errors(loading_fails, str(tmp_path / "none"), "missing"):
         assert "found no checkpoint" in error
     pools[2].run(saved, str(tmp_path), FP32)
-    file = tmp_path / "step-00000003" / "__1_0.distcp"
+    file = tmp_path / "step-00000003" / "rank-00001.safetensors"
     size = file.stat().st_size
     file.write_bytes(bytes(size))
     for error in pools[2].errors(loading_fails, str(tmp_path), "damaged"):
         assert "Damaged: checking step-00000003: rank 0: " in error, error
-        assert f"__1_0.distcp ({size:,} bytes) is not what was written" in error, error
+        assert f"rank-00001.safetensors ({size:,} bytes) is not what was written" in error, error
     os.truncate(file, size - 1)
     for error in pools[2].errors(loading_fails, str(tmp_path), "truncated"):
-        assert f"__1_0.distcp ({size - 1:,} bytes) is not what was written" in error, error
+        assert f"rank-00001.safetensors ({size - 1:,} bytes) is not what was written" in error, error
     file.unlink()
     for error in pools[2].errors(loading_fails, str(tmp_path), "missing"):
-        assert "__1_0.distcp is missing" in error, error
+        assert "rank-00001.safetensors is missing" in error, error
 
 
 def loads_an_earlier_one(mesh: Any, directory: str) -> int:

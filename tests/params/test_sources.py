@@ -62,6 +62,15 @@ def test_layers_of_a_stack_differ_and_the_depth_does_not_matter() -> None:
     assert torch.equal(two, four[:2]) and len({tuple(row.tolist()) for row in four}) == 4
 
 
+def test_on_meta_there_are_shapes_and_dtypes_alone() -> None:
+    layers = ya.Stacked({"w": param(2, 5), "base": ya.frozen(param(2, 3), torch.bfloat16)})
+    lazy = ya.Lazy((4,), torch.float64, lambda layer: torch.ones(1 // 0))
+    here, meta = ya.materialize({"s": layers}), ya.materialize({"s": layers, "z": lazy}, device="meta")
+    assert meta["s"]["w"].is_meta and meta["z"].is_meta and meta["z"].dtype == torch.float64
+    for name, leaf in here["s"].items():
+        assert (meta["s"][name].shape, meta["s"][name].dtype) == (leaf.shape, leaf.dtype)
+
+
 TREES = {
     "model": model(),
     "groups": {

@@ -122,6 +122,14 @@ def test_errors() -> None:
     sharded, plain = stacks()
     single, _ = states({"u": {"w": param(3)}, "s": ya.Stacked({"w": param(3, 2)})})
     nothing = lambda *layers: None  # noqa: E731
+    with pytest.raises(TypeError, match=r"expected one stack, got a tree with Sharded\('s'.*; stacks in it: \['s'"):
+        ya.map_whole_layers(nothing, sharded)
+    with pytest.raises(TypeError, match=r"expected one stack, got a tree with Sharded\('s'"):
+        ya.map_whole_layers(nothing, sharded["s"], sharded)
+    with pytest.raises(TypeError, match=r"layers\.w: expected a tensor with an axis of layers, got torch.float32 \(2,"):
+        ya.map_whole_layers(nothing, {"layers": {"w": ya.Param((2, 3))}})
+    with pytest.raises(TypeError, match=r"map_whole_layers\(f, stack\): the function comes first, got Sharded"):
+        ya.map_whole_layers(sharded["s"], nothing)
     with pytest.raises(TypeError, match=r"map_whole_layers over 'u', which is not Stacked: use ya.apply"):
         ya.map_whole_layers(nothing, single["u"])
     with pytest.raises(ValueError, match="'s' is not of the same state and length as 's'"):

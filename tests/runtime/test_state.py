@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import optree
@@ -40,6 +41,16 @@ def test_a_fresh_state() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.step = 3
     assert "Store" not in repr(state)
+
+
+def test_a_donated_state_prints_as_donated() -> None:
+    state = fresh()
+    params, text = state.params, repr(state)
+    assert re.match(r"ShardedState\(params=Model\(.*Sharded\('layers', L=\d, local shards.*opt_state=.*seed=0\)$", text)
+    new, _ = train()(state, batch())
+    assert re.fullmatch(r"ShardedState\(step=0, which was donated: a later state uses its memory.*", repr(state))
+    assert "Sharded('layers', of a state that was donated: a later state uses" in repr(params)
+    assert "donated" not in repr(new)
 
 
 def test_the_optimizer_state_is_sharded_alike() -> None:

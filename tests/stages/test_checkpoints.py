@@ -48,24 +48,6 @@ def test_checkpoints_pass_from_any_number_of_stages_to_any_other(pools: dict[int
         assert {value for pair in found for value in pair} == first, (world, axes)
 
 
-def kept_by_peers(mesh: Any, folder: Path) -> None:
-    tx, axes = OPTIMIZERS["adamw"](), {"stage": 2}
-    state = trained(mesh, axes, tx)
-    expected = ya.checksum(state)
-    with ya.checkpoint.PeerMemory(folder) as memory:
-        memory.save(state, {"at": 3})
-        memory.wait()
-        found = memory.load(on_stages(MODELS["pinned"](), tx, **axes))
-        assert found is not None and ya.checksum(found[0]) == expected and found[1] == {"at": 3}
-        assert memory.load(on_stages(MODELS["pinned"](), tx, shard=-1)) is None, "cut in another way"
-        other = Assignment(((0,),) * (len(state.memory.units) - 1) + ((1,),), (0, 1))
-        assert memory.load(on_stages(MODELS["pinned"](), tx, other, **axes)) is None, "other units"
-
-
-def test_peers_keep_the_units_of_their_stage(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[4].run(kept_by_peers, tmp_path)
-
-
 def resharded(mesh: Any, optimizer: str) -> None:
     tx = OPTIMIZERS[optimizer]()
     state = trained(mesh, {"stage": 2}, tx)

@@ -214,7 +214,7 @@ def test_a_truncated_checkpoint_is_named_and_an_earlier_one_serves(
 ) -> None:
     shutil.copytree(unbroken[0] / "a", tmp_path / "a")
     newest = tmp_path / "a" / "checkpoints" / "step-00000030"
-    os.truncate(newest / "__1_0.distcp", 1000)
+    os.truncate(newest / "rank-00001.safetensors", 1000)
     ended = run(2, *flags(tmp_path, text, "--resume"))
     assert [e.status for e in ended] == [0, 0], ended
     assert "warning: " in ended[0].err and str(newest) in ended[0].err and "passed over" in ended[0].err

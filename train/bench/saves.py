@@ -2,18 +2,16 @@
 
     plain      steps, one after the other
     beside     `Saver.save`, and steps until the files are written and published
-    memory     `PeerMemory.save`, the same
     save       `checkpoint.save`, which waits
-    load       `checkpoint.load`, digests compared; recover: `PeerMemory.load`
+    load       `checkpoint.load`, digests compared
 
-Rounds take the first three in turn. Files are written to the folder of temporary files, `$TMPDIR`.
+Rounds take the first two in turn. Files are written to the folder of temporary files, `$TMPDIR`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -34,7 +32,7 @@ from yafsdp_fn import checkpoint
 
 GOAL = 1.05
 """Goal of a step beside a save, over a plain one."""
-WAYS = ("plain", "beside", "memory")
+WAYS = ("plain", "beside")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +51,8 @@ def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
     params = llama.params(task.shape.llama())
     contender = ours(task.schedule, task.shape, params, tx, seed=task.seed, device=device, skip_nonfinite=True)
     folder = Path(task.result).parent / "saves"  # temporary, and every rank's
-    host = tempfile.TemporaryDirectory(dir="/dev/shm")  # of each rank: every rank is a host
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    others: dict[str, list[float]] = {"copy": [], "written": [], "save": [], "load": [], "recover": []}
+    others: dict[str, list[float]] = {"copy": [], "written": [], "save": [], "load": []}
 
     def clocked(work: Callable[[], Any]) -> float:
         start = time.perf_counter()
@@ -65,27 +62,24 @@ def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
     def step() -> float:
         return clocked(lambda: contender.step(batches[contender.state.step % len(batches)]))
 
-    with host, checkpoint.Saver(folder / "disk", keep_last=1) as disk, checkpoint.PeerMemory(host.name) as memory:
+    with checkpoint.Saver(folder / "disk", keep_last=1) as saver:
         for round_ in range(-task.warmup, task.steps):
             found = {"plain": [step() for _ in range(2)]}
-            for way, saver in (("beside", disk), ("memory", memory)):
-                begun = time.perf_counter()
-                copy = clocked(partial(saver.save, contender.state))
-                took = [copy + step()]
-                while _busy(saver):
-                    took.append(step())
-                saver.wait()
-                found[way] = [sum(took) / len(took)]
-                if round_ >= 0 and way == "beside":
-                    others["copy"].append(copy)
-                    others["written"].append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            copy = clocked(partial(saver.save, contender.state))
+            took = [copy + step()]
+            while _busy(saver):
+                took.append(step())
+            saver.wait()
+            found["beside"] = [sum(took) / len(took)]
             if round_ >= 0:
+                others["copy"].append(copy)
+                others["written"].append(time.perf_counter() - begun)
                 for way, each in found.items():
                     seconds[way].append(sum(each) / len(each))
         for _ in range(task.steps):
             others["save"].append(clocked(lambda: checkpoint.save(folder / "waits", contender.state, keep_last=1)))
             others["load"].append(clocked(partial(checkpoint.load, folder / "waits", contender.state.copy())))
-            others["recover"].append(clocked(partial(memory.load, contender.state.copy())))
         nbytes = sum(path.stat().st_size for path in (folder / "disk").rglob("*") if path.is_file())
     every = harness.gathered({**seconds, **others}, task.ranks)
     worst = {name: [max(each) for each in zip(*(one[name] for one in every), strict=True)] for name in every[0]}
@@ -141,5 +135,5 @@ def show(options: Saves, found: dict[str, Any]) -> Iterator[str | Table]:
     ms = found["ms"]
     yield (
         f"the step waits {ms['copy']:.1f} ms for the copy; it is on the disk after {ms['written']:.1f} ms. A save that "
-        f"waits: {ms['save']:.1f} ms, a load: {ms['load']:.1f} ms, from memory {ms['recover']:.1f} ms"
+        f"waits: {ms['save']:.1f} ms, a load: {ms['load']:.1f} ms"
     )

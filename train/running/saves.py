@@ -112,7 +112,7 @@ def load(folder: Path, like: ya.ShardedState, warn: Callable[[str], None]) -> tu
     """`checkpoint.load`; `warn` is told of damaged checkpoints that were passed over."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
-        loaded = checkpoint.load(folder, like)
+        loaded = checkpoint.load(folder, like, donate=True)
     for warning in told:
         warn(str(warning.message))
     return loaded

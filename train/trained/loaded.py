@@ -213,7 +213,7 @@ class Opened:
         precision = setup.precision(self.run.sharding)
         tree = adapter(self.lora)(models.of(self.model).params(self.model, pin_norms=self.run.sharding.pin_norms))
         empty = ya.init(tree, tx, mesh=mesh, precision=precision)
-        return checkpoint.load_params(self.folder / "checkpoints", empty, step=step)
+        return checkpoint.load_params(self.folder / "checkpoints", empty, step=step, donate=True)
 
 
 def opened(folder: Path, tokenizer: str = "") -> Opened:

@@ -3,12 +3,10 @@
 from yafsdp_fn.checkpoint.folder import CheckpointError, latest
 from yafsdp_fn.checkpoint.io import load, load_params, save
 from yafsdp_fn.checkpoint.named import load_moments, load_named, save_moments, save_named
-from yafsdp_fn.checkpoint.peers import PeerMemory
 from yafsdp_fn.checkpoint.saver import Saver
 
 __all__ = [
     "CheckpointError",
-    "PeerMemory",
     "Saver",
     "latest",
     "load",

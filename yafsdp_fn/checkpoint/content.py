@@ -1,5 +1,6 @@
 """The content of a checkpoint: keys, slices of flat vectors, and the manifest of all that is no tensor."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -9,10 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.dist.ranks import Axis, Ranks
@@ -22,36 +20,27 @@ from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
 
-# ---- `ShardSlice`: one rank's slice of a flat vector, as torch.distributed.checkpoint sees it.
+# ---- `ShardSlice`: one rank's slice of a flat vector.
 #
 #     whole tensor   [L, N]  (or [N])                 N: elements of a unit, without the padding of any world size
 #     this rank's    [:, a:b], one slice: offsets (0, a), sizes (L, b - a); nothing if a >= N
 #     of a stage     [c:d, a:b] for each run of its layers
 #     if split       [P, L, N], N elements of one of P parts; this rank's [p:p+1, :, a:b]
 #
-# torch.distributed.checkpoint writes the slices, each rank its own; reader.py reads any other cut of them.
+# Each rank writes its own slices; tensors.py reads any other cut of them.
 
 
-class ShardSlice(Tensor):
-    """A tensor of the whole shape that holds only `shard`, this rank's part of the last axis.
+class ShardSlice:
+    """A tensor of the whole shape, of which only `shard` is here, this rank's part of the last axis.
 
-    It is a wrapper subclass, since torch.distributed.checkpoint takes tensors; only its metadata and `shard` exist.
     shard: [L here, n] or [n], padding included; shape: (L, N) or (N,); start: a
     layers: of the rows of the shard, if there are layers; saved: rows that this stage saves, (0,) of an [n]
     part: of a unit that is split over axes, the number of this rank's part, else None
     of: the group and its entry, and the ranks
     """
 
-    shard: Tensor
-    start: int
-    layers: tuple[int, ...] | None
-    saved: tuple[int, ...]
-    part: int | None
-    of: tuple[Entry, Group, Ranks]
-
-    @staticmethod
-    def __new__(
-        cls,
+    def __init__(
+        self,
         shard: Tensor,
         *,
         shape: tuple[int, ...],
@@ -60,21 +49,16 @@ class ShardSlice(Tensor):
         saved: tuple[int, ...],
         part: int | None,
         of: tuple[Entry, Group, Ranks],
-    ) -> "ShardSlice":
-        box: ShardSlice = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
-        box.start, box.layers, box.saved, box.part, box.of = min(start, shape[-1]), layers, saved, part, of
-        box.shard = shard.narrow(-1, 0, min(start + shard.shape[-1], shape[-1]) - box.start)
-        return box
+    ) -> None:
+        self.shape, self.dtype, self.start = shape, shard.dtype, min(start, shape[-1])
+        self.layers, self.saved, self.part, self.of = layers, saved, part, of
+        self.shard = shard.narrow(-1, 0, min(start + shard.shape[-1], shape[-1]) - self.start)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub says it is no class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(
-            f"{func} on a ShardSlice: it describes a checkpoint's tensor, it is not computed with"
-        )
+    def over(self, memory: Tensor) -> "ShardSlice":
+        """Returns the same slice over `memory`, which has the shape of `shard`, on any device."""
+        found = copy.copy(self)
+        found.shard = memory
+        return found
 
     def parts(self, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
         """Returns the slice per run of neighbouring layers held here, or all of it without layers, by its offsets in
@@ -99,36 +83,19 @@ class ShardSlice(Tensor):
                 runs.append([row, layer, 1])
         return {(layer, self.start): self.shard.narrow(0, row, length) for row, layer, length in runs}
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        items = []
-        for offsets, part in self.parts(saved=True).items():
-            if part.numel():
-                chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
-                data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), self.shape)
-                items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return items
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None, "as it was written"
-        return self.parts(saved=True)[tuple(index.offset)]
+Content = ShardSlice | Tensor
+"""A slice of a flat vector, or a tensor that is the same on every rank."""
 
 
-def held(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor; all of a plain one."""
-    return tensor.shard if isinstance(tensor, ShardSlice) else tensor
+def held(content: Content) -> Tensor:
+    """Returns this rank's part of a content; all of a plain tensor."""
+    return content.shard if isinstance(content, ShardSlice) else content
 
 
-def parts(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
-    """Returns the same as slices, by their offsets in the tensor."""
-    return tensor.parts() if isinstance(tensor, ShardSlice) else {(0,) * tensor.ndim: tensor}
-
-
-def in_place_of(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Returns the same tensor or ShardSlice over `memory`, which has the shape of this rank's part, on any device."""
-    if not isinstance(tensor, ShardSlice):
-        return memory
-    more: dict[str, Any] = {name: getattr(tensor, name) for name in ("start", "layers", "saved", "part", "of")}
-    return ShardSlice(memory, shape=tuple(tensor.shape), **more)
+def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
+    """Returns the same as slices, by their offsets in the whole tensor. saved: only what this stage saves"""
+    return content.parts(saved=saved) if isinstance(content, ShardSlice) else {(0,) * content.ndim: content}
 
 
 # ---- Lists the tensors of a state's checkpoint by key, and checks that a checkpoint fits a state.
@@ -142,9 +109,9 @@ Description = dict[str, Any]
 whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf)."""
 
 
-def tensors(tree: Tree) -> tuple[dict[str, Tensor], dict[str, Description]]:
+def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
     """Returns `({key: ShardSlice or tensor}, {key: description})` of a sharded tree; the tensors share its memory."""
-    out: dict[str, Tensor] = {}
+    out: dict[str, Content] = {}
     described: dict[str, Description] = {}
     for accessor, node in handles_and_leaves(tree):
         path = dotted(accessor)
@@ -231,7 +198,7 @@ class Recut(NamedTuple):
 
 
 def recuts(
-    tensors: dict[str, Tensor], saved: dict[str, Description], wanted: dict[str, Description], where: str
+    tensors: dict[str, Content], saved: dict[str, Description], wanted: dict[str, Description], where: str
 ) -> dict[str, Recut]:
     """Returns how to read the tensors that were saved split or grouped otherwise, of descriptions that `check` has
     accepted."""
@@ -323,7 +290,8 @@ def _some(keys: Any, most: int = 6) -> str:
 # ---- `manifest.json`: all of a checkpoint but its tensors. It is untrusted: types are checked.
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT, PICKLED = 3, 2
+"""What is written, and what earlier versions have written."""
 LARGEST = 2**63
 DEEPEST = 100
 """Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""
@@ -385,7 +353,10 @@ def from_json(text: str, path: str) -> Manifest:
         raise CheckpointError(f"{path}: it is nested deeper than {DEEPEST} levels")
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    if (version := values.pop("format", None)) != FORMAT:
+    if (version := values.pop("format", None)) == PICKLED:
+        why = "its tensors lie in pickles, which this one does not open; go on with the version that wrote it"
+        raise CheckpointError(f"{path}: format {PICKLED}: {why}")
+    if version != FORMAT:
         raise CheckpointError(f"{path}: format {version!r:.40}, this version of yafsdp_fn reads format {FORMAT}")
     fields = [field.name for field in dataclasses.fields(Manifest)]
     if sorted(values) != sorted(fields):

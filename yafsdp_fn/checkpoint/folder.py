@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00000200/      manifest.json    everything but tensors
-                          .metadata, __0_0.distcp, __1_0.distcp, ...    torch.distributed.checkpoint's
+                          rank-00000.safetensors, ...    the tensors, in parts
                           SHA256SUMS       of all of these
       step-00000400/
       latest              the name of the newest one
@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.groups import host_group
@@ -188,16 +187,6 @@ class AllRanks:
         with _talking(what):
             dist.all_gather_object(outcomes, mine, group=self.group)
         return self._results(outcomes, what)
-
-    def through_dcp(self, work: Callable[[], Any], what: str) -> None:
-        """Runs `work()`, a call of torch.distributed.checkpoint, which reports a failure on one rank to all."""
-        try:
-            with _talking(what), torch.no_grad():
-                work()
-        except CheckpointException as error:
-            found = {self.members[at]: cause for at, (cause, _) in error.failures.items()}
-            causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in found.items())
-            raise CheckpointError(f"{what} failed: {'; '.join(causes)}") from error
 
     def _results(self, outcomes: list[Any], what: str) -> list[Any]:
         for rank, (_, error) in zip(self.members, outcomes, strict=False):

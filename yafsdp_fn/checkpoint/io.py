@@ -3,8 +3,8 @@
     folder = save("checkpoints", state, {"position": 1024})
     state, extra = load("checkpoints", state_like)              # state_like: init(...) of the same params and tx
 
-Every rank calls both. Tensors go through torch.distributed.checkpoint (see `box`), everything else into the content,
-which rank 0 writes and all ranks read. `saver` does the same beside the next steps.
+Every rank calls both. Each rank writes its parts of the tensors into a file, rank 0 everything else into the manifest,
+and all ranks read what they need. `saver` does the same beside the next steps.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from yafsdp_fn.checkpoint import content, folder, reader
-from yafsdp_fn.checkpoint.content import Manifest, parts
+from yafsdp_fn.checkpoint import content, folder
+from yafsdp_fn.checkpoint import tensors as files
+from yafsdp_fn.checkpoint.content import Content, Manifest, parts
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
-from yafsdp_fn.checkpoint.reader import Writer
+from yafsdp_fn.checkpoint.tensors import Place, Stored
 from yafsdp_fn.dist.micro_shards import circumstances
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.program.ops import Buffer, Update
@@ -37,15 +37,13 @@ Directory = str | os.PathLike[str]
 
 
 class Job(NamedTuple):
-    """A checkpoint to write. tensors: by key, Boxes and tensors, unchanged until it is written; cut: describes the
-    ranks' parts of them"""
+    """A checkpoint to write. tensors: by key, unchanged until it is written"""
 
     root: Path
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Content]
     manifest: Manifest
     keep_last: int | None
     keep_every: int | None
-    cut: str
 
     def write(self, ranks: AllRanks) -> Path:
         """Writes it on every rank, with one outcome: the folder, or CheckpointError."""
@@ -53,11 +51,26 @@ class Job(NamedTuple):
         what = f"saving step {step} in {root}"
         with owned(root, ranks, what):
             target = ranks.first(lambda: folder.prepare(root, step), what)
-            writer = Writer(target, overwrite=False)
-            ranks.through_dcp(lambda: dcp_save(self.tensors, storage_writer=writer, process_group=ranks.group), what)
+            mine = self._share(ranks, what)
+            ranks.each(lambda: files.write(target, ranks.rank, mine), what)
             ranks.first(lambda: content.write(target, self.manifest), what)
             folder.write(target, ranks)
             return ranks.first(lambda: folder.publish(root, step, self.keep_last, self.keep_every), what)
+
+    def _share(self, ranks: AllRanks, what: str) -> dict[Place, Tensor]:
+        """Returns the parts that this rank writes: of those that several ranks have, replicas say, one of them."""
+        mine = {
+            Place(key, offsets): part
+            for key, tensor in self.tensors.items()
+            for offsets, part in parts(tensor, saved=True).items()
+            if part.numel()
+        }
+        holders: dict[Place, list[int]] = {}
+        for rank, places in enumerate(ranks.each(lambda: list(mine), what)):
+            for place in places:
+                holders.setdefault(place, []).append(rank)
+        turns = {place: who[number % len(who)] for number, (place, who) in enumerate(holders.items())}
+        return {place: part for place, part in mine.items() if turns[place] == ranks.rank}
 
 
 def save(
@@ -109,13 +122,7 @@ def prepare(
     comms = state.memory.comms
     here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
-    return Job(Path(directory), tensors, facts, keep_last, keep_every, cut_of(state))
-
-
-def cut_of(state: ShardedState) -> str:
-    """Returns a text, equal if each rank has the same part of a state."""
-    units = [(group.layout.names, group.splits if group.axes else ()) for group in state.memory.groups]
-    return repr((state.memory.mesh_axes, state.memory.assignment, units))
+    return Job(Path(directory), tensors, facts, keep_last, keep_every)
 
 
 def reads(state: ShardedState) -> list[Buffer]:
@@ -123,11 +130,14 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
-def load(directory: Directory, like: ShardedState, *, step: int | None = None) -> tuple[ShardedState, dict[str, Any]]:
+def load(
+    directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
+) -> tuple[ShardedState, dict[str, Any]]:
     """Returns `(state, extra)` from the newest undamaged checkpoint in `directory`, or from that of `step`.
 
-    like: a state with the same parameters and optimizer, on this mesh, of any values; it is donated: its memory becomes
-        the new state's. Dtypes, names and shapes must be those saved; the number of ranks need not.
+    like: a state with the same parameters and optimizer, on this mesh, of any values; it stays as it is. Dtypes, names
+        and shapes must be those saved; the number of ranks need not.
+    donate: the memory of `like` becomes the new state's, which has no room beside it, say
 
     The state's `program` is that of the step that made it, if it fits `like`, else None: `train_step(loss, tx,
     schedule=state.program or schedule)` goes on with it, and so to the same bits.
@@ -142,18 +152,22 @@ def load(directory: Directory, like: ShardedState, *, step: int | None = None) -
     >>> extra
     {'position': 17}
     """
-    return _load(directory, like, step, params_only=False)
+    return _load(directory, like if donate else like.copy(), step, params_only=False)
 
 
-def load_params(directory: Directory, like: ShardedState, *, step: int | None = None) -> ShardedState:
-    """Loads parameters and step only, for inference: `like` keeps its own optimizer state.
+def load_params(
+    directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
+) -> ShardedState:
+    """Loads parameters and step only, for inference: the optimizer state is that of `like`.
+
+    like, donate: as for `load`
 
     >>> _ = ya.checkpoint.save(folder, state)
     >>> teacher = ya.checkpoint.load_params(folder, like=ya.init(params, mesh=mesh, seed=1))   # without an optimizer
     >>> torch.equal(ya.global_norm(teacher.params), ya.global_norm(state.params))
     True
     """
-    return _load(directory, like, step, params_only=True)[0]
+    return _load(directory, like if donate else like.copy(), step, params_only=True)[0]
 
 
 def _load(
@@ -162,16 +176,16 @@ def _load(
     like, ranks = like.check(), ranks_of(like.mesh)
     source = _whole(directory, step, ranks)
     facts = ranks.first(lambda: content.read(source), f"reading {source}")
-    tensors, described = wanted(like, facts, str(source), params_only=params_only)
+    tensors, described = _wanted(like, facts, str(source), params_only=params_only)
     recuts = content.recuts(tensors, facts.tensors, described, str(source))
     # errors are found before `like` is touched
     stored = ranks.each(lambda: _stored(source, tensors, recuts), f"reading {source}")[ranks.rank]
-    return adopted(like, facts, lambda: _fill(tensors, recuts, stored), ranks, str(source)), facts.extra
+    return _adopted(like, facts, lambda: _fill(tensors, recuts, stored), ranks, str(source)), facts.extra
 
 
-def wanted(
+def _wanted(
     like: ShardedState, facts: Manifest, where: str, *, params_only: bool = False
-) -> tuple[dict[str, Tensor], dict[str, content.Description]]:
+) -> tuple[dict[str, Content], dict[str, content.Description]]:
     """Returns the tensors of `like` to fill, and their descriptions. Raises CheckpointError if others were saved."""
     tensors, described = _contents(like, params_only=params_only)
     handles = set(map(content.handle_of, described))
@@ -180,7 +194,9 @@ def wanted(
     return tensors, described
 
 
-def adopted(like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: AllRanks, where: str) -> ShardedState:
+def _adopted(
+    like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: AllRanks, where: str
+) -> ShardedState:
     """Returns the saved state over the memory of `like`, which `fill` writes to."""
     program, memory = _program(facts.program, where), like.memory
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
@@ -226,24 +242,16 @@ def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:
     raise folder.Damaged(f"{directory}: none of {len(found)} checkpoints is whole: {'; '.join(faults)}")
 
 
-def _stored(
-    source: Path, tensors: Mapping[str, Tensor], recuts: Mapping[str, content.Recut]
-) -> dict[str, reader.Stored]:
-    """Finds each of `tensors` in `source`."""
-    found = reader.scan(source)
+def _stored(source: Path, tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut]) -> dict[str, Stored]:
+    """Finds each of `tensors` in `source`, whole. Of a unit without elements nothing was written."""
+    found = files.scan(source)
     for name, tensor in tensors.items():
         for key, shape in (recuts[name].shapes if name in recuts else {name: tuple(tensor.shape)}).items():
-            if 0 in shape:  # of a unit without elements no rank has written anything
-                found.setdefault(key, reader.Stored(key, tensor.dtype, shape, ()))
-            have = (found[key].dtype, found[key].shape) if key in found else None
-            if have != (tensor.dtype, shape):
-                raise CheckpointError(f"{source / reader.INDEX}: {key} is {have}, expected {(tensor.dtype, shape)}")
+            found.setdefault(key, Stored(key, ())).check(tensor.dtype, shape)
     return found
 
 
-def _fill(
-    tensors: Mapping[str, Tensor], recuts: Mapping[str, content.Recut], stored: Mapping[str, reader.Stored]
-) -> None:
+def _fill(tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut], stored: Mapping[str, Stored]) -> None:
     for key, tensor in tensors.items():
         if key in recuts:
             recuts[key].fill(lambda key, target, offsets: stored[key].read_into(target, offsets))
@@ -284,6 +292,6 @@ def _accepted(program: Program, where: str) -> bool:
     return True
 
 
-def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Tensor], dict[str, content.Description]]:
+def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Content], dict[str, content.Description]]:
     more = {} if params_only else {"opt_state": state.opt_state}
     return content.tensors(OrderedDict(params=state.params) | more)  # leaves of a dict would be sorted by key

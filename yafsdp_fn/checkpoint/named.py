@@ -20,17 +20,19 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from yafsdp_fn.checkpoint import reader
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads
-from yafsdp_fn.checkpoint.reader import Writer
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
@@ -53,8 +55,8 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
 
     params: `ya.Param` leaves and markers, as for `ya.init`; their shapes must be the checkpoint's
 
-    Pickled objects beside the tensors are not read, and nothing is executed. Raises CheckpointError, naming leaf and
-    tensor.
+    torch reads these folders by unpickling, which can run anything: load those alone that you trust. Raises
+    CheckpointError, naming leaf and tensor.
 
     >>> def name(path, layer):                                 # "layers.up", 3 -> "layers.3.up"
     ...     return path if layer is None else path.replace("layers", f"layers.{layer}")
@@ -71,11 +73,36 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     return optree.tree_unflatten(spec, out)
 
 
-def _finder(root: Path, name: Name) -> Callable[..., reader.Stored]:
-    """Returns `(path, layer, shape, suffix="")` -> the tensor. It raises CheckpointError for one that does not fit."""
-    stored = reader.scan(root)
+class Theirs(NamedTuple):
+    """A tensor in a folder of torch.distributed.checkpoint."""
 
-    def find(path: str, layer: int | None, shape: tuple[int, ...], suffix: str = "") -> reader.Stored:
+    folder: Path
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        """Returns the whole tensor, on the CPU."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        dcp_load({self.key: whole}, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        return whole
+
+
+def _finder(root: Path, name: Name) -> Callable[..., Theirs]:
+    """Returns `(path, layer, shape, suffix="")` -> the tensor. It raises CheckpointError for one that does not fit."""
+    try:
+        about = FileSystemReader(root).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+        raise CheckpointError(
+            f"{root} cannot be read as torch's checkpoint: {type(error).__name__}: {error}"
+        ) from error
+    stored = {
+        key: Theirs(root, key, of.properties.dtype, tuple(of.size))
+        for key, of in about.items()
+        if isinstance(of, TensorStorageMetadata)
+    }
+
+    def find(path: str, layer: int | None, shape: tuple[int, ...], suffix: str = "") -> Theirs:
         key = name(path, layer) + suffix
         if key not in stored:
             raise CheckpointError(
@@ -88,7 +115,7 @@ def _finder(root: Path, name: Name) -> Callable[..., reader.Stored]:
     return find
 
 
-def _lazy(find: Callable[..., reader.Stored], path: str, shape: tuple[int, ...], layered: bool) -> Lazy:
+def _lazy(find: Callable[..., Theirs], path: str, shape: tuple[int, ...], layered: bool) -> Lazy:
     if not layered:
         one = find(path, None, shape)
         return Lazy(shape, one.dtype, lambda _: one.read())
@@ -134,8 +161,13 @@ def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks)
     ranks.first(begin, what)
     mine = content()
     with owned(unfinished, ranks, what):
-        writer = Writer(unfinished, overwrite=True)
-        ranks.through_dcp(lambda: dcp_save(mine, storage_writer=writer, process_group=ranks.group), what)
+        writer = FileSystemWriter(unfinished, overwrite=True)
+        try:
+            dcp_save(mine, storage_writer=writer, process_group=ranks.group)
+        except CheckpointException as error:  # on every rank, where one has failed
+            found = {ranks.members[at]: cause for at, (cause, _) in error.failures.items()}
+            causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in found.items())
+            raise CheckpointError(f"{what} failed: {'; '.join(causes)}") from error
         ranks.first(publish, what)
 
 

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.checkpoint import io
-from yafsdp_fn.checkpoint.content import ShardSlice, held, in_place_of
+from yafsdp_fn.checkpoint.content import Content, ShardSlice, held
 from yafsdp_fn.checkpoint.folder import AllRanks, group_of
 from yafsdp_fn.dist.cuda_streams import begin_thread
 from yafsdp_fn.runtime.state import ShardedState
@@ -79,7 +79,7 @@ class Saver:
         self._group = None
 
     @torch.no_grad()
-    def _copy(self, state: ShardedState, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def _copy(self, state: ShardedState, pairs: Sequence[tuple[Content, Content]]) -> Callable[[], None]:
         """Copies each second tensor, or its slice, into the first; returns a function that waits for the end."""
         memory, comms = state.memory, state.memory.comms
         done = torch.cuda.Event() if comms.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -93,7 +93,7 @@ class Saver:
 
         for to, source in pairs:  # an optimizer's count, say, has no buffer: it is copied before the next step begins
             if not isinstance(source, ShardSlice):
-                to.copy_(source, non_blocking=True)
+                held(to).copy_(source, non_blocking=True)
         if not comms.streams:
             with memory.using(io.reads(state)):
                 copy()
@@ -132,17 +132,14 @@ class Saver:
             self._thread.join()
         self._leave()
 
-    def _like(self, key: str, tensor: Tensor) -> Tensor:
+    def _like(self, key: str, tensor: Content) -> Content:
         """Returns a tensor, or a slice, for the copy, in memory that is kept."""
         source = held(tensor)
         memory = self._memory.get(key)
         if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
             pin = source.device.type == "cuda"
             memory = self._memory[key] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
-        return in_place_of(tensor, memory)
-
-    def _store(self, job: io.Job, ranks: AllRanks) -> Path:
-        return job.write(ranks)
+        return tensor.over(memory) if isinstance(tensor, ShardSlice) else memory
 
     def _write(self, job: io.Job, copied: Callable[[], None], device: torch.device) -> None:
         begin_thread(device)
@@ -150,6 +147,6 @@ class Saver:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
             copied()
-            self._folder = self._store(job, AllRanks(self._group))
+            self._folder = job.write(AllRanks(self._group))
         except BaseException as error:  # raised where the main thread waits
             self._error = error

@@ -268,11 +268,14 @@ class Sharded(NotATensor):
 
     def check(self) -> "Sharded":
         """Returns this handle. Raises RuntimeError if its leaves are the memory of a state that was donated since."""
-        owner, generation = self.context.origin[:2]
-        if generation != owner.generation and any(owner.owns(k, leaf) for k, _, leaf in self.group_leaves()):
+        if self._gone():
             name = self.entry.name or "params"
-            raise RuntimeError(f"{name}: these are parameters of a state that {owner.why_gone()}")
+            raise RuntimeError(f"{name}: these are parameters of a state that {self.owner.why_gone()}")
         return self
+
+    def _gone(self) -> bool:
+        owner, generation = self.context.origin[:2]
+        return generation != owner.generation and any(owner.owns(k, leaf) for k, _, leaf in self.group_leaves())
 
     def run_by(self, runner: Runner) -> "Sharded":
         """Returns the handle that `runner` gives to a loss, on its own leaves, so that it runs the visits."""
@@ -289,6 +292,8 @@ class Sharded(NotATensor):
         return self.entry.name or "params", verb
 
     def __repr__(self) -> str:
+        if self._gone():
+            return f"Sharded({self.entry.name!r}, of a state that {self.owner.why_gone()})"
         length = "" if self.entry.length is None else f", L={self.entry.length}"
         shapes = ", ".join(str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
         return f"Sharded({self.entry.name!r}{length}, local shards {shapes})"

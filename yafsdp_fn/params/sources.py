@@ -128,7 +128,8 @@ def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor
 
 
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
-    """A plain tree of tensors, without markers: the counterpart of `init`, to the same bits on one kind of device.
+    """A plain tree of tensors, without markers: the counterpart of `init`, to the same bits on one kind of device. On
+    "meta" it has shapes and dtypes alone.
 
     >>> ya.materialize({"w": ya.Param((2, 2), init=ya.params.initializers.constant(0.5))})
     {'w': tensor([[0.5000, 0.5000],
@@ -144,7 +145,10 @@ def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
     for accessor, leaf in zip(accessors, leaves, strict=True):
         give = source(dotted(accessor), leaf, seed, torch.device(device))
         stacked = in_stack(accessor)
-        out.append(whole_leaf(give, leaf.shape[0] if stacked else None).to(device))
+        if torch.device(device).type == "meta":  # it has no generators
+            out.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
+        else:
+            out.append(whole_leaf(give, leaf.shape[0] if stacked else None).to(device))
     return optree.tree_map(_stored, optree.tree_unflatten(spec, out), is_leaf=lambda node: isinstance(node, Frozen))
 
 

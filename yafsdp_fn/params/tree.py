@@ -244,6 +244,12 @@ def leaf_names(tree: Tree) -> Tree:
     return optree.tree_unflatten(spec, [dotted(accessor) for accessor in accessors])
 
 
+def must_be_function(f: Any, call: str) -> None:
+    """Raises TypeError for arguments in another order. call: how the verb is called"""
+    if not callable(f):
+        raise TypeError(f"{call}: the function comes first, got {shape_of(f)}")
+
+
 def shape_of(leaf: Any) -> str:
     """Describes a leaf in errors: dtype and shape of a tensor, the type of anything else."""
     return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor | Param) else type(leaf).__name__

@@ -1,5 +1,6 @@
 """Predicts what a program will cost before it runs: clusters, costs, simulation, memory, comparison, search."""
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -25,5 +26,7 @@ _LATE = {"calibrate": "yafsdp_fn.lab.calibrate", "emulate": "yafsdp_fn.lab.emula
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
-        raise AttributeError(f"module 'yafsdp_fn.planner' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'yafsdp_fn.planner' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     return getattr(import_module(_LATE[name]), name)

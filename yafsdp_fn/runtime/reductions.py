@@ -37,7 +37,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A tensor to add up over microbatches and ranks; integers and booleans become int64.
+    """A tensor or a number to add up over microbatches and ranks; integers and booleans become int64.
 
     >>> def loss(params, batch):
     ...     return loss_fn(params, batch), {"tokens": ya.Sum(batch["targets"].ge(0).sum())}
@@ -45,11 +45,11 @@ class Sum(NamedTuple):
     {'tokens': tensor(32)}
     """
 
-    value: Tensor
+    value: Tensor | float
 
 
 class Max(NamedTuple):
-    """A tensor to reduce to its elementwise maximum over microbatches and ranks.
+    """A tensor or a number to reduce to its elementwise maximum over microbatches and ranks.
 
     >>> def loss(params, batch):
     ...     return loss_fn(params, batch), {"largest": ya.Max(batch["tokens"].amax())}
@@ -57,7 +57,7 @@ class Max(NamedTuple):
     {'largest': tensor(15)}
     """
 
-    value: Tensor
+    value: Tensor | float
 
 
 WEIGHT_DEPENDS = "the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
@@ -98,6 +98,20 @@ def _checked(mean: Mean, what: str) -> Mean:
 
 def is_reduction(node: Any) -> bool:
     return isinstance(node, Mean | Sum | Max)
+
+
+def of_tensors(aux: Tree, device: torch.device) -> Tree:
+    """Returns `aux` with a tensor on `device` for each number in a `Sum` or `Max`. TypeError for other values."""
+
+    def of_tensor(node: Any) -> Any:
+        if not isinstance(node, Sum | Max) or isinstance(node.value, Tensor):
+            return node
+        if not isinstance(node.value, int | float):
+            name = type(node).__name__
+            raise TypeError(f"aux: expected a tensor or a number in ya.{name}, got {shape_of(node.value)}")
+        return type(node)(torch.full((), node.value, device=device))
+
+    return optree.tree_map(of_tensor, aux, is_leaf=is_reduction)
 
 
 def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:

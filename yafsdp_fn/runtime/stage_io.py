@@ -22,7 +22,7 @@ from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
-from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
+from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
 from yafsdp_fn.runtime.tracer import Result, Traced, traced
 from yafsdp_fn.schedules.cut import crossing, cut
 
@@ -122,7 +122,7 @@ class Crossing:
 def _mean_and_nodes(out: Any) -> tuple[Any, list[Any]]:
     """The loss, and the reductions and leaves of aux."""
     mean, aux = out if isinstance(out, tuple) and not isinstance(out, Mean) else (out, None)
-    return mean, list(optree.tree_leaves(aux, is_leaf=is_reduction))
+    return mean, list(optree.tree_leaves(of_tensors(aux, torch.device("cpu")), is_leaf=is_reduction))
 
 
 def neutral(node: Any, device: torch.device) -> Any:
@@ -132,8 +132,10 @@ def neutral(node: Any, device: torch.device) -> Any:
         return torch.full(x.shape, value, dtype=x.dtype, device=device) if isinstance(x, Tensor) else value
 
     if isinstance(node, Max):
-        dtype = node.value.dtype
-        return Max(filled(node.value, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min))
+        if node.value.dtype == torch.bool:
+            return Max(filled(node.value, False))
+        floats = node.value.dtype.is_floating_point
+        return Max(filled(node.value, -math.inf if floats else torch.iinfo(node.value.dtype).min))
     assert isinstance(node, Mean | Sum)
     return type(node)(*[filled(x, 0) for x in node])
 

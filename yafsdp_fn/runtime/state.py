@@ -30,7 +30,7 @@ class NoOptimizer(NamedTuple):
     """The optimizer state of a state that is only evaluated: a teacher, a frozen base."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ShardedState:
     """The state that a training step takes and returns.
 
@@ -49,10 +49,10 @@ class ShardedState:
     opt_state: Tree
     step: int
     seed: int
-    memory: Memory = dataclasses.field(repr=False)
+    memory: Memory
     generation: int = 0
-    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
-    unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, repr=False, compare=False)
+    program: Program | None = dataclasses.field(default=None, compare=False)
+    unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -103,6 +103,12 @@ class ShardedState:
         state = self.check()
         memory = state.memory.over([master.clone() for master in state.memory.masters()])
         return state.over(memory, _copied(state.opt_state))
+
+    def __repr__(self) -> str:
+        if self.generation != self.memory.generation:
+            return f"ShardedState(step={self.step}, which {self.memory.why_gone()})"
+        shown = ("params", "opt_state", "step", "seed")
+        return f"ShardedState({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def __deepcopy__(self, memo: object) -> "ShardedState":
         return self.copy()  # the mesh is shared, not copied

@@ -9,9 +9,9 @@ from torch import Tensor
 from yafsdp_fn.dist.flat import gather_into
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Group
-from yafsdp_fn.params.sharded import Sharded
+from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import part_at_home
-from yafsdp_fn.params.tree import Tree, stacked, without_markers
+from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.runtime.memory import Memory
 
@@ -150,6 +150,9 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     >>> torch.equal(halved["up"], plain["layers"]["up"] / 2)
     True
     """
+    must_be_function(f, "map_whole_layers(f, stack)")
+    for tree in (stack, *rest):
+        _must_be_stack(tree)
     if not isinstance(stack, Sharded):
         if any(isinstance(other, Sharded) for other in rest):
             raise TypeError(
@@ -166,6 +169,21 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
         raise TypeError(f"map_whole_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
     with memory.comms.guarded(f"map_whole_layers of {stack.entry.name}"):
         return _sharded(f, memory, stack, rest)
+
+
+def _must_be_stack(tree: Tree) -> None:
+    """Raises TypeError unless `tree` is one sharded stack, or has tensors with an axis of layers alone."""
+    if isinstance(tree, Sharded):
+        return
+    for accessor, leaf in handles_and_leaves(tree):
+        if isinstance(leaf, Sharded):
+            stacks = [handle.entry.name for handle in handles(tree) if handle.entry.length is not None]
+            raise TypeError(f"map_whole_layers: expected one stack, got a tree with {leaf!r}; stacks in it: {stacks}")
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            got = shape_of(leaf)
+            raise TypeError(
+                f"map_whole_layers: {dotted(accessor)}: expected a tensor with an axis of layers, got {got}"
+            )
 
 
 def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:

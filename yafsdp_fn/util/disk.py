@@ -1,13 +1,9 @@
 """Writes files that survive a kill: they are on the disk before anything relies on them."""
 
 import errno
-import mmap
 import os
 import shutil
-import stat
-from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -32,6 +28,12 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def sync_file(path: Path) -> None:
+    """Makes the content of a file durable, which others have written."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -71,58 +73,3 @@ def unlock(handle: int) -> None:
 
     fcntl.flock(handle, fcntl.LOCK_UN)  # a child that was forked meanwhile may have the handle, too
     os.close(handle)
-
-
-# ---- Files that processes of one user share, such as those in `/dev/shm`.
-
-
-def private_folder(path: Path) -> None:
-    """Makes a folder for this user. Raises PermissionError if it is another user's, who could change what is there."""
-    path.mkdir(0o700, parents=True, exist_ok=True)
-    if (owner := path.stat().st_uid) not in (0, os.geteuid()):  # root's: /dev/shm itself
-        raise PermissionError(f"{path} is user {owner}'s, who could change what is kept there; name another folder")
-
-
-def made(path: Path) -> BufferedRandom:
-    """Creates a new file that nobody else can read; does not write through an existing link."""
-    remove(path)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    return os.fdopen(handle, "w+b")
-
-
-def opened(path: Path) -> BufferedReader:
-    """Opens a file. Raises OSError if this user did not write it: a link, a folder, a pipe, another user's file."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe would wait for a writer
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(handle)
-        raise OSError(f"{path} is no file of this user")
-    return os.fdopen(handle, "rb")
-
-
-def room(stream: BinaryIO, size: int) -> mmap.mmap:
-    """Gives a new file so many bytes, and maps them."""
-    if hasattr(os, "posix_fallocate"):  # else the first write beyond what the host has ends the process
-        os.posix_fallocate(stream.fileno(), 0, size)
-    else:
-        stream.truncate(size)
-    return mmap.mmap(stream.fileno(), size)
-
-
-def try_lock(stream: BinaryIO, *, shared: bool = False) -> bool:
-    """Locks an open file, until `release` or the end of the process. False: somebody else has it, or the file system
-    has no locks."""
-    import fcntl
-
-    try:
-        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def release(stream: BinaryIO) -> None:
-    """Unlocks what `try_lock` has locked, if it has."""
-    import fcntl
-
-    fcntl.flock(stream, fcntl.LOCK_UN)
