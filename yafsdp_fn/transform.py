@@ -94,8 +94,8 @@ def value_and_grad(
         default 1, on a deterministic mesh as in `train_step`. Sharded parameters among them stay whole (close over
         plain tensors that must)
 
-    The first call runs on demand and records the visits; later calls use the schedule's program. Random numbers inside
-    blocks depend on the seed and step of the parameters' state.
+    The first call runs on demand and records the visits; later calls use the schedule's program. Random numbers
+    depend on the seed and step of the parameters' state.
 
     Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.functional_loss(fun)`, on
     the path that composes: exact, not overlapped.
@@ -231,4 +231,4 @@ def eval_step(
 
 
 def _seed(found: Sequence[Sharded]) -> Seed:
-    return Seed(found[0].origin.seed, found[0].origin.step) if found else Seed(0, 0)
+    return Seed(found[0].origin.seed, found[0].origin.step) if found else Seed(0, 0, of_state=False)
