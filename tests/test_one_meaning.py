@@ -221,7 +221,7 @@ def adapted(s: Setting, loss: Loss, inner: Any, path: str) -> Callable[[Tensor, 
     """One step by a learned rate, then the loss: the rate meets shards, or a rank's value, or both."""
 
     def value(rate: Tensor, params: Tree) -> Tensor:
-        far = 0.3 if path == "loss" else ya.to_shards(rate, params)
+        far = 0.3 if path == "loss" else ya.params.to_shards(rate, params)
         new = loss(axpy(-far, inner(lambda p: loss(p, s.own))(params), params), s.own)
         return new if path == "shards" else new * rate.square()
 
@@ -239,17 +239,17 @@ def shared_arguments(mesh: Any) -> None:
         inner = tf.grad if name == "bare" else ya.grad
         of, on_plain = adapted(s, loss, inner, path), adapted(s, whole, tf.grad, path)
         expected, what = tf.grad(on_plain)(rate, s.plain), f"{name}, by {path}"
-        got = ya.sum_over_ranks(ya.grad(of)(rate, s.sharded), s.sharded)
+        got = ya.params.sum_over_ranks(ya.grad(of)(rate, s.sharded), s.sharded)
         compare(got, expected, BOUND, f"{what}: ya.grad")
-        got = ya.sum_over_ranks(tf.grad(of)(rate, s.sharded), s.sharded) / ranks
+        got = ya.params.sum_over_ranks(tf.grad(of)(rate, s.sharded), s.sharded) / ranks
         compare(got, expected, BOUND, f"{what}: torch.func.grad")
     expected = tf.grad(lambda p: tf.grad(on_plain)(rate, p).square())(s.plain)
     for outer in (tf.grad, ya.grad):
-        got = outer(lambda p: ya.sum_over_ranks(ya.grad(of)(rate, p), p).square())(s.sharded)
+        got = outer(lambda p: ya.params.sum_over_ranks(ya.grad(of)(rate, p), p).square())(s.sharded)
         s.check(got, expected, f"{what}: {outer.__module__} of the square of ya.grad")
     with pytest.raises(TypeError, match="sum_over_ranks: 'embed' is sharded"):
-        ya.sum_over_ranks(s.sharded, s.sharded)
-    assert ya.sum_over_ranks(rate, s.plain) is rate
+        ya.params.sum_over_ranks(s.sharded, s.sharded)
+    assert ya.params.sum_over_ranks(rate, s.plain) is rate
 
 
 @pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (2, "copies"), (4, "replicate")])

@@ -32,7 +32,7 @@ if TYPE_CHECKING or find_spec("torch"):
     from yafsdp_fn.nn.cross_entropy import linear_cross_entropy
     from yafsdp_fn.nn.linear import embedding, linear
     from yafsdp_fn.nn.low_rank import LowRank
-    from yafsdp_fn.params.algebra import global_norm, normal_like, sum_over_ranks, to_shards, vdot
+    from yafsdp_fn.params.algebra import global_norm, normal_like, vdot
     from yafsdp_fn.params.sharded import Precision, Sharded
     from yafsdp_fn.params.sources import Lazy, materialize
     from yafsdp_fn.params.tree import Param, Pinned, Stacked, Unit, frozen
@@ -67,6 +67,6 @@ __all__ = [
     "global_norm", "grad", "init", "launch", "linear", "linear_cross_entropy", "load_into", "lora", "map_whole_layers",
     "materialize", "merge_lora", "mesh", "named_weights", "normal_like", "optim", "params", "planner", "pmax",
     "ppermute", "psum", "psum_scatter", "publish_weights", "pull_weights", "scan", "schedules", "shard", "shard_batch",
-    "sum_over_ranks", "timeline", "to_shards", "train_step", "unshard", "value_and_grad", "vdot", "verify",
+    "timeline", "train_step", "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

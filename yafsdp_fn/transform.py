@@ -88,7 +88,7 @@ def value_and_grad(
         stacked [microbatches, ...] if there are several
     argnums: the positional arguments to differentiate; their gradients have their structure. Gradients of sharded
         leaves are this rank's flat shards of the global gradient, in memory of their own; those of plain leaves are
-        this rank's part of it (`ya.sum_over_ranks` adds them up)
+        this rank's part of it (`ya.params.sum_over_ranks` adds them up)
     schedule: a function from a trace to a program, or a program
     microbatches: the number of parts into which every tensor in the other arguments is cut along its first axis;
         default 1, on a deterministic mesh as in `train_step`. Sharded parameters among them stay whole (close over

@@ -75,7 +75,7 @@ def sum_over_ranks(x: Tree, like: Tree) -> Tree:
     >>> def scaled(rate, params, batch):
     ...     return loss_fn(params, batch).total * rate
     >>> g = ya.grad(scaled)(torch.tensor(0.5), state.params, batch)
-    >>> ya.sum_over_ranks(g, state.params).shape
+    >>> ya.params.sum_over_ranks(g, state.params).shape
     torch.Size([])
     """
     return _on_ranks("sum_over_ranks", SumOfRanks, x, like)
@@ -83,14 +83,14 @@ def sum_over_ranks(x: Tree, like: Tree) -> Tree:
 
 def to_shards(x: Tree, like: Tree) -> Tree:
     """Returns `x`, a plain value that ranks share, for arithmetic with sharded leaves: the step size of
-    `w - ya.to_shards(rate, params) * g`, of which each rank sees its own shards alone.
+    `w - ya.params.to_shards(rate, params) * g`, of which each rank sees its own shards alone.
 
     Without it torch.func, and `ya.grad` inside another derivative, take the derivative by `x` for that of a rank's
     value, and have it too small by the ranks of a copy.
 
     x: a tree of plain tensors; like: a tree with sharded leaves
 
-    >>> rate = ya.to_shards(torch.tensor(0.5), state.params)
+    >>> rate = ya.params.to_shards(torch.tensor(0.5), state.params)
     >>> new = optree.tree_map(lambda w: w - rate * w, state.params)
     """
     return _on_ranks("to_shards", ToShards, x, like)
