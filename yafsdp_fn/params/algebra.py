@@ -106,7 +106,8 @@ def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tre
     if not found or found[0].check().owner.comms.alone:
         return x
     comms = found[0].owner.comms
-    return optree.tree_map(lambda leaf: function.apply(comms, leaf, in_step()), x)
+    apply: Any = function.apply
+    return optree.tree_map(lambda leaf: apply(comms, leaf, in_step()), x)
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:

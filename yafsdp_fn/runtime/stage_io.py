@@ -50,7 +50,7 @@ class Piece(NamedTuple):
         return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
-class PlaceholderMode(FakeTensorMode):
+class PlaceholderMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The mode of placeholders. Whoever draws random numbers for one draws as many for nothing: what the loss draws
     next is then the same on all stages, of which one has the tensor itself."""
 
@@ -60,8 +60,9 @@ class PlaceholderMode(FakeTensorMode):
         draws = torch.Tag.nondeterministic_seeded in func.tags and not self._drawing and in_step()
         if not draws:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        args_of_ones, kwargs_of_ones = optree.tree_map(_ones, (args, kwargs or {}))
-        func(*args_of_ones, **kwargs_of_ones)
+        given: Any = (args, kwargs or {})
+        ones, named = optree.tree_map(_ones, given)
+        func(*ones, **named)
         self._drawing = True  # torch may take it apart
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
