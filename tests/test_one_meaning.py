@@ -6,6 +6,7 @@ a loss is weighted (`ya.functional_loss`). All in float64.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -214,6 +215,46 @@ def plain_arguments(mesh: Any) -> None:
     expected = tf.grad(lambda p: 3.0 * s.whole(p) / ranks)(s.plain)
     s.check(inner, expected, "ya.grad of it")
     compare(tf.grad(scaled)(scale, s.sharded, s.own), 3.0 * s.loss(s.plain, s.own), BOUND, "torch.func.grad")
+
+
+def adapted(s: Setting, loss: Loss, inner: Any, path: str) -> Callable[[Tensor, Tree], Tensor]:
+    """One step by a learned rate, then the loss: the rate meets shards, or a rank's value, or both."""
+
+    def value(rate: Tensor, params: Tree) -> Tensor:
+        far = 0.3 if path == "loss" else ya.params.to_shards(rate, params)
+        new = loss(axpy(-far, inner(lambda p: loss(p, s.own))(params), params), s.own)
+        return new if path == "shards" else new * rate.square()
+
+    return value
+
+
+def shared_arguments(mesh: Any) -> None:
+    """The derivative by a plain argument that all ranks share, on each of them: parts of ya.grad are added up, and what
+    torch.func gives on each rank is averaged."""
+    s, rate = Setting(mesh, "base"), torch.tensor(0.3).double()
+    ranks, weighted = mesh.size(), ya.functional_loss(s.mean)
+    everything = joined(s.batches)
+    losses = {"functional": (weighted, lambda p, _: weighted(p, everything)), "bare": (s.loss, lambda p, _: s.whole(p))}
+    for (name, (loss, whole)), path in itertools.product(losses.items(), ("shards", "loss", "both")):
+        inner = tf.grad if name == "bare" else ya.grad
+        of, on_plain = adapted(s, loss, inner, path), adapted(s, whole, tf.grad, path)
+        expected, what = tf.grad(on_plain)(rate, s.plain), f"{name}, by {path}"
+        got = ya.params.sum_over_ranks(ya.grad(of)(rate, s.sharded), s.sharded)
+        compare(got, expected, BOUND, f"{what}: ya.grad")
+        got = ya.params.sum_over_ranks(tf.grad(of)(rate, s.sharded), s.sharded) / ranks
+        compare(got, expected, BOUND, f"{what}: torch.func.grad")
+    expected = tf.grad(lambda p: tf.grad(on_plain)(rate, p).square())(s.plain)
+    for outer in (tf.grad, ya.grad):
+        got = outer(lambda p: ya.params.sum_over_ranks(ya.grad(of)(rate, p), p).square())(s.sharded)
+        s.check(got, expected, f"{what}: {outer.__module__} of the square of ya.grad")
+    with pytest.raises(TypeError, match="sum_over_ranks: 'embed' is sharded"):
+        ya.params.sum_over_ranks(s.sharded, s.sharded)
+    assert ya.params.sum_over_ranks(rate, s.plain) is rate
+
+
+@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (2, "copies"), (4, "replicate")])
+def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
+    pools[world].run(on, axes, shared_arguments)
 
 
 def examples(mesh: Any) -> None:

@@ -22,10 +22,12 @@ PAGE = (Path(__file__).parent.parent / "docs" / "transforms.md").read_text()
 def runs(mesh: Any) -> None:
     own, state = batch(mesh.get_rank()), ya.init(model(), TX, mesh=mesh)
     names: dict[str, Any] = {"ya": ya, "optree": optree, "loss_fn": loss, "batch": own, "state": state}
+    names["world"] = mesh.size()
     exec(CODE, names)
     whole = {name: ya.unshard(names[name]) for name in ("grads", "hvp", "same", "meta")}
     compare(whole["grads"], ya.unshard(ya.grad(loss)(state.params, own)), 1e-5, "ya.grad")
     compare(whole["hvp"], whole["same"], 1e-5, "Hessian-vector products")
+    compare(names["slope"], names["mean"], 1e-5, "by the learned rate")
     assert float(ya.global_norm(whole["meta"])) > 0
 
 

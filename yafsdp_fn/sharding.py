@@ -52,7 +52,7 @@ def init(
     """Makes a state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
 
     params: a tree of `Param`; mesh: default `ya.mesh()`; tx: None for a state that is only evaluated
-    seed: of the drawing, and of random numbers in blocks; precision: the dtypes of the state
+    seed: of the drawing, and of random numbers in steps; precision: the dtypes of the state
     stages: the stage of each unit, needed on a mesh with stages: `ya.schedules.assign` makes it from a trace of the
         loss
 

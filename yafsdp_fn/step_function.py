@@ -46,7 +46,7 @@ from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, z
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.timeline.record import RECORDINGS, Recorder
 from yafsdp_fn.timeline.spans import MEASURED
-from yafsdp_fn.util.randomness import VisitCounter, counting
+from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 NOT_FROM_PLAIN = (
     "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
@@ -321,10 +321,8 @@ class Calls:
                     tensor.requires_grad_(track)
             where = f"microbatch {microbatch}, step {session.number}"
             session.segment = segment = Segment(crossing, call, arrived, where)
-        comms = session.memory.comms
-        drawn = micro_shard_seed(comms, microbatch) if comms.deterministic else (microbatch, comms.seed_rank)
-        counter = VisitCounter(self._seed.seed, self._seed.step, *drawn, ranks=comms)
-        with torch.set_grad_enabled(track), counting(counter):
+        counter, device = self._counter(microbatch), session.memory.comms.device
+        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), device):
             try:
                 mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
             except Exception as error:
@@ -353,6 +351,13 @@ class Calls:
             taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
         self._passed[call.segment, microbatch] = Passed(taken, roots, own)
 
+    def _counter(self, microbatch: int) -> VisitCounter:
+        """Returns what seeds a microbatch, on all stages alike."""
+        comms, (seed, step, *_) = self._session.memory.comms, self._seed
+        if comms.deterministic:
+            return VisitCounter(seed, step, *micro_shard_seed(comms, microbatch), batch_rank=0, ranks=comms)
+        return VisitCounter(seed, step, microbatch, comms.seed_rank, batch_rank=comms.batch_rank, ranks=comms)
+
     def _keep(self, call: Call, mean: Mean, aux: Tree) -> bool:
         """Keeps the results of a forward; returns whether it made the loss."""
         if self._of_stage is not None:
@@ -376,7 +381,8 @@ class Calls:
             seeds += back.get(flow, [])
         arrived = [x for tensors in passed.arrived.values() for x in tensors]
         of_leaves = [*self._leaves, *self._arguments.plain] if self._crossing is None else []
-        with session.backward():
+        drawn = self._counter(call.microbatch).seed_beside(BACKWARD)
+        with session.backward(), seeded(drawn, session.memory.comms.device):
             grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
         leaf_grads = grads[1 + len(arrived) :]
         count = len(self._leaves)
@@ -389,15 +395,19 @@ class Calls:
 def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
     """Runs on plain tensors alone: the oracle."""
     results = Results([], [], [None] * len(arguments.plain))
+    device = device_of_leaves((arguments.nodes, arguments.rest))
     for microbatch in range(arguments.parts):
         counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
-        with torch.set_grad_enabled(track), counting(counter):
+        # a tree without a state has no step, by which every call would draw other numbers: torch's generators go on
+        drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]
+        with torch.set_grad_enabled(track), counting(counter), seeded(drawn, device):
             mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
         _append(results, mean, aux)
         if track:
             if not mean.total.requires_grad:
                 raise ValueError(INDEPENDENT)
-            _add(results.grads, torch.autograd.grad(mean.total, arguments.plain, allow_unused=True))
+            with seeded(back, device):
+                _add(results.grads, torch.autograd.grad(mean.total, arguments.plain, allow_unused=True))
     return results
 
 

@@ -88,14 +88,14 @@ def value_and_grad(
         stacked [microbatches, ...] if there are several
     argnums: the positional arguments to differentiate; their gradients have their structure. Gradients of sharded
         leaves are this rank's flat shards of the global gradient, in memory of their own; those of plain leaves are
-        this rank's contribution to it
+        this rank's part of it (`ya.params.sum_over_ranks` adds them up)
     schedule: a function from a trace to a program, or a program
     microbatches: the number of parts into which every tensor in the other arguments is cut along its first axis;
         default 1, on a deterministic mesh as in `train_step`. Sharded parameters among them stay whole (close over
         plain tensors that must)
 
-    The first call runs on demand and records the visits; later calls use the schedule's program. Random numbers inside
-    blocks depend on the seed and step of the parameters' state.
+    The first call runs on demand and records the visits; later calls use the schedule's program. Random numbers
+    depend on the seed and step of the parameters' state.
 
     Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.functional_loss(fun)`, on
     the path that composes: exact, not overlapped.
@@ -231,4 +231,4 @@ def eval_step(
 
 
 def _seed(found: Sequence[Sharded]) -> Seed:
-    return Seed(found[0].origin.seed, found[0].origin.step) if found else Seed(0, 0)
+    return Seed(found[0].origin.seed, found[0].origin.step) if found else Seed(0, 0, of_state=False)

@@ -13,6 +13,7 @@ tree gives on the whole batch, at any number of ranks. The adjoints:
     SumOfShards    shards -> ranks      SumToShards, divided by W
     SumToShards    ranks -> shards      SumOfShards, times W
     SumOfRanks     ranks -> ranks       itself
+    ToShards       ranks -> shards      itself, times the ranks of a copy
 
 A step sums over ranks and replicas itself, at its end, and divides by its weight. With `step=True` the backward outside
 transforms is therefore the literal transpose, from each rank's tensors to each rank's, without the sum over replicas.
@@ -174,6 +175,20 @@ class SumOfRanks(_Sum):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, SumOfRanks.apply(ctx.comms, grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
+
+
+class ToShards(Collective):
+    """Takes a rank's value for a shard's. back: the adjoint of that"""
+
+    @staticmethod
+    def forward(comms: Ranks, values: Tensor, step: bool = False, back: bool = False) -> Tensor:
+        return values * (comms.ranks if back else 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        step, back = ctx.how
+        back = back if _literal(ctx, step) else not back
+        return None, ToShards.apply(ctx.comms, grad, step, back), None, None  # type: ignore[no-untyped-call]
 
 
 def _scaled(values: Tensor, scale: float) -> Tensor:

@@ -34,7 +34,7 @@ from yafsdp_fn.runtime.visit import visit
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.scan import apply
 from yafsdp_fn.sharding import unshard
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit, seeded
+from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.
@@ -180,11 +180,10 @@ class Functionalized:
         for unit, layers in skeleton.layers.items():
             for index, (of, row) in enumerate(zip(layers, rows[unit][0], strict=True)):
                 forwards[id(of.module)] = partial(_visit_layer, of, row, index == 0)
-        with seeded(next_visit_seed(), device):  # what runs between visits
-            around = skeleton.around
-            own = apply(around.cloned, [params[unit] for unit in around.units]) if around.names else {}
-            copies = copied(skeleton.root, weights=own, forwards=forwards)
-            out = copies[0].made(*args, **kwargs)
+        around = skeleton.around
+        own = apply(around.cloned, [params[unit] for unit in around.units]) if around.names else {}
+        copies = copied(skeleton.root, weights=own, forwards=forwards)
+        out = copies[0].made(*args, **kwargs)
         refuse_hooks([made for made in copies if id(made.original) in skeleton.inside])
         refuse_writes(copies, buffers_only=True)
         return out

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.differentiable import SumOfShards
+from yafsdp_fn.dist.differentiable import Collective, SumOfRanks, SumOfShards, ToShards
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
@@ -62,6 +62,52 @@ def global_norm(tree: Tree) -> Tensor:
     """
     squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
     return squares.sqrt().to(number_dtype(tree))
+
+
+def sum_over_ranks(x: Tree, like: Tree) -> Tree:
+    """Sums over all ranks of the mesh, for every rank; differentiable.
+
+    `ya.grad` gives of a plain argument a rank's part of the derivative: where ranks share the argument, this makes it
+    whole. On a plain tree there is one rank.
+
+    x: a tree of plain tensors; like: a tree with sharded leaves, on whose ranks `x` is
+
+    >>> def scaled(rate, params, batch):
+    ...     return loss_fn(params, batch).total * rate
+    >>> g = ya.grad(scaled)(torch.tensor(0.5), state.params, batch)
+    >>> ya.params.sum_over_ranks(g, state.params).shape
+    torch.Size([])
+    """
+    return _on_ranks("sum_over_ranks", SumOfRanks, x, like)
+
+
+def to_shards(x: Tree, like: Tree) -> Tree:
+    """Returns `x`, a plain value that ranks share, for arithmetic with sharded leaves: the step size of
+    `w - ya.params.to_shards(rate, params) * g`, of which each rank sees its own shards alone.
+
+    Without it torch.func, and `ya.grad` inside another derivative, take the derivative by `x` for that of a rank's
+    value, and have it too small by the ranks of a copy.
+
+    x: a tree of plain tensors; like: a tree with sharded leaves
+
+    >>> rate = ya.params.to_shards(torch.tensor(0.5), state.params)
+    >>> new = optree.tree_map(lambda w: w - rate * w, state.params)
+    """
+    return _on_ranks("to_shards", ToShards, x, like)
+
+
+def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tree:
+    found = handles(like)
+    if sharded := handles(x):
+        raise TypeError(
+            f"{what}: {sharded[0].entry.name or 'params'!r} is sharded: each rank has a part of its own. Expected "
+            "plain tensors"
+        )
+    if not found or found[0].check().owner.comms.alone:
+        return x
+    comms = found[0].owner.comms
+    apply: Any = function.apply
+    return optree.tree_map(lambda leaf: apply(comms, leaf, in_step()), x)
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:

@@ -26,11 +26,15 @@ INDEPENDENT = (
 
 
 class Seed(NamedTuple):
-    """The seed of random numbers in blocks, besides microbatch and visit. rank: for plain trees; otherwise 0"""
+    """The seed of random numbers, besides microbatch and visit.
+
+    rank: for plain trees; otherwise 0. of_state: False of trees without a state, where visits alone are seeded
+    """
 
     seed: int
     step: int
     rank: int = 0
+    of_state: bool = True
 
 
 class Results(NamedTuple):

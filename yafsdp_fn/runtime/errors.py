@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -48,6 +49,18 @@ def visits_differ_from_first(microbatch: int, visits: Sequence[Visit], first: Se
 def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
     """The error for a visit in a pipeline that differs from the trace: other stages rely on the traced outputs."""
     return OrderChanged(f"{visit}: {what} than when the step was traced. {SAME_ORDER}")
+
+
+def arguments_differ_from_trace(visit: str, came: Any, traced: Any) -> OrderChanged:
+    """The error for a visit in a pipeline with other tensors than in the trace. came, traced: shapes and dtypes"""
+    what = f"({_shown(came)}, where there were {_shown(traced)})"
+    if len(came) != len(traced):
+        what += " (what some microbatches lack, as transformers' mask where nothing is padded, must be in all of them)"
+    return visit_differs_from_trace(visit, f"it is given tensors of other shapes or dtypes {what}")
+
+
+def _shown(given: Any) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in given) or "none"
 
 
 def value_on_other_stage(what: str, error: Exception) -> RuntimeError:

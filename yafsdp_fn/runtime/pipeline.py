@@ -50,9 +50,7 @@ class Segment:
             raise OrderChanged(f"{call.name} (visit {number}, {self._where}): the trace has {expected}. {SAME_ORDER}")
         traced, here = self._crossing.placeholders[number], first <= number < end
         if call.given != traced.given:
-            raise errors.visit_differs_from_trace(
-                f"{call.name} (visit {number})", "it is given tensors of other shapes or dtypes"
-            )
+            raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, traced.given)
         if call.source != traced.source and self._unlike is None:
             self._unlike = f"{call.name} (visit {number})"
         for place, tensor in enumerate(call.tensors):

@@ -22,6 +22,9 @@ from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.schedules.builders import AnySchedule
 
+KEPT_SHAPES = 32
+"""Shapes of batches for which a function keeps what it has cut into stages: those that were used last."""
+
 
 class Verified:
     """A program that has passed `verify`, with the facts that a session of one stage needs in every step.
@@ -81,7 +84,9 @@ class Programs:
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         self._schedule, self._update_when, self._whole, self.trains = schedule, update_when, whole, trains
         self._lent = lent
-        self._kept: dict[Hashable, Verified] = {}  # by `Placement.key`, microbatches and shapes of the batch
+        self._kept: dict[
+            tuple[Hashable, int, Hashable], Verified
+        ] = {}  # by `Placement.key`, microbatches and shapes of the batch
         self._last: dict[Hashable, Verified] = {}  # by the first two
 
     # ---- kept
@@ -95,7 +100,7 @@ class Programs:
         if key not in self._kept and (found := self.given(memory, microbatches)) is not None:
             self._keep(found, memory, shapes)
         if key in self._kept:
-            self._last[key[:2]] = self._kept[key]
+            self._last[key[:2]] = self._kept[key] = self._kept.pop(key)  # the newest
         return self._kept.get(key)
 
     def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable = None) -> Verified | None:
@@ -126,6 +131,10 @@ class Programs:
             comms.connect("reduce", "exchange")
         key = memory.key, found.whole.trace.microbatches
         self._kept[*key, shapes] = self._last[key] = found
+        # all ranks ask and keep alike, and so forget alike
+        by_shapes = [each for each in self._kept if each[2] is not None]
+        for oldest in by_shapes[:-KEPT_SHAPES]:
+            del self._kept[oldest]
 
     # ---- built
 

@@ -25,6 +25,7 @@ from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
 from yafsdp_fn.runtime.tracer import Result, Traced, traced
 from yafsdp_fn.schedules.cut import crossing, cut
+from yafsdp_fn.util.randomness import in_step
 
 # ---- What a stage must know of a step that is cut: what travels, and what stands for the outputs of visits
 # elsewhere.
@@ -47,6 +48,33 @@ class Piece(NamedTuple):
     def of(self, buffer: Tensor) -> Tensor:
         """The tensor, a view of the parcel's bytes."""
         return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class PlaceholderMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode of placeholders. Whoever draws random numbers for one draws as many for nothing: what the loss draws
+    next is then the same on all stages, of which one has the tensor itself."""
+
+    _drawing = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not self._drawing and in_step()
+        if not draws:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        given: Any = (args, kwargs or {})
+        ones, named = optree.tree_map(_ones, given)
+        func(*ones, **named)
+        self._drawing = True  # torch may take it apart
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._drawing = False
+
+
+def _ones(x: Any) -> Any:
+    """Returns a tensor with the layout of `x`, on which depends how much is drawn; values do not matter."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
 
 
 class Placeholder:
@@ -150,9 +178,14 @@ def crossing_of(arguments: Arguments, memory: Memory, programs: Programs, blocks
 
     blocks: compares those of the loss between ranks
     """
-    found = traced(arguments, memory, FakeTensorMode(allow_non_fake_inputs=True), every=not programs.trains)
+    found = traced(arguments, memory, PlaceholderMode(allow_non_fake_inputs=True), every=not programs.trains)
     if blocks is not None:
         blocks.compare(found.blocks)
+    if found.by_value:
+        raise RuntimeError(
+            f"{found.by_value[0]} beside the visits, of what one has made: how many random numbers it draws depends on "
+            "values, which other stages do not have. Draw them inside of a visit (ya.apply)"
+        )
     if programs.trains:
         _check(found)
     trace = programs.complete(found.trace, memory.abstract())

@@ -180,7 +180,7 @@ def memory_of(found: Sequence[Sharded]) -> Memory:
 class PlainState:
     """The interface of a sharded state for plain tensors in one process: the oracle, and a start without any sharding.
 
-    rank: the rank of a sharded state whose random numbers blocks draw
+    rank: the rank of a sharded state whose random numbers steps draw
 
     >>> oracle = ya.PlainState.create(params, tx, seed=0)
     >>> oracle, metrics = ya.train_step(loss_fn, tx)(oracle, batch)

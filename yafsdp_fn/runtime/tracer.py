@@ -34,16 +34,23 @@ from yafsdp_fn.util.torch_private import asks_for_values, memory_key
 Made = frozenset[int]
 """Visits; empty for tensors that every stage can make for itself."""
 
+DRAW_BY_VALUE = frozenset({"poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise"})
+"""Operators that draw as many random numbers as the values of their arguments say."""
+
 
 class Beside(LiveBytes):  # type: ignore[no-untyped-call]
     """Records the operations of the loss between visits: the memory that they take, and the origins of their
-    results."""
+    results.
+
+    by_value: those that draw as many random numbers as what a visit has made says
+    """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__(known)
         self._made: Any = WeakIdKeyDictionary()  # memory -> visits: views and writes in place count alike
         self._numbers: Any = WeakIdKeyDictionary()  # tensor -> its number
         self._count = 0
+        self.by_value: list[str] = []
 
     def made(self, tensor: Tensor) -> Made:
         """Returns the visits whose outputs `tensor` was made of."""
@@ -67,6 +74,8 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
             made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
             for x in tensors_in(out) if made else ():
                 self.comes_from(x, made | self.made(x))
+            if made and func.overloadpacket.__name__.rstrip("_") in DRAW_BY_VALUE:
+                self.by_value.append(func.overloadpacket.__name__)
         return out
 
 
@@ -262,7 +271,7 @@ class Traced(NamedTuple):
     total; made: by which visits each tensor of it was made
 
     untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
-    only); rewritten: visits with an argument that was written in place later
+    only); rewritten: visits with an argument that was written in place later; by_value: see `Beside`
     """
 
     trace: Trace
@@ -273,6 +282,7 @@ class Traced(NamedTuple):
     untracked: list[str]
     reads_leaves: bool
     rewritten: list[str]
+    by_value: list[str]
     blocks: list[Any]
 
 
@@ -306,7 +316,8 @@ def traced(
     loss_of = tuple(sorted(tracer.beside.made(total)))
     calls = tuple(tracer.between)
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
-    return Traced(trace, tracer.results, out, total, made, tracer.untracked, reads, tracer.rewritten(), tracer.blocks)
+    untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value
+    return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value, tracer.blocks)
 
 
 def not_compiled() -> AbstractContextManager[Any]:

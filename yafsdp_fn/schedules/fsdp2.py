@@ -217,6 +217,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
+        self.unreduced: set[int] = set()  # units whose gradient slots hold something
         # (group, microbatch, whether it is forward) -> the first compute on the group, and the last
         self.begins: dict[tuple[int, int, bool], int] = {}
         self.ends: dict[tuple[int, int, bool], int] = {}
@@ -277,8 +278,13 @@ class _Builder:
                 self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}
 
     def reduce(self, i: int) -> None:
-        """Reduces the groups whose gradients are complete after compute `i`."""
+        """Reduces the groups whose gradients of a microbatch are complete after compute `i`.
+
+        Where a stage's segments take turns, a unit's next microbatch may have come before another unit's first: it is
+        reduced with the first, and the group's next reduction goes without it.
+        """
         now = self.trace.order[i]
+        self.unreduced |= set(writes_of(now, self.trace))
         last = self.trace.microbatches - 1
         for number in {self.of[unit]: None for unit in writes_of(now, self.trace)}:
             units = tuple(unit for unit in self.groups[number].units if (unit, now.microbatch) in self.written)
@@ -286,7 +292,9 @@ class _Builder:
                 continue
             complete = all(self.written.get((unit, m), -1) <= i for unit in units for m in range(last + 1))
             if complete or not self.defer:
-                self.ops.append(Reduce(units, tuple(self.grad_slots[unit] for unit in units)))
+                ready = tuple(unit for unit in units if unit in self.unreduced)
+                self.ops.append(Reduce(ready, tuple(self.grad_slots[unit] for unit in ready)))
+                self.unreduced -= {*ready}
             if complete and self.trace.replicas > 1:
                 self.ops.append(AllReduce(units))
 

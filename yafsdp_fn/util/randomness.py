@@ -4,6 +4,9 @@ While a step runs, every `scan` layer and every `apply` is numbered, on sharded 
 generators seeded with that tuple. A recomputed forward draws the same numbers, and so does the plain loop, which stays
 a usable oracle. Visits inside a visit (a scan over plain tensors in a block) are numbered anew, from its seed.
 
+What the loss draws beside its visits is seeded, too, once for each of its calls, by (seed, step, microbatch, rank of
+the batch): stages, each of which calls the whole loss for each of its segments, draw the same.
+
 Outside a step nothing is seeded.
 
 The same context says over which ranks the collectives of a block act (`dist/axes.py`), in a step and outside of one.
@@ -19,6 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 import optree
 import torch
 from torch import Tensor
+
+LOSS, BACKWARD = -1, -2
+"""Take the place of a visit's number in the seed of a whole call of the loss, and in that of its backward."""
 
 
 def visit_seed(seed: int, step: int, microbatch: int, visit: int, rank: int) -> int:
@@ -41,7 +47,9 @@ def device_of_leaves(tree: Any) -> torch.device:
 
 @contextmanager
 def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Runs a visit with the default generators seeded, and restores their states; None leaves them alone.
+    """Runs a visit, or a whole call of the loss, with the default generators seeded, and restores their states.
+
+    seed: None leaves them alone
 
     No effect inside the capture of a CUDA graph: a replay uses the generator's state at that time.
     """
@@ -70,17 +78,27 @@ def _restore(before: Sequence[tuple[torch.Generator, Tensor]]) -> None:
 class VisitCounter:
     """Numbers the visits of one microbatch, on sharded and on plain trees alike.
 
+    rank: in visits (`Ranks.seed_rank`); batch_rank: beside them, equal for ranks with the same rows; None: as `rank`
     inside: it numbers those inside of one visit, which may run without grad first and with it when it is recomputed
     ranks: those of the state, which collectives in the function act over; None: the function is of plain tensors
     """
 
-    __slots__ = ("_inside", "_key", "_rank", "_visits", "ranks")
+    __slots__ = ("_batch_rank", "_inside", "_key", "_rank", "_visits", "ranks")
 
     def __init__(
-        self, seed: int, step: int, microbatch: int = 0, rank: int = 0, *, inside: bool = False, ranks: Any = None
+        self,
+        seed: int,
+        step: int,
+        microbatch: int = 0,
+        rank: int = 0,
+        *,
+        batch_rank: int | None = None,
+        inside: bool = False,
+        ranks: Any = None,
     ) -> None:
         self._key = (seed, step, microbatch)
         self._rank, self._inside, self.ranks = rank, inside, ranks
+        self._batch_rank = rank if batch_rank is None else batch_rank
         self._visits = [0, 0]  # without grad and with it, as a session numbers them
 
     def next_seed(self) -> int:
@@ -88,6 +106,10 @@ class VisitCounter:
         visit = self._visits[with_grad]
         self._visits[with_grad] += 1
         return visit_seed(*self._key, visit, self._rank)
+
+    def seed_beside(self, what: int) -> int:
+        """Returns the seed of what is drawn beside visits. what: LOSS or BACKWARD"""
+        return visit_seed(*self._key, what, self._batch_rank)
 
 
 class Unnumbered(NamedTuple):

@@ -28,6 +28,7 @@ from yafsdp_fn.schedules import (
     Send,
     Split,
     Trace,
+    fsdp2,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -42,7 +43,7 @@ from yafsdp_fn.schedules import (
 )
 from yafsdp_fn.schedules.actions import KINDS
 from yafsdp_fn.schedules.messages import SPAN, times, with_messages
-from yafsdp_fn.schedules.pipelines import FACTORIES
+from yafsdp_fn.schedules.pipelines import FACTORIES, V_SHAPED
 
 
 def split(order: str, stages: int, per_stage: int = 2) -> Split:
@@ -161,6 +162,22 @@ def test_every_order_with_every_sharding_is_exact(order: str) -> None:
         pipeline = verify(FACTORIES[order](schedule)(whole(order, P, M, mesh=mesh, updates=updates)))
         if number % 17 == 0:
             assert right(pipeline, number), (P, M, sharding)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_with_every_setting_of_fsdp2_is_exact(order: str) -> None:
+    """72. A group has the embedding and the head, whose microbatches come by turns where both are on one stage: on a
+    V, and of other orders a part is tried."""
+    cases = (2, 3), (3, 7), (4, 2)
+    settings = itertools.product((True, False), ("layers", "all"), (None, 0, 2), (False, True), cases)
+    for number, (reshard, wrap, prefetch, defer, (P, M)) in enumerate(settings):
+        if order not in V_SHAPED and number % 5 and not EVERY:
+            continue
+        remat, mesh = ("none", "all")[number % 2], ("ranks", "replicas")[number // 2 % 2]
+        sharding = fsdp2(reshard_after_forward=reshard, wrap=wrap, prefetch=prefetch, defer=defer, remat=remat)
+        pipeline = verify(FACTORIES[order](sharding)(whole(order, P, M, mesh=mesh)))
+        if number % 30 == 0:
+            assert right(pipeline, number), (reshard, wrap, prefetch, defer, P, M)
 
 
 @pytest.mark.parametrize("order", ORDERS)

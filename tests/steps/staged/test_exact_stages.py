@@ -51,6 +51,7 @@ HOW = {
     "zero-bubble, gathered anew": How(s.zero_bubble, s.zero3()),
     "v, half the memory": How(s.v_half, s.zero2(), 2, "v"),
     "v, a third of the memory": How(s.v_min, s.zero3(), 2, "v"),
+    "v, fsdp2": How(s.v_shaped, s.fsdp2(), 2, "v"),
 }
 ALL = os.environ.get("STAGES") == "all"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from yafsdp_fn import schedules as s
+from yafsdp_fn.runtime import programs
 
 E, ROWS, PARTS, STEPS = 64, 1 << 9, 2, 200
 CARRY = E * ROWS * 4
@@ -86,3 +88,27 @@ def test_steps_leave_nothing(pools: dict[int, Pool], order: str) -> None:
     for early, late in pools[2].run(after_steps, order):
         assert late.tensors == early.tensors
         assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
+
+
+def forgotten(_: Any) -> tuple[bool, int, list[float]]:
+    """Whether what was kept for the first of five lengths is still there, how many are, and losses."""
+    params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
+    units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
+    step, losses = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b()), []
+    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(2), stages=units)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "KEPT_SHAPES", 2)
+        for rows in (2, 3, 4, 5):
+            state, metrics = step(state, torch.ones(rows, E))
+            losses.append(float(metrics["loss"]))
+            if rows == 2:
+                first = weakref.ref(next(iter(step._function.programs._kept.values())))
+        gc.collect()
+        there = first() is not None
+        state, metrics = step(state, torch.ones(2, E))
+    return there, len(step._function.programs._kept), [*losses, float(metrics["loss"])]
+
+
+def test_shapes_of_batches_are_forgotten(pools: dict[int, Pool]) -> None:
+    for there, kept, losses in pools[2].run(forgotten):
+        assert not there and kept == 2 and losses[0] == losses[-1]
