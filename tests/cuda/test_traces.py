@@ -32,19 +32,22 @@ def loss(params: Any, batch: dict[str, torch.Tensor]) -> ya.Mean:
     return ya.Mean(total, targets.numel())
 
 
+def batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(16, 8, device=CUDA), "targets": torch.zeros(16, dtype=torch.int64, device=CUDA)}
+
+
 def launched() -> tuple[set[str], set[str], list[Any]]:
     """Our kernels in traces of a step and in its memory, those in steps, and what is wrong with these."""
     with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "LARGE", 0)
         state = ya.init(PARAMS, TX, mesh=mesh, precision=PRECISION)
-        batch = {"x": torch.ones(16, 8, device=CUDA), "targets": torch.zeros(16, dtype=torch.int64, device=CUDA)}
         step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(update=True))
         device.launched.clear()
-        predict_memory(step.lower(state, batch))
-        ya.schedules.zero3()(step.trace(state, batch))
+        predict_memory(step.lower(state, batch()))
+        ya.schedules.zero3()(step.trace(state, batch()))
         traced = KERNELS & set(device.launched)
         for _ in range(3):
-            state, _ = step(state, batch)
+            state, _ = step(state, batch())
         return traced, KERNELS & set(device.launched), findings(device.log)
 
 

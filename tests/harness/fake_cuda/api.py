@@ -150,6 +150,7 @@ def fake_cuda() -> Iterator[Device]:
         "default_generators": (Generator(CUDA),),
         "is_current_stream_capturing": lambda: DEVICE.tape is not None,
         "graph_pool_handle": object,
+        "_sleep": lambda cycles: None,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
     }

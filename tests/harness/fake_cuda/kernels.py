@@ -18,6 +18,7 @@ from tests.harness.fake_cuda.tensors import CudaTensor
 from yafsdp_fn import nn, util
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
 from yafsdp_fn.dist.sums import add_rows
+from yafsdp_fn.lab import emulated
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.optim import step
 from yafsdp_fn.util import on_gpu
@@ -103,5 +104,7 @@ def patch_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(util, "vector_kernels", SimpleNamespace(sum_rows=ops.sum_rows, scale_=ops.scale_), raising=False)
     patch.setattr(nn, "cross_entropy_kernel", SimpleNamespace(softmax_=ops.softmax_), raising=False)
     patch.setattr(step, "kernels", SimpleNamespace(adam_copying=ops.adam_copying), raising=False)
+    timed = SimpleNamespace(mark=Tensor.zero_, hold=lambda at, users, phase, *moved: at.add_(users.sum()))
+    patch.setattr(emulated, "kernels", timed, raising=False)
     patch.setattr(on_gpu, "HAS_TRITON", True)
     patch.setattr(on_gpu, "is_fake", lambda x: isinstance(x.host if isinstance(x, CudaTensor) else x, FakeTensor))
