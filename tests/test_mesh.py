@@ -193,3 +193,11 @@ def test_ranks_that_ask_for_different_meshes_are_told_so(pools: dict[int, Pool])
         assert re.search(
             r"ValueError: mesh: .* local= differs:\n +rank 0: 1\n +rank 1: 2\ncall ya.mesh with the same", error
         )
+
+
+def test_a_deterministic_mesh_of_gpus_wants_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank()  # with a process group, so that none of NCCL is made
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"deterministic=2\): on GPUs .* call torch.use_deterministic_algorithms"):
+        ya.mesh(device="cuda", deterministic=2)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +18,8 @@ from tests.harness import readme
 from tests.harness.pool import Pool
 from tests.harness.readme import README
 from train.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_code_runs_and_the_program_is_as_shown() -> None:
@@ -28,6 +34,15 @@ def test_the_code_runs_and_the_program_is_as_shown() -> None:
     with pytest.raises(ya.errors.Refused) as refusal:
         ya.verify(program.with_ops(program.ops[:14] + program.ops[15:]))
     assert str(refusal.value) in README
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(0, ["1", "2"]), (1, ["1"])])
+def test_the_whole_code_starts_no_more_ranks_than_there_are_gpus(gpus: int, expected: list[str]) -> None:
+    code = f"import torch\ntorch.cuda.device_count = lambda: {gpus}\n{readme.FIRST}"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert re.findall(r"^(\d) ranks: [4-6]\.\d{4}$", ran.stdout, re.M) == expected and "program of" in ran.stdout
 
 
 def across_stages(_: Any) -> float:

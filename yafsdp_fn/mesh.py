@@ -85,7 +85,7 @@ def mesh(
         _check_inside(inside)
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
     if deterministic is not None:
-        _check_deterministic(deterministic, stage, replicas, ranks * inside.get(EXPERT, 1))
+        _check_deterministic(deterministic, stage, replicas, ranks * inside.get(EXPERT, 1), kind)
     sizes = {STAGE: stage} if stage > 1 else {}
     sizes |= {} if replicate is None else {REPLICATE: replicas}
     if local is None:
@@ -165,12 +165,18 @@ def _sizes(
     return replicate, shard
 
 
-def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int) -> None:
-    """Raises ValueError unless batches of `asked` micro-shards can be dealt to `ranks` ranks."""
+def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, kind: str) -> None:
+    """Raises ValueError unless batches of `asked` micro-shards can be dealt to `ranks` ranks, whose bits repeat."""
     if type(asked) is not int or asked < 1:
         raise ValueError(
             f"mesh(deterministic={asked!r}): expected the number of micro-shards that every global batch is computed "
             "in, a multiple of every number of ranks that is to give the same bits, such as 12 for 1, 2, 3 and 4"
+        )
+    if kind == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            f"mesh(deterministic={asked}): on GPUs some of torch's kernels, such as attention's backward, add up in no "
+            "fixed order; call torch.use_deterministic_algorithms(True) first, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in "
+            "the environment"
         )
     if stages > 1:
         raise ValueError(

@@ -51,6 +51,9 @@ def init(
 ) -> ShardedState:
     """Makes a state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
 
+    GPUs draw other values than CPUs do, from one seed: one thread of a CPU would take ten seconds for each billion of
+    them. `ya.shard(ya.materialize(params, seed=0), tx, like=params)` has a CPU's on a GPU.
+
     params: a tree of `Param`; mesh: default `ya.mesh()`; tx: None for a state that is only evaluated
     seed: of the drawing, and of random numbers in steps; precision: the dtypes of the state
     stages: the stage of each unit, needed on a mesh with stages: `ya.schedules.assign` makes it from a trace of the

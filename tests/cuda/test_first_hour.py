@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,35 @@ def test_the_readme_runs_on_one_gpu_and_on_two(in_child: InChild) -> None:
     for ranks in (1, 2):
         loss, *devices = in_child(readme, {"shard": ranks})
         assert 0 < loss < 30 and devices == ["cuda:0", "cuda:0"]
+
+
+def drawn(device: Any, mesh: DeviceMesh) -> list[list[Any]]:
+    """Values of one seed: of `init`, of a plain tree on the device and on the CPU, and of the latter as a state."""
+    params = PROBLEM.params(3)
+    given = ya.shard(ya.materialize(params, seed=1), TX, like=params, mesh=mesh)
+    states = [ya.unshard(state.params) for state in (ya.init(params, TX, mesh=mesh, seed=1), given)]
+    plain = [ya.materialize(params, seed=1, device=of) for of in (device, "cpu")]
+    return [[leaf.tolist() for leaf in optree.tree_leaves(tree)] for tree in (states[0], *plain, states[1])]
+
+
+def drawn_there() -> list[list[Any]]:
+    with fake_cuda(), rank_of({"shard": 1}) as mesh, pytest.MonkeyPatch.context() as patch:
+        seed = torch._C.Generator.manual_seed
+        # as on a GPU, whose generator makes other numbers of a seed
+        patch.setattr(torch.Generator, "manual_seed", lambda self, n: seed(self, n + (self.device.type == "cuda")))
+        return drawn(CUDA, mesh)
+
+
+def test_a_seed_means_other_values_on_a_gpu_unless_they_are_drawn_here(in_child: InChild) -> None:
+    init, there, here, given = in_child(drawn_there)
+    assert init == there != here == given
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_a_seed_means_other_values_on_a_real_gpu() -> None:
+    init, there, here, given = drawn("cuda", ya.mesh(device="cuda"))
+    assert init == there != here == given
 
 
 def moved() -> list[list[str]]:

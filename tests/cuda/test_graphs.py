@@ -12,11 +12,14 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.cuda.days import MESHES, PRECISIONS, REMATS
+from tests.extras.test_cuda_graphs import reads, synchronises, told
+from tests.harness.child_process import child
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.graphs import Freed
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.oracle import batch_of
+from yafsdp_fn.extras import cuda_graphs
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
 from yafsdp_fn.runtime.memory import Memory
 
@@ -90,6 +93,42 @@ def scratch_made_anew(known: bool, reused: bool) -> str:
 def test_a_graph_is_of_the_scratch_that_its_backward_writes(in_child: InChild) -> None:
     assert in_child(scratch_made_anew, True, False) == in_child(scratch_made_anew, True, True) == "fine"
     assert in_child(scratch_made_anew, False, True) == "somebody else's memory is written"
+
+
+def warned(f: Any, recovers: bool) -> list[tuple[int, str]]:
+    with fake_cuda(), rank_of({"shard": 1}) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "RECOVERS", recovers)
+        return told(f, mesh, CUDA)
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_block_that_reads_is_refused_when_it_is_looked_at(in_child: InChild, recovers: bool) -> None:
+    ((number, text),) = in_child(warned, reads, recovers)
+    assert number == 1 and "reads a value on the host" in text
+
+
+def test_a_block_that_waits_unseen_fails_its_capture(in_child: InChild) -> None:
+    ((number, text),) = in_child(warned, synchronises, True)
+    assert number == 2 and "cannot be captured (RuntimeError: operation not permitted" in text
+    with pytest.raises(RuntimeError, match=r"the capture of a CUDA graph failed, and torch .* restart without"):
+        in_child(warned, synchronises, False)
+
+
+def warned_there() -> list[tuple[int, str]]:
+    return told(synchronises, ya.mesh(device="cuda"), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_a_failed_capture_on_a_gpu() -> None:
+    """In a process of its own, which an older torch leaves unusable, and says so."""
+    with child() as run:
+        if cuda_graphs.RECOVERS:
+            ((number, text),) = run(warned_there)
+            assert number == 2 and "cannot be captured" in text
+        else:
+            with pytest.raises(RuntimeError, match="the capture of a CUDA graph failed, and torch"):
+                run(warned_there)
 
 
 def failed_capture() -> list[float]:

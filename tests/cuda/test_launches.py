@@ -20,11 +20,12 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.planner.test_footprint import held_by, tokens
-from yafsdp_fn.dist import flat, micro_shards, sums
+from yafsdp_fn.dist import flat, micro_shards
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.ranks import receive_numel, staging_numel
 from yafsdp_fn.nn.linear import DESTINATION, Destination, Task, weight_leaf
 from yafsdp_fn.planner.footprint import predict_memory
+from yafsdp_fn.util import on_gpu
 
 InChild = Callable[..., Any]
 F32, BF16 = torch.float32, torch.bfloat16
@@ -38,8 +39,7 @@ PRECISIONS = {"wide sums": WIRE, "wide products": ya.Precision(compute=BF16, red
 def cluster(axes: dict[str, int], how: str = "") -> Iterator[tuple[Device, Any]]:
     with fake_cuda() as device, rank_of(axes) as mesh, pytest.MonkeyPatch.context() as patch:
         if how == "no triton":
-            for user in (micro_shards, sums):
-                patch.setattr(user, "vector_kernels", lambda device: None)
+            patch.setattr(on_gpu, "HAS_TRITON", False)
         if how == "deterministic":
             micro_shards.mark(mesh, mesh.size())
         yield device, mesh

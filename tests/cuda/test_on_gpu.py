@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness import readme
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.schedules import Schedule
@@ -122,11 +122,11 @@ def train(name: str, ranks: int, device: str = "cuda", steady: Any = None) -> li
 
 def test_the_readme_runs() -> None:
     """As it is, in a process of its own; state and batch are where `ya.mesh()` puts them by default."""
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
-    code = code.split("for ranks in 1, 2:")[0].replace(
-        "    return metrics[", "    globals().update(locals())\n    return metrics["
-    )
-    code += 'train()\nprint(metrics["loss"].item(), metrics["loss"].device, batch["tokens"].device)\n'
+    code = readme.FIRST + "print(torch.cuda.is_initialized())\n"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("1 ranks: ") and ran.stdout.endswith("False\n")
+    code = readme.on("ya.mesh()") + 'print(metrics["loss"].item(), metrics["loss"].device, batch["tokens"].device)\n'
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     loss, *devices = ran.stdout.split()

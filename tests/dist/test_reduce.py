@@ -19,6 +19,7 @@ from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
 from yafsdp_fn.dist.ranks import receive_numel, staging_numel
 from yafsdp_fn.dist.sums import add_rows
+from yafsdp_fn.util import on_gpu
 from yafsdp_fn.util.on_gpu import vector_kernels
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -123,7 +124,7 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
 def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool) -> None:
     rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, dtype=out, seed=1)
     got, gpu = shard.cuda(), torch.device("cuda")
-    assert vector_kernels(gpu) is not None, "no triton"
+    assert vector_kernels(got) is not None, "no triton"
     for of, added, scratch in ((got, rows.cuda(), Scratch(gpu)), (shard, rows, Scratch(CPU))):
         if ordered:
             add_rows(of, added, scratch, add=add)
@@ -136,7 +137,7 @@ def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("add", [False, True])
 def test_a_gpu_without_triton_sums_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
-    monkeypatch.setattr(micro_shards, "vector_kernels", lambda device: None)
+    monkeypatch.setattr(on_gpu, "HAS_TRITON", False)
     monkeypatch.setitem(micro_shards.CHUNK, "cuda", 1 << 14)
     rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, seed=1)
     wanted = rows.double().sum(0) + (shard.double() if add else 0)

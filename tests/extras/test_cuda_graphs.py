@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -377,23 +378,35 @@ def test_cuda_graphs_are_exact(f: Block) -> None:
     assert_equal(*results)
 
 
+def reads(c: Tensor, w: Any) -> Any:
+    return block(c, w)[0] * (1.0 if float(c.detach().sum()) > 0 else 0.5), None
+
+
+def synchronises(c: Tensor, w: Any) -> Any:
+    torch.cuda.synchronize()
+    return block(c, w)
+
+
+def told(f: Block, mesh: DeviceMesh, device: Any) -> list[tuple[int, str]]:
+    """Warnings of steps with graphs, and in which step; the bits are those of steps without."""
+    results, said = [], []
+    for graphs in (False, True):
+        state = ya.init(model(), TX, mesh=mesh, seed=1)
+        step = ya.train_step(with_block(f), TX, schedule=REMAT, graphs=graphs)
+        for number in range(4):
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always", RuntimeWarning)
+                state, _ = step(state, {key: value.to(device) for key, value in batch(number).items()})
+            said += [(number, str(each.message)) for each in found if each.category is RuntimeWarning]
+        results.append([leaf.tolist() for leaf in optree.tree_leaves(ya.unshard(state.params))])
+    assert results[0] == results[1]
+    return said
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_a_block_that_waits_for_the_device_runs_as_it_is() -> None:
-    def waits(c: Tensor, w: Any) -> Any:
-        return block(c, w)[0] * (1.0 if float(c.detach().sum()) > 0 else 0.5), None
-
-    results = []
-    for graphs in (False, True):
-        state = ya.init(model(), TX, mesh=ya.mesh(device="cuda"), seed=1)
-        step = ya.train_step(with_block(waits), TX, schedule=REMAT, graphs=graphs)
-        for number in range(4):
-            data = {key: value.cuda() for key, value in batch(number).items()}
-            if graphs and number == 2:
-                with pytest.warns(RuntimeWarning, match="cannot be captured"):
-                    state, _ = step(state, data)
-            else:
-                state, _ = step(state, data)
-        results.append(state.params)
-    assert_equal(*results)
-    torch.ones(4, device="cuda").bernoulli_()  # the failed capture has left the generator usable
+    """It is refused as soon as it is looked at, in the second step, and nothing of it is captured."""
+    ((number, text),) = told(reads, ya.mesh(device="cuda"), "cuda")
+    assert number == 1 and "reads a value on the host" in text
+    torch.ones(4, device="cuda").bernoulli_()

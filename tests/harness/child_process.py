@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -16,11 +17,18 @@ from tests.harness import forked
 from yafsdp_fn.nn import linear
 
 
-@pytest.fixture(scope="package")
-def in_child() -> Iterator[Callable[..., Any]]:
+@contextmanager
+def child() -> Iterator[Callable[..., Any]]:
     """Runs a function of a test module in the process, and returns or raises what it does."""
     with ProcessPoolExecutor(1, mp_context=forked.context(), initializer=_begin) as pool:
         yield lambda function, *args: pool.submit(function, *args).result(timeout=600)
+
+
+@pytest.fixture(scope="package")
+def in_child() -> Iterator[Callable[..., Any]]:
+    """One for all tests of a folder."""
+    with child() as run:
+        yield run
 
 
 def _begin() -> None:

@@ -11,5 +11,5 @@ FIRST, SECOND = re.findall(r"```python\n(.*?)```", README, re.S)
 
 def on(mesh: str) -> str:
     """The first code, whose `train` is called here, on a mesh, and leaves its names beside the others."""
-    code, _ = FIRST.replace("ya.mesh()", mesh).split("for ranks in 1, 2:")
+    code, _ = FIRST.replace("ya.mesh()", mesh).split("for ranks in ")
     return code.replace("    return metrics[", "    globals().update(locals())\n    return metrics[") + "train()\n"

@@ -39,7 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(param.numel())
         adam_copying(param, *args, **options)
 
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
+    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: counted)
     monkeypatch.setattr(fused, "LARGE", 60)
     return sizes
 
@@ -70,7 +70,7 @@ def test_training_with_the_kernel(launched: list[int], monkeypatch: pytest.Monke
     with_kernel = trained(tx, **options)
     check(with_kernel)
     assert launched
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: None)
+    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: None)
     expected = trained(tx, **options)
     for a, b in zip(with_kernel.memory.masters(), expected.memory.masters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -186,7 +186,7 @@ def test_a_constant_gradient_moves_by_the_rate_at_every_step(launched: list[int]
 def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values, whose values nobody can ask for."""
     given: list[Tensor] = []
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: lambda *args, **options: given.append(args[5]))
+    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: lambda *args, **options: given.append(args[5]))
     with torch.device("meta"):
         params = [torch.zeros(60)]
         tx = ya.optim.adamw(1e-2)
@@ -204,7 +204,7 @@ def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -
 def test_bits_of_torchs_kernel_on_cuda(decoupled: bool, decay: float, found_inf: float) -> None:
     """To the last bit, but for one rounding: compilers may contract the parameters' last line differently."""
     pytest.importorskip("triton")
-    kernel = fused.copying_kernel(torch.device("cuda"))
+    kernel = fused.copying_kernel(torch.empty(0, device="cuda"))
     got, expected = step("cuda", decoupled, decay, found_inf, kernel), step("cuda", decoupled, decay, found_inf)
     for a, b in zip(got[:3], expected[:3], strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=1e-9)
@@ -226,7 +226,7 @@ def large_and_small(device: str, numel: int) -> list[list[Tensor]]:
 
 def check_large_and_small(device: str, numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     got = large_and_small(device, numel)
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: None)
+    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: None)
     expected = large_and_small(device, numel)
     torch.testing.assert_close(got[:2], expected[:2], rtol=1e-5, atol=1e-6)
     assert all(torch.equal(copy, each.bfloat16()) for each, copy in zip(got[0], got[2], strict=True))
@@ -242,13 +242,13 @@ def test_a_unit_above_the_threshold_takes_the_kernel(launched: list[int], monkey
 def test_a_unit_above_the_threshold_takes_the_kernel_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the size from which steps of users do."""
     pytest.importorskip("triton")
-    sizes, kernel = [], fused.copying_kernel(torch.device("cuda"))
+    sizes, kernel = [], fused.copying_kernel(torch.empty(0, device="cuda"))
     assert kernel is not None
 
     def counted(param: Tensor, *args: Any, **options: Any) -> None:
         sizes.append(param.numel())
         kernel(param, *args, **options)
 
-    monkeypatch.setattr(fused, "copying_kernel", lambda device: counted)
+    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: counted)
     check_large_and_small("cuda", fused.LARGE + 3, monkeypatch)
     assert sizes == [fused.LARGE + 3] * 2

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import yafsdp_fn as ya
 from models import llama
@@ -370,6 +371,21 @@ def test_the_state_of_an_optimizer(tx: Any) -> None:
 
 
 # ---- bad arguments
+
+
+def test_a_plan_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fork of a process that has asked for a GPU can use one, so `ya.launch` would not work after it."""
+
+    def asked(*args: object) -> Any:
+        raise AssertionError("CUDA is asked for something")
+
+    FakeTensorMode()  # imports what would look for CUDA's names
+    for name in ("_cuda_getDeviceCount", "_cuda_init", "_cuda_getDevice"):
+        monkeypatch.setattr(torch._C, name, asked, raising=False)
+    monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)  # that needs no driver
+    plan = ya.planner.plan(loss, model(), META, tx=ya.optim.muon(1e-2), ranks=16, cluster="h100-80g")
+    assert plan.fits and not torch.cuda.is_initialized()
 
 
 def test_bad_arguments_are_named() -> None:

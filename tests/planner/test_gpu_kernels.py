@@ -29,7 +29,6 @@ def normalised(device: Any) -> Trace:
     return trace(loss, params, torch.empty(B, S, E, dtype=torch.bfloat16), precision=BF16, device=device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the rule stands in for a GPU")
 def test_a_gpu_saves_the_input_and_a_scale_per_row() -> None:
     for visit in normalised("cuda").visits[1:]:
         assert visit.cost.kept_bytes == B * S * E * 2 + B * S * 4

@@ -44,7 +44,7 @@ def local_sum(
     if len(rows) == 1 and not add:
         out.copy_(rows[0])
         return
-    if (kernels := vector_kernels(out.device)) is not None:
+    if (kernels := vector_kernels(out)) is not None:
         kernels.sum_rows(out, rows, dtype, add, False)
         return
     sums, casts = scratch.chunks(dtype)

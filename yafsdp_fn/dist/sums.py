@@ -94,7 +94,7 @@ def reduce_in_order(comms: Groups, shard: Tensor, full: Tensor, receive: Tensor,
 def add_rows(out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool) -> None:
     """Adds `rows` [R, n] to `out` [n] in the order of R; without `add` the first one overwrites it."""
     dtype = sum_dtype(out.dtype, rows.dtype, None)
-    if (kernels := vector_kernels(out.device)) is not None:
+    if (kernels := vector_kernels(out)) is not None:
         kernels.sum_rows(out, rows, dtype, add, True)
         return
     one, other = scratch.chunks(dtype)

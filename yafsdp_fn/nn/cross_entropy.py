@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from yafsdp_fn.nn.linear import destination, linear
-from yafsdp_fn.util.on_gpu import HAS_TRITON
+from yafsdp_fn.util.on_gpu import kernels_run_on
 from yafsdp_fn.util.torch_private import assert_async, transforms_active
 
 # ---- The cross-entropy of a head, and its gradients, without the logits of all positions at once.
@@ -119,7 +119,7 @@ def _chunks(
 
 def _softmax_of(logits: Tensor, targets: Tensor, ignore_index: int) -> Callable[..., Tensor]:
     """Returns `_softmax_`, or a kernel that does the same in two passes over the logits."""
-    if not logits.is_cuda or logits.dtype == torch.float64 or torch.compiler.is_compiling() or not HAS_TRITON:
+    if logits.dtype == torch.float64 or torch.compiler.is_compiling() or not kernels_run_on(logits):
         return _softmax_
     from yafsdp_fn.nn import cross_entropy_kernel
 

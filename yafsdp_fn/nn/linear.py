@@ -142,7 +142,7 @@ class Destination:
         if self.task is None or self.task.number != graph_task_id():
             return False
         assert self.view is not None
-        if (kernels := vector_kernels(self.view.device)) is not None:
+        if (kernels := vector_kernels(self.view)) is not None:
             kernels.scale_(self.view, scale)  # looks at the scale itself: reading it would make the host wait
         elif scale.device.type != "cpu" or scale != 1:
             self.view.mul_(scale)

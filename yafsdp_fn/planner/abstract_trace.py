@@ -29,7 +29,7 @@ from yafsdp_fn.runtime.tracer import trace_call
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.step_function import StepFunction, default_schedule
-from yafsdp_fn.util.torch_private import transforms_active
+from yafsdp_fn.util.torch_private import transforms_active, without_driver
 
 # ---- Imitates, on the CPU's fake tensors, the allocations of GPU kernels.
 #
@@ -87,6 +87,7 @@ class _RmsNorm(torch.autograd.Function):
 # It is what `train_step(...).trace(state, batch)` gives for a state on such a mesh.
 
 
+@without_driver()
 def trace(
     loss_fn: Callable[[Tree, Tree], Any],
     params: Tree,
@@ -109,8 +110,9 @@ def trace(
         `(axis name, size)` pairs as `ya.mesh` makes them, outermost first
     tx, skip_nonfinite: of the step, which decide when a program may update, and what memory the optimizer takes
     loss_fn, precision, microbatches, has_aux: as for `train_step` and `init`
-    device: the type that the step is for. Without a GPU, "cuda" is the CPU's fake tensors with rules for RMSNorm, which
-        saves much less there, and for `linear_cross_entropy` (`tracing.gpu_kernels`); other ops are taken to be alike
+    device: the type that the step is for. Tensors are the CPU's, so that this process may still `launch`, and a plan is
+        the same on every machine; for "cuda" there are rules for RMSNorm, which saves much less on a GPU, and for
+        `linear_cross_entropy`. Other ops are taken to be alike
 
     Attention is counted by a rule of its own (`tracing.attention`). Raises TypeError for params without leaves,
     ValueError for a mesh that cannot be, and RuntimeError for a loss that needs the values of tensors.
@@ -119,15 +121,16 @@ def trace(
     >>> trace.mesh, [visit.name for visit in trace.visits]
     ((('shard', 64),), ['embed', 'layers[0]', 'layers[1]', 'layers[2]', 'layers[3]', 'head'])
     """
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"trace: device={device!r}, expected 'cuda' or 'cpu'")
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
-    placement = _placement(params, _axes(ranks, mesh), precision, device)
+    placement = _placement(params, _axes(ranks, mesh), precision)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        fakes = optree.tree_map(lambda x: _fake(x, placement.comms.device), batch)
+        fakes = optree.tree_map(_fake, batch)
     fun = _loss_alone(loss_fn) if has_aux else loss_fn
     arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
-    stands_in = device == "cuda" and placement.comms.device.type == "cpu"
-    with GpuAllocations() if stands_in else nullcontext():
+    with GpuAllocations() if device == "cuda" else nullcontext():
         found = trace_call(arguments, placement, mode)
     return step.complete(found, placement)
 
@@ -143,21 +146,17 @@ def _axes(ranks: int, mesh: Sequence[tuple[str, int]] | None) -> tuple[tuple[str
     return tuple((name, size) for name, size in mesh)
 
 
-def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Precision, wanted: str) -> Placement[Ranks]:
+def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Precision) -> Placement[Ranks]:
     """The layout of `params` on a mesh of `axes`, which need not exist."""
     if handles(params):
         raise TypeError("trace: these are a state's sharded params; give the tree that ya.init or ya.shard was given")
     if not optree.tree_leaves(params):
         raise TypeError("trace: params has no leaves; expected a tree of ya.Param, such as llama.params(config)")
-    if wanted not in ("cuda", "cpu"):
-        raise ValueError(f"trace: device={wanted!r}, expected 'cuda' or 'cpu'")
-    there = wanted == "cuda" and torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if there else torch.device("cpu")
-    return Placement(tree_layout(params)[0], axes, precision, absent_ranks(axes, device))
+    return Placement(tree_layout(params)[0], axes, precision, absent_ranks(axes, torch.device("cpu")))
 
 
-def _fake(leaf: Any, device: torch.device) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+def _fake(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _loss_alone(loss_fn: Callable[[Tree, Tree], Any]) -> Callable[[Tree, Tree], Any]:

@@ -1,16 +1,26 @@
-"""The kernels of Triton where they can run. It is imported at the first use on a GPU: that takes half a second."""
+"""The kernels of Triton where they can run. They are imported at the first use on a GPU: that takes half a second."""
 
 import importlib.util
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def vector_kernels(device: torch.device) -> Any:
-    """Returns the module `vector_kernels`, or None where its kernels cannot run."""
-    if device.type != "cuda" or not HAS_TRITON:
+def kernels_run_on(tensor: Tensor) -> bool:
+    """Returns whether our kernels may be launched on `tensor`. Nothing else decides that.
+
+    A fake tensor of a trace says that it is on a GPU, too, and its address is 0: a kernel that was launched there would
+    end all use of the GPU in this process.
+    """
+    return tensor.is_cuda and HAS_TRITON and not is_fake(tensor)
+
+
+def vector_kernels(tensor: Tensor) -> Any:
+    """Returns the module `vector_kernels`, or None where its kernels cannot run on `tensor`."""
+    if not kernels_run_on(tensor):
         return None
     from yafsdp_fn.util import vector_kernels
 

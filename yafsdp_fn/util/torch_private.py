@@ -8,7 +8,8 @@ tensors (`_version`, `_backward_hooks`), which a name here would only hide.
 import os
 import signal
 import sys
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -120,6 +121,19 @@ def forget_groups() -> list[Any]:
 def cuda_is_lost() -> bool:
     """Returns whether this process is a fork of one that had used CUDA, which a fork cannot use then."""
     return bool(torch.cuda._is_in_bad_fork()) and torch.cuda.device_count() > 0
+
+
+@contextmanager
+def without_driver() -> Iterator[None]:
+    """Has torch look for GPUs without CUDA's driver, as a mode of fake tensors does where it is entered: no fork of a
+    process that has started the driver can use it."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(name, "0")  # as without it
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ[name] = before
 
 
 def end_with_parent(parent: int) -> None:

@@ -11,13 +11,11 @@ import torch
 
 from tests.harness.fake_cuda.factories import patch_torch
 from tests.harness.fake_cuda.graphs import CUDAGraph, graph
-from tests.harness.fake_cuda.kernels import vector_kernels
+from tests.harness.fake_cuda.kernels import patch_kernels
 from tests.harness.fake_cuda.log import HOST
 from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, THREAD, CudaTensor, Device, fresh_device
-from yafsdp_fn.dist import cuda_streams, micro_shards, sums
+from yafsdp_fn.dist import cuda_streams
 from yafsdp_fn.extras.offload import HostActivationBuffers
-from yafsdp_fn.nn import cross_entropy, linear
-from yafsdp_fn.optim.step import fused
 
 
 class Stream:
@@ -152,6 +150,7 @@ def fake_cuda() -> Iterator[Device]:
         "default_generators": (Generator(CUDA),),
         "is_current_stream_capturing": lambda: DEVICE.tape is not None,
         "graph_pool_handle": object,
+        "_sleep": lambda cycles: None,
         "CUDAGraph": CUDAGraph,
         "graph": graph,
     }
@@ -161,10 +160,7 @@ def fake_cuda() -> Iterator[Device]:
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch.profiler, "record_function", record_function)
         patch.setattr(cuda_streams, "cuda_driver", Driver)
-        patch.setattr(fused, "copying_kernel", lambda device: None)  # Triton would look for a driver
-        patch.setattr(cross_entropy, "HAS_TRITON", False)
-        for user in (micro_shards, sums, linear):
-            patch.setattr(user, "vector_kernels", vector_kernels)
+        patch_kernels(patch)
         patch.setattr(
             HostActivationBuffers, "_plain", lambda self, x: type(x) is CudaTensor
         )  # its memory is all that there is

@@ -9,11 +9,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from tests.harness.fake_cuda.tensors import CudaTensor
+from yafsdp_fn import nn, util
 from yafsdp_fn.dist.micro_shards import Scratch, local_sum
 from yafsdp_fn.dist.sums import add_rows
+from yafsdp_fn.lab import emulated
+from yafsdp_fn.nn import cross_entropy
+from yafsdp_fn.optim import step
+from yafsdp_fn.util import on_gpu
 
 LIBRARY, ATEN = torch.library.Library("fake_cuda", "DEF"), torch.library.Library("aten", "IMPL")
 
@@ -30,6 +38,42 @@ def _scale_(values: Tensor, scale: Tensor) -> None:
         values.mul_(scale)
 
 
+def _softmax_(logits: Tensor, labels: Tensor, factors: Tensor, *, gradient: bool) -> Tensor:
+    wide = logits.float()
+    losses = cross_entropy._softmax_(wide, labels, factors, gradient=gradient)
+    if gradient:
+        logits.copy_(wide)
+    return losses
+
+
+def _adam(
+    param: Tensor,
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    copy: Tensor,
+    scalars: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    rate, scale, found_inf, correction1, correction2 = scalars.tolist()
+    if found_inf == 1:
+        return
+    grad = grad / scale
+    if decoupled:
+        param.mul_(1 - rate * weight_decay)
+    else:
+        grad = grad + weight_decay * param
+    mu.lerp_(grad, 1 - beta1)
+    nu.lerp_(grad * grad, 1 - beta2)
+    param.addcdiv_(mu / correction1, nu.sqrt() / correction2 + eps, value=-rate)
+    copy.copy_(param)
+
+
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
     return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
 
@@ -42,14 +86,25 @@ def _addmm(
 
 LIBRARY.define("sum_rows(Tensor(a!) out, Tensor rows, ScalarType dtype, bool add, bool ordered) -> ()")
 LIBRARY.define("scale_(Tensor(a!) values, Tensor scale) -> ()")
-LIBRARY.impl("sum_rows", _sum_rows, "CPU")
-LIBRARY.impl("scale_", _scale_, "CPU")
+LIBRARY.define("softmax_(Tensor(a!) logits, Tensor labels, Tensor factors, *, bool gradient) -> Tensor")
+LIBRARY.define(
+    "adam_copying(Tensor(a!) param, Tensor grad, Tensor(b!) mu, Tensor(c!) nu, Tensor(d!) copy, Tensor scalars, *, "
+    "float beta1, float beta2, float eps, float weight_decay, bool decoupled) -> ()"
+)
+for name, kernel in {"sum_rows": _sum_rows, "scale_": _scale_, "softmax_": _softmax_, "adam_copying": _adam}.items():
+    LIBRARY.impl(name, kernel, "CPU")
 ATEN.impl("mm.dtype_out", _mm, "CPU")
 ATEN.impl("addmm.dtype_out", _addmm, "CPU")
 
-VECTOR = SimpleNamespace(sum_rows=torch.ops.fake_cuda.sum_rows, scale_=torch.ops.fake_cuda.scale_)
-"""In the place of `yafsdp_fn.util.vector_kernels`."""
 
-
-def vector_kernels(device: torch.device) -> Any:
-    return VECTOR if device.type == "cuda" else None
+def patch_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Puts the operators in the places of Triton's kernels, which would look for a driver. The library asks as ever
+    whether they run on a tensor; on one of a trace an operator raises, since it has no implementation for fakes."""
+    ops = torch.ops.fake_cuda
+    patch.setattr(util, "vector_kernels", SimpleNamespace(sum_rows=ops.sum_rows, scale_=ops.scale_), raising=False)
+    patch.setattr(nn, "cross_entropy_kernel", SimpleNamespace(softmax_=ops.softmax_), raising=False)
+    patch.setattr(step, "kernels", SimpleNamespace(adam_copying=ops.adam_copying), raising=False)
+    timed = SimpleNamespace(mark=Tensor.zero_, hold=lambda at, users, phase, *moved: at.add_(users.sum()))
+    patch.setattr(emulated, "kernels", timed, raising=False)
+    patch.setattr(on_gpu, "HAS_TRITON", True)
+    patch.setattr(on_gpu, "is_fake", lambda x: isinstance(x.host if isinstance(x, CudaTensor) else x, FakeTensor))

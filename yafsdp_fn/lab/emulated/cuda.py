@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_fn.lab.emulated.lanes import Collective
-from yafsdp_fn.util.on_gpu import HAS_TRITON
+from yafsdp_fn.util.on_gpu import kernels_run_on
 
 SCRATCH_BYTES = 128 << 20
 """Bytes of the source of `move_bytes`, and of its target: more than any cache holds."""
@@ -27,11 +27,11 @@ class CudaWire:
 
     def __init__(self, *, move_bytes: bool) -> None:
         self._kernels: Any = None
-        if HAS_TRITON:
+        self._users = torch.zeros(3, dtype=torch.int32, device="cuda")
+        if kernels_run_on(self._users):
             from yafsdp_fn.lab.emulated import kernels
 
             self._kernels = kernels
-            self._users = torch.zeros(3, dtype=torch.int32, device="cuda")
             self._bytes = SCRATCH_BYTES if move_bytes else 0
             self._scratch = torch.empty(2, self._bytes // 4, dtype=torch.float32, device="cuda")
             torch.cuda.current_stream().synchronize()  # once: other streams use these, and nothing else orders them

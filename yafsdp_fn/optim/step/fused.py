@@ -19,7 +19,7 @@ from yafsdp_fn.optim.step.definition import Call, Lane
 from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.tree import Param, Tree, dotted
-from yafsdp_fn.util.on_gpu import HAS_TRITON
+from yafsdp_fn.util.on_gpu import kernels_run_on
 from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
 
 # ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
@@ -44,9 +44,10 @@ def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
     return (1 - torch.pow(b1, t)).float(), (1 - torch.pow(b2, t)).sqrt().float()
 
 
-def copying_kernel(device: torch.device) -> Callable[..., None] | None:
-    """Returns a kernel that takes a step and writes the copies in one pass, or None."""
-    if device.type != "cuda" or not HAS_TRITON:
+def copying_kernel(tensor: Tensor) -> Callable[..., None] | None:
+    """Returns a kernel that takes a step and writes the copies in one pass, or None where
+    it cannot run on `tensor`."""
+    if not kernels_run_on(tensor):
         return None
     from yafsdp_fn.optim.step import kernels
 
@@ -272,7 +273,7 @@ def _adam(
     kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
 ) -> Fusion:
     settings = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "amsgrad": False}
-    copying = copying_kernel(state.count.device)
+    copying = copying_kernel(state.count)
     if copying is not None:
         copying = partial(copying, beta1=rule.b1, beta2=rule.b2, eps=rule.eps, decoupled=decoupled)
     return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, rule, copying)

@@ -1,0 +1,55 @@
+"""Traces of a state on a GPU: the fake tensors of the GPU get no kernel, and those of a step do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.cuda.days import MESHES
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.log import findings
+from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.fake_cuda.tensors import CUDA
+from yafsdp_fn.optim.step import fused
+from yafsdp_fn.planner.footprint import predict_memory
+
+InChild = Callable[..., Any]
+KERNELS = {"adam_copying", "scale_", "softmax_", "sum_rows"}
+PARAMS = {"layers": ya.Stacked({"up": ya.Param((2, 8, 8))}), "head": ya.Unit({"out": ya.Param((16, 8))})}
+TX = ya.optim.adamw(1e-2)
+PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
+
+
+def loss(params: Any, batch: dict[str, torch.Tensor]) -> ya.Mean:
+    """Of 16 rows, in chunks of 4."""
+    x, _ = ya.scan(lambda x, w: (x + ya.linear(x, w["up"]), None), batch["x"].bfloat16(), params["layers"])
+    targets = batch["targets"]
+    total = ya.apply(lambda w, x: ya.linear_cross_entropy(x, w["out"], targets, chunk=4), params["head"], x)
+    return ya.Mean(total, targets.numel())
+
+
+def batch() -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(16, 8, device=CUDA), "targets": torch.zeros(16, dtype=torch.int64, device=CUDA)}
+
+
+def launched() -> tuple[set[str], set[str], list[Any]]:
+    """Our kernels in traces of a step and in its memory, those in steps, and what is wrong with these."""
+    with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "LARGE", 0)
+        state = ya.init(PARAMS, TX, mesh=mesh, precision=PRECISION)
+        step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(update=True))
+        device.launched.clear()
+        predict_memory(step.lower(state, batch()))
+        ya.schedules.zero3()(step.trace(state, batch()))
+        traced = KERNELS & set(device.launched)
+        for _ in range(3):
+            state, _ = step(state, batch())
+        return traced, KERNELS & set(device.launched), findings(device.log)
+
+
+def test_kernels_run_in_steps_and_not_in_traces(in_child: InChild) -> None:
+    assert in_child(launched) == (set(), KERNELS, [])
