@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from train.config import ConfigError
-from train.published.runs import Run, table
+from train.published.runs import Refused, Run, table
 from train.published.steps import CARD, Predicted, cluster_of, predict, seconds
 from yafsdp_fn.planner import Cluster
 
@@ -117,16 +117,22 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         runs, refused = table(file)
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"--rows: {error}") from None
-    if not runs:
-        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
     found = list[Predicted]()
     slower = list[float]()
     for run in runs:
-        found.append(one := predict(run))
+        try:
+            one = predict(run)
+        except Refused as error:
+            refused.append(str(error))
+            continue
+        found.append(one)
+        run = one.run  # with what was not stated
         fitted = sources and run.measured_s is not None
         slower.append(seconds(run, _slower(cluster_of(run))) if fitted else 0.0)  # while its programs are at hand
         if not as_json:
             print(_line(one), flush=True)
+    if not found:
+        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
     factors, apart = (
         left_out(found, slower) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
     )
@@ -141,8 +147,7 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
     if sources and apart:
         told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
     if as_json:
-        rows = [{**one.run._asdict(), "config": str(one.run.config), "seconds": one.seconds} for one in found]
-        listed = {} if sources else {"rows": rows}
+        listed = {} if sources else {"rows": [one.as_json() for one in found]}
         print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
         return
     for name, group in spreads.items():
@@ -160,4 +165,6 @@ def _line(one: Predicted) -> str:
     run = one.run
     seen = "" if one.error is None else f"{run.measured_s:8.3f} {one.error:+6.1f}%"
     held = "" if run.measured_bytes is None else f"{run.measured_bytes / 2**30:6.1f}"
-    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {one.peak_bytes / 2**30:6.1f} {held:>6}"
+    over = "" if one.fits else "  does not fit"
+    memory = f"{one.peak_bytes / 2**30:6.1f} {held:>6}{over}"
+    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {memory}"

@@ -291,7 +291,7 @@ def _line(run: Row) -> dict[str, Any]:
         "GradAccum": run.accumulation,
         "GlobalBatchSize": run.micro_batch * run.accumulation * run.gpus,
         "Precision": "amp_fp8" if run.fp8 else "bf16" if run.gpu == "a100_40gb" else "amp_bf16",
-        "Sharding Strategy": "FULL_SHARD",
+        "Sharding Strategy": foundry.KEPT if run.kept else "FULL_SHARD",
         "Activation Checkpointing": run.recompute,
         "NumParams": foundry.mpt_config(run.model, run.seq_len).num_parameters,
         PREDICTED: f"{tokens_per_s(run, fitted()[run.gpu]):.1f}",
