@@ -335,7 +335,9 @@ def test_recomputation_that_is_not_stated_is_what_fits() -> None:
     for ac, batch, recompute in (("", "1", "none"), ("", "16", "all"), ("none", "16", "none")):
         found = steps.predict(read(model="Llama 2 7B", gpus="8", microbatch_per_gpu=batch, ac=ac, seq_len="2048"))
         assert (found.run.recompute, found.fits) == (recompute, ac == ""), found
-    with pytest.raises(runs.Refused, match=r"rows.csv, line 2: .*not stated, and with all of it the run needs [\d,]+ GiB"):
+    with pytest.raises(
+        runs.Refused, match=r"rows.csv, line 2: .*not stated, and with all of it the run needs [\d,]+ GiB"
+    ):
         steps.predict(read(microbatch_per_gpu="2048", ac=""))
 
 

@@ -224,6 +224,8 @@ def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Pat
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", *adapters)))
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", "--resume", "--steps", "5")))
     pools[2].run(exported, base / "runs" / "c", tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"is the folder of a run: the model's config\.json would replace that of"):
+        exported(None, base / "runs" / "c", base / "runs" / "c")
     config, leaves = llama.hf.load(tmp_path / "hf")
     assert config.vocab == 256
     merged = pools[1].run(whole, base / "runs" / "c")[0]

@@ -117,7 +117,9 @@ class Table:
 
     @property
     def label(self) -> str:
-        return f"{self.source}, {counted(len(self.paths), 'file')}" if self.paths else f"{self.source}, split {self.split}"
+        return (
+            f"{self.source}, {counted(len(self.paths), 'file')}" if self.paths else f"{self.source}, split {self.split}"
+        )
 
     def key(self) -> str:
         more = (self.column, self.fraction, self.side, self.holds)

@@ -156,13 +156,15 @@ class Result:
 
         axes = ", ".join(f"{name} {size}" for name, size in self.trace.mesh if size > 1)
         numel = job.config.num_parameters / 1e9
-        line(f"{job.path}: {job.model}, {numel:.1f}B parameters, on {counted(job.gpus, 'GPU')} ({plan.cluster.name}): {axes}")
+        gpus = counted(job.gpus, "GPU")
+        line(f"{job.path}: {job.model}, {numel:.1f}B parameters, on {gpus} ({plan.cluster.name}): {axes}")
         stages = f"; {job.csv or job.order}, {counted(job.runs, 'microbatch')}" * (job.stages > 1)
         line(f"{counted(job.sequences, 'sequence')} of {job.seq_len} tokens a step; {job.checkpointed}{stages}\n")
         ops, parts = sum(map(len, self.proved.stages)), self.proved.parts
         kinds = ya.schedules.Gather, ya.schedules.Reduce
         gathers, reductions = (sum(part.count(kind) for part in parts) for kind in kinds)
-        line(f"proved: its program of {ops} ops, with {counted(gathers, 'gather')} and {counted(reductions, 'reduction')}, is right")
+        both = f"{counted(gathers, 'gather')} and {counted(reductions, 'reduction')}"
+        line(f"proved: its program of {ops} ops, with {both}, is right")
         line(f"bound by {plan.bound_in_words}; {plan.headroom_in_words} of the step\n")
         console.print(self._table())
         if not self.found:

@@ -19,6 +19,7 @@ from train.config import ConfigError
 from train.published.runs import Refused, Run, table
 from train.published.steps import CARD, Predicted, cluster_of, predict, seconds
 from yafsdp_fn.planner import Cluster
+from yafsdp_fn.util.words import counted
 
 # ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.
 
@@ -119,6 +120,8 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         raise ConfigError(f"--rows: {error}") from None
     found = list[Predicted]()
     slower = list[float]()
+    if not as_json:
+        print(f"{'':<89} {'step, s':>8} {'measured, error':>16} {'GiB':>6} {'seen':>6}")
     for run in runs:
         try:
             one = predict(run)
@@ -154,9 +157,11 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         print(f"\nby {name}" if name != "all" else "")
         for of, each in group.items():
             words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
-            print(f"{of:<34} {each['rows']:>4} rows   {words}")
+            print(f"{of:<34} {counted(each['rows'], 'row'):>9}   {words}")
+    print(f"\nwhether a run fits is said rightly of {right} of {known}")
     for name, what in told.items():
-        print(f"{name}: {what}")
+        if name != "fits or not":
+            print(f"{name}: {what}")
     for why in refused:
         print(f"not predicted: {why}")
 

@@ -47,9 +47,9 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`; per_node: GPUs; network:
-    bytes/s of a node, None if it is not said; roce: it is Ethernet; framework: "fsdp1", "fsdp2", "zero1", "zero2",
-    "zero3 of 2021", or "ddp"; replicas: of the state, around shard groups; order: of a pipeline
+    """A row. source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of
+    `steps.KINDS`; per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet;
+    framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or "ddp"; replicas: of the state, around shard groups; order: of a pipeline
     recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; reentrant: and its
     layers run to their end; apart: stages begin the next step without the norm of all (post-validation);
     kernels: of what is no product, as `ya.planner.plan` takes them; foreach: AdamW is, operation by operation; trained:
@@ -251,7 +251,7 @@ def model_of(line: Line) -> tuple[str, Any]:
 
 
 def _name(text: str) -> str:
-    """A model's name as `models` spells it: of `meta-llama/Llama-2-7b-hf`, `Llama 2 7B`, `Meta-Llama-3.1-8B-Instruct`."""
+    """A model's name as `models` spells it, of its name on the hub or in words: `meta-llama/Llama-2-7b-hf`."""
     name = _bare(text.lower()).split(",")[0].rpartition("/")[2]
     name = re.sub(r"[\s_]+", "-", name.strip()).removeprefix("meta-")
     name = re.sub(r"^(llama|qwen)-+(?=\d)", r"\1", name)

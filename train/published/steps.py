@@ -214,7 +214,15 @@ def _simulated(run: Run, microbatches: int, cluster: Cluster) -> float:
 
 def _key(run: Run) -> Run:
     return run._replace(
-        measured_s=None, measured_bytes=None, source="", at="", network=None, roce=False, gpu="", per_node=8, accumulation=1
+        measured_s=None,
+        measured_bytes=None,
+        source="",
+        at="",
+        network=None,
+        roce=False,
+        gpu="",
+        per_node=8,
+        accumulation=1,
     )
 
 
@@ -281,7 +289,6 @@ class Predicted(NamedTuple):
     def error(self) -> float | None:
         """Predicted over measured tokens/s, less one, in percent: above 0 is too fast."""
         return None if self.run.measured_s is None else 100 * (self.run.measured_s / self.seconds - 1)
-
 
     @property
     def fits(self) -> bool:

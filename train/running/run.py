@@ -27,7 +27,20 @@ import tyro
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import cli, say_apart
-from train.config import AUTO, SAVED, C, Config, ConfigError, Mesh, Settings, differences, from_json, is_own, require, to_json
+from train.config import (
+    AUTO,
+    SAVED,
+    C,
+    Config,
+    ConfigError,
+    Mesh,
+    Settings,
+    differences,
+    from_json,
+    is_own,
+    require,
+    to_json,
+)
 from train.data.rows import Place, Position, Rows, at_most
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
