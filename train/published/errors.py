@@ -157,7 +157,7 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         print(f"\nby {name}" if name != "all" else "")
         for of, each in group.items():
             words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
-            print(f"{of:<34} {counted(each['rows'], 'row'):>9}   {words}")
+            print(f"{of:<34} {counted(int(each['rows']), 'row'):>9}   {words}")
     print(f"\nwhether a run fits is said rightly of {right} of {known}")
     for name, what in told.items():
         if name != "fits or not":

@@ -36,7 +36,7 @@ TRAFFIC = 18.0
 to be passed on (2 x 4); gradients divided in front of their reduction (4), which reads its input and writes and reads
 partial sums (6). A tied embedding counts twice, once for each of its visits' backwards."""
 GATHER = 4.0
-"""Of it one gather, which weights that stay do without."""
+"""A gather's part of it, which weights that stay do without."""
 FP8_RATE = 2.0
 """Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
 

@@ -47,9 +47,12 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of
-    `steps.KINDS`; per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet;
-    framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or "ddp"; replicas: of the state, around shard groups; order: of a pipeline
+    """A row.
+
+    source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`;
+    per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet
+    framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or "ddp"; replicas: of the state, around shard
+    groups; order: of a pipeline
     recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; reentrant: and its
     layers run to their end; apart: stages begin the next step without the norm of all (post-validation);
     kernels: of what is no product, as `ya.planner.plan` takes them; foreach: AdamW is, operation by operation; trained:

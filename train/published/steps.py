@@ -28,7 +28,7 @@ from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
 from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost
-from yafsdp_fn.schedules import Assignment, Program, Trace, chained_order, pipelines, remat
+from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
 
 CARD = {
     "A100": 79.1,
@@ -104,9 +104,10 @@ def program(run: Run, microbatches: int) -> Program:
         if run.order == "zero_bubble_2p":
             build = functools.partial(pipelines.staged, functools.partial(pipelines.zero_bubble_calls, depth=2))
         whole = order.whole(one, (("stage", run.stages), *mesh))
-        if run.apart:
-            whole = whole._replace(update_when="last compute")
-        return build(ya.schedules.zero1(remat=again, update=run.apart))(whole)  # type: ignore[no-any-return]
+        made: Program = build(ya.schedules.zero1(remat=again, update=run.apart))(whole)
+        if not run.apart:
+            return made
+        return Program(made.trace, *(tuple(op for op in ops if not isinstance(op, Norm)) for ops in made.stages))
     if run.framework == "ddp":
         mesh = (("replicate", shard), ("shard", 1))
     whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
