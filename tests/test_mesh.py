@@ -49,10 +49,10 @@ def test_sizes_follow_from_the_number_of_ranks(
 @pytest.mark.parametrize(
     ("replicate", "shard", "world", "text"),
     [
-        (1, 3, 1, r"mesh\(shard=3\): there are 1 ranks; start 3 of them .*--nproc-per-node 3.*or leave shard=-1"),
-        (2, 3, 8, r"mesh\(replicate=2, shard=3\): there are 8 ranks; start 6 of them"),
-        (3, -1, 8, r"mesh\(replicate=3, shard=-1\): there are 8 ranks, not a multiple of 3; start 9 .* divisor of 8"),
-        (-1, 3, 8, r"mesh\(replicate=-1, shard=3\): there are 8 ranks, not a multiple of 3"),
+        (1, 3, 1, r"mesh\(shard=3\): the job has 1 rank; start 3 of them .*--nproc-per-node 3.*or leave shard=-1"),
+        (2, 3, 8, r"mesh\(replicate=2, shard=3\): the job has 8 ranks; start 6 of them"),
+        (3, -1, 8, r"mesh\(replicate=3, shard=-1\): the job has 8 ranks, not a multiple of 3; start 9 .* divisor of 8"),
+        (-1, 3, 8, r"mesh\(replicate=-1, shard=3\): the job has 8 ranks, not a multiple of 3"),
         (
             -1,
             -1,
@@ -70,7 +70,7 @@ def test_sizes_that_do_not_fit_are_refused_with_advice(replicate: int, shard: in
 
 def test_arguments_that_do_not_fit_one_rank() -> None:
     one_rank()
-    with pytest.raises(ValueError, match=r"mesh\(shard=3\): there are 1 ranks"):
+    with pytest.raises(ValueError, match=r"mesh\(shard=3\): the job has 1 rank"):
         ya.mesh(shard=3, device="cpu")
     with pytest.raises(
         ValueError, match=r"mesh\(local=2\): a copy of the state is cut over 1 ranks, not a multiple of 2"

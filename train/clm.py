@@ -28,6 +28,7 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     limited = {"capacity": config.capacity} if config.capacity else {}
     require(not limited or hasattr(model, "experts"), f"capacity is {config.capacity}: {config.model} has no experts")
     training, heldout = run.text(config, tokenizer, ranks)
+    config = run.settled(config, training, heldout, ranks)
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
         params = models.of(model).params(model, pin_norms=config.sharding.pin_norms, **axes.options)

@@ -19,6 +19,9 @@ MANY = 2**31 - 1
 """The largest count that a setting takes."""
 
 
+AUTO = -1
+"""A setting that the text decides, before the run begins."""
+
 LONGEST = 10.0**7
 """Seconds, some four months: what clocks and libraries take as a timeout."""
 
@@ -45,11 +48,18 @@ class Rows:
 
     seq_len: int = 256
     """Targets in a sequence, in tokens."""
-    batch: int = 4
-    """Sequences that each rank reads for one step, over all its microbatches."""
+    batch: int = AUTO
+    """Sequences that each rank reads for one step, over all its microbatches. -1: 4, or as many as a small text has."""
 
     def __post_init__(self) -> None:
-        counts(self, "data.", seq_len=1, batch=1)
+        counts(self, "data.", seq_len=1)
+        if self.batch != AUTO:
+            counts(self, "data.", batch=1)
+
+    @property
+    def usual(self) -> int:
+        """The sequences of a rank and step of a text that has enough of them."""
+        return 4 if self.batch == AUTO else self.batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,8 +412,9 @@ class Settings:
     data: Rows = dataclasses.field(default_factory=Rows)
     optim: Optim = dataclasses.field(default_factory=Optim)
     sharding: Sharding = dataclasses.field(default_factory=Sharding)
-    eval_every: int = 100
-    """Steps between held-out losses, which are also taken before the first step and after the last; 0: none at all."""
+    eval_every: int = AUTO
+    """Steps between held-out losses, which are also taken before the first step and after the last; 0: none at all. -1:
+    100, or none where too little is held out."""
     eval_batches: int = 16
     """The most batches (of all ranks) that give a held-out loss."""
     checkpoint_every: int = 100
@@ -441,14 +452,14 @@ class Settings:
         return Mesh()
 
     def __post_init__(self) -> None:
-        counts(self, steps=1, eval_every=0, checkpoint_every=0, keep=1, keep_every=0, log_every=1, timeline_every=0)
+        counts(self, steps=1, eval_every=AUTO, checkpoint_every=0, keep=1, keep_every=0, log_every=1, timeline_every=0)
         counts(self, gc_every=0)
         require(0 <= self.skip_spikes < float("inf"), f"skip_spikes is {self.skip_spikes}: a number of at least 0")
         counts(self, max_skipped=1, max_rollbacks=0, eval_batches=0)
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}: expected 0 to 2^63 - 1")
         require(1 <= self.timeout <= LONGEST, f"timeout is {self.timeout} seconds: expected 1 to {LONGEST:.0f}")
-        m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.batch
+        m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.usual
         parts = f"sharding.microbatches {m}" + f" of sharding.chunks {n}" * (n > 1)
         require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
         if self.optim.warmup < 0:  # settled here: a run that goes on with more steps keeps its warmup

@@ -56,6 +56,11 @@ def main(argv: Sequence[str]) -> int:
 
 def write(config: Config) -> str:
     """Writes the directory; a sentence about it. Every rank calls it."""
+    if (config.out / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--out {config.out} is the folder of a run: the model's config.json would replace that of the run, which "
+            "nothing could go on from; name another"
+        )
     base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
     mesh = ya.mesh(device=setup.own_device(config.device))
     state = base.trained(mesh, config.step)

@@ -28,11 +28,8 @@ def job(config: Tuning, ranks: int) -> tuple[Tuning, Job]:
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, learning_rate=peak(config, base)))
     seq_len, longest = config.data.seq_len, base.model.longest
     require(longest is None or seq_len <= longest, f"data.seq_len is {seq_len}: the model has {longest} positions")
-    rows = ranks * config.data.batch
     training, heldout = open_conversations(config.data, base.tokenizer, config.runs / run.CACHE)
-    training.require(rows, "a step")
-    if config.eval_every:
-        heldout.require(rows, "an evaluation (none with --eval-every 0)")
+    config = run.settled(config, training, heldout, ranks)
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
         precision = setup.precision(config.sharding)

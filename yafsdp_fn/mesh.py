@@ -17,6 +17,7 @@ from yafsdp_fn.dist.groups import group_of, host_group, order_launches
 from yafsdp_fn.dist.ranks import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
 from yafsdp_fn.util.torch_private import default_group, store_in_process
+from yafsdp_fn.util.words import counted
 
 
 def mesh(
@@ -153,13 +154,13 @@ def _sizes(
         other = max(replicate, shard) * stage
         if world % other:
             raise ValueError(
-                f"mesh({asked}): there are {world} ranks, not a multiple of {other}; "
+                f"mesh({asked}): the job has {counted(world, 'rank')}, not a multiple of {other}; "
                 f"start {round_up(world, other)} of them, or give a divisor of {world}"
             )
         return (world // other, shard) if replicate == -1 else (replicate, world // other)
     if (wanted := replicate * shard * stage) != world:
         raise ValueError(
-            f"mesh({asked}): there are {world} ranks; start {wanted} of them "
+            f"mesh({asked}): the job has {counted(world, 'rank')}; start {wanted} of them "
             f"(torchrun --nproc-per-node {wanted} ...), or leave shard=-1"
         )
     return replicate, shard

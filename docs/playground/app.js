@@ -365,7 +365,7 @@ function showFigures(found, edited) {
   $("figures").replaceChildren(
     tile("Step", found.step, ...delta(found.step_s, base?.step_s)),
     ...(found.tokens_per_s ? [tile("Tokens a second", Math.round(found.tokens_per_s).toLocaleString("en"))] : []),
-    tile("Bound by", found.bound, element("small", {}, `a perfect overlap saves ${percent(found.headroom)}`)),
+    tile("Bound by", found.bound, element("small", {}, found.headroom)),
     ...(found.bubble === null ? [] : [tile("Bubble", percent(found.bubble), ...delta(found.bubble, base?.bubble))]),
     tile("Memory", nbytes(found.peak), element("small", { class: fits ? "" : "worse" }, `${fits ? "of" : "does not fit into"} ${nbytes(found.budget)}`), ...delta(found.peak, base?.peak)),
     tile("Sent by a rank", nbytes(wire(found)), ...delta(wire(found), base && wire(base))),

@@ -268,7 +268,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "step": shown(plan.step_s),
         "tokens_per_s": plan.tokens_per_s,
         "bound": plan.bound,
-        "headroom": plan.headroom,
+        "headroom": plan.headroom_in_words,
         "least": plan.least.against(plan.step_s),
         "busy": timeline.compute_s / plan.step_s if one else 1 - timeline.bubble,
         "bubble": None if one else timeline.bubble,

@@ -23,7 +23,7 @@ def meshes(_: Any) -> None:
         ya.mesh(device="cpu", node=2)
     with pytest.raises(ValueError, match=r"mesh\(tensor=0\): expected the number of ranks on this axis"):
         ya.mesh(device="cpu", tensor=0)
-    with pytest.raises(ValueError, match=r"mesh\(shard=-1, tensor=3\): there are 2 ranks, not a multiple of 3"):
+    with pytest.raises(ValueError, match=r"mesh\(shard=-1, tensor=3\): the job has 2 ranks, not a multiple of 3"):
         ya.mesh(device="cpu", tensor=3)
     mine = ya.mesh(device="cpu", pipes=1, tensor=2)
     assert mine.mesh_dim_names == ("shard", "pipes", "tensor") and tuple(mine.shape) == (1, 1, 2)

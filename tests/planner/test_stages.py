@@ -231,6 +231,16 @@ def test_a_plan_has_its_stages() -> None:
         plan(*where, **arguments, stages=3)
 
 
+def test_a_bubble_is_nothing_that_an_overlap_saves() -> None:
+    tokens = torch.empty(1, 64, dtype=torch.long, device="meta")
+    where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
+    arguments: dict[str, Any] = {"tx": TX, "ranks": 4, "cluster": SLOW, "precision": MIXED}
+    staged = plan(*where, **arguments, stages=2, schedule=one_f_one_b(zero2()))
+    assert f"; bubble and waits take {100 * staged.headroom:.1f}% of the step\n" in str(staged)
+    assert "2 stages, 1 microbatch: bubble " in str(staged)
+    assert "; a perfect overlap would save " in str(plan(*where, **arguments))
+
+
 def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
     """Four stages read a quarter of the batches: in seconds a step they look faster than they are."""
     tokens = torch.empty(4, 64, dtype=torch.long, device="meta")

@@ -73,7 +73,7 @@ def test_the_order_is_exact_on_ranks(pools: dict[int, Pool]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_every_block_runs_and_the_refusal_is_as_shown(
+def test_every_block_runs_and_its_figures_and_refusal_are_as_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,6 +95,8 @@ def test_every_block_runs_and_the_refusal_is_as_shown(
     out = capsys.readouterr().out
     assert "reduce head, layers[3] <- grad slots" in out
     assert names["x"] == 13 and len(names["ys"]) == 5
+    offloads = [line for line in out.splitlines() if line.startswith("| `")]
+    assert len(offloads) == 5 and [line for line in offloads if f"{line}\n" not in PAGE] == []
 
 
 def on_ranks(mesh: Any) -> list[str]:

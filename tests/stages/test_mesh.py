@@ -68,7 +68,7 @@ def test_messages_between_stages_wait_for_none_of_the_other_direction(pools: dic
 
 
 def test_what_is_no_mesh_of_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mesh\(stage=3, shard=-1\): there are 1 ranks, not a multiple of 3"):
+    with pytest.raises(ValueError, match=r"mesh\(stage=3, shard=-1\): the job has 1 rank, not a multiple of 3"):
         ya.mesh(device="cpu", stage=3)
     with pytest.raises(ValueError, match=r"mesh\(stage=0, shard=-1\): expected the number of stages"):
         ya.mesh(device="cpu", stage=0)

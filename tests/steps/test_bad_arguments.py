@@ -67,7 +67,7 @@ OTHERS: list[Case] = [
     (ValueError, "disagree", lambda *_: ya.init({"s": ya.Stacked({"a": param(2, 3), "b": param(3, 3)})}, TX)),
     (ValueError, "do not nest", lambda *_: ya.init({"s": ya.Stacked({"a": ya.Stacked(layer(2))})}, TX)),
     (TypeError, "Precision.compute", lambda *_: ya.Precision(compute=torch.int64)),
-    (ValueError, "there are 2 ranks", lambda *_: ya.mesh(shard=3, device="cpu")),
+    (ValueError, "the job has 2 ranks", lambda *_: ya.mesh(shard=3, device="cpu")),
     (ValueError, "not a multiple of 2 ranks", lambda state, batch, mesh: ya.shard_batch(batch, mesh)),
     (TypeError, "not Stacked", lambda state, *_: ya.map_whole_layers(lambda w: w, state.params.embed)),
     (ValueError, "differ in structure", lambda state, *_: ya.vdot(state.params, state.params.head)),

@@ -55,7 +55,7 @@ from yafsdp_fn.schedules import Forward, Offload
         (lambda: Config(max_skipped=0), "max_skipped is 0: expected 1 to"),
         (lambda: Config(keep_every=-1), "keep_every is -1"),
         (lambda: Config(steps=10**30), "steps is 10"),
-        (lambda: Config(eval_every=-1), "eval_every is -1"),
+        (lambda: Config(eval_every=-2), "eval_every is -2"),
         (lambda: Optim(b1=2.0), r"optim.b1 is 2.0: a decay, in \[0, 1\)"),
         (lambda: Optim(b2=math.nan), "optim.b2 is nan"),
         (lambda: Optim(clip_norm=math.inf), "optim.clip_norm is inf"),
@@ -72,7 +72,7 @@ from yafsdp_fn.schedules import Forward, Offload
             lambda: Config(sharding=Sharding(microbatches=2, chunks=4)),
             "data.batch 4 does not divide into sharding.microbatches 2 of sharding.chunks 4",
         ),
-        (lambda: setup.model_config("gpt"), "model is 'gpt'; there are debug, "),
+        (lambda: setup.model_config("gpt"), "model is 'gpt'; did you mean gpt2 or "),
         (lambda: Config(steps=10, optim=Optim(warmup=10)), "optim.warmup 10 is not shorter than the run, steps 10"),
     ],
 )

@@ -16,6 +16,7 @@ from train.published.predicted import Lines, Predicted, fitted, predict, summary
 from yafsdp_fn.lab.peers import AS_RUN, Copy
 from yafsdp_fn.planner import Plan, simulate
 from yafsdp_fn.planner.cluster import A100
+from yafsdp_fn.schedules import Gather
 
 SMALL = Row("125m", "a100_80gb", 16, 512, 128, 2, recompute=False, fp8=False)
 REGISTERED = TABLE.with_name("llm_foundry_registered.csv")
@@ -37,7 +38,7 @@ def test_the_models_have_as_many_parameters_as_the_rows_say() -> None:
         (("30019254272", "30019254273"), r"line 2: NumParams is 30019254273, the model built here has 30019254272"),
         (("30b,8192,8,h100", "30b,8192,12,h100"), r"line 2: 12 GPUs do not fill nodes of 8"),
         (("30b,8192,8,h100_80gb", "30b,8192,8,h100"), r"line 2: GPU is 'h100'; did you mean h100_80gb or "),
-        (("FULL_SHARD", "SHARD_GRAD_OP"), r"line 2: Sharding Strategy is 'SHARD_GRAD_OP'; .*known: FULL_SHARD"),
+        (("FULL_SHARD", "NO_SHARD"), r"line 2: Sharding Strategy is 'NO_SHARD'; .*known: FULL_SHARD, SHARD_GRAD_OP"),
         ((",1384,", ",fast,"), r"line 2: .* is 'fast', expected a positive number"),
         (("GradAccum", "Accum"), r"no column 'GradAccum'"),
         (("H100 80GB BF16\n", "H100 80GB BF16,more\n"), r"line 2: more fields than columns"),
@@ -78,6 +79,18 @@ def test_recomputation_fp8_and_traffic_cost_what_they_should() -> None:
     moved = sum(op.nbytes for op in program.ops if isinstance(op, Copy) and op.stream == "compute")  # type: ignore[unreachable]
     elements = sum(program.trace.units[unit].numel for visit in program.trace.visits for unit in visit.trained)
     assert moved == pytest.approx((4 + foundry.TRAFFIC) * elements, rel=1e-3)  # of each backward
+
+
+def test_weights_that_stay_are_gathered_once_a_micro_batch() -> None:
+    head, line, *_ = TABLE.read_text().splitlines()
+    fields = line.replace("FULL_SHARD", foundry.KEPT).split(",")
+    read = foundry.row(dict(zip(head.split(","), fields, strict=True)), "line 2")
+    assert read.kept and str(read).endswith(", SHARD_GRAD_OP")
+    kept, freed = (foundry.step(SMALL._replace(kept=kept), 2) for kept in (True, False))
+    assert kept.count(Gather) == 2 * len(kept.trace.units) < freed.count(Gather)
+    assert foundry.tokens_per_s(SMALL._replace(kept=True), fitted()[SMALL.gpu]) > foundry.tokens_per_s(
+        SMALL, fitted()[SMALL.gpu]
+    )
 
 
 def test_a_plan_says_how_much_of_it_nothing_explains() -> None:
@@ -122,7 +135,7 @@ def test_the_command_predicts_rows_with_and_without_a_measurement(
     line = next(line for line in lines if line.startswith("125m,512,8,a100_80gb"))
     unknown = line.replace(",8,a100_80gb", ",64,a100_80gb").replace("165681", "")
     file = tmp_path / "rows.csv"
-    other_way = line.replace("FULL_SHARD", "SHARD_GRAD_OP")
+    other_way = line.replace("FULL_SHARD", "NO_SHARD")
     file.write_text("\n".join([head, other_way, line, unknown]), encoding="utf-8-sig")  # as spreadsheets save it
     assert main(["--rows", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

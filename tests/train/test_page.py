@@ -99,7 +99,7 @@ def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> 
     assert f"Finished after step {STEPS} of {STEPS}" in found.text
     assert f"{run.evaluations[-1]['eval_loss']:.4f} nats a byte; step {STEPS}" in found.text
     assert "loss, nats a byte" in found.text and "median; a token is a byte" in found.text
-    assert "tokens in 1 documents" in found.text and "not written down" not in found.text
+    assert "tokens in 1 document" in found.text and "not written down" not in found.text
     assert all(f"loss {number(row['loss'])}" in found.text for row in run.steps)  # under the pointer
     assert found.raw.count('<svg class="chart"') == 4 and found.raw.count('<img class="picture"') == 1
     predicted = ya.planner.simulate(run.program, run.machine)

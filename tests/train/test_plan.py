@@ -54,6 +54,17 @@ def test_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert str(picture) in err and str(events) in err
 
 
+def test_nobody_pays_for_a_laptop(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--seq-len", "64", "--timeline", "None"]
+    assert main(["--model", "debug", "--gpus", "1", "--cluster", "local", *few]) == 0
+    out = capsys.readouterr().out
+    assert "on 1 rank (local)" in out and " a rank\n" in out.replace("  ", "")
+    assert "$" not in out and "GPU" not in out
+    assert main(["--model", "debug", "--gpus", "1", *few]) == 0
+    out = capsys.readouterr().out
+    assert "on 1 GPU (a100-80g)" in out and "$ a day" in out
+
+
 def test_what_a_plan_answers_to(capsys: pytest.CaptureFixture[str]) -> None:
     base = planned(capsys)
     again = planned(capsys, "--ckpt-layers", "16")
@@ -238,11 +249,14 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--search", "--mesh.tensor", "2"], "give none of them"),
         (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),
         (["--mesh.sequence"], "sequence with two or more of tensor"),
-        (["--mesh.context", "3"], "context=3: they do not divide 16 ranks"),
+        (["--mesh.context", "3"], "context=3 does not divide 16 ranks"),
         (["--mesh.context", "2", "--seq-len", "510"], "--seq-len 510: not a multiple of 4"),
         (["--mesh.tensor", "16"], "8 do not divide among 16 ranks of tensor"),
         (["--replicate", "2"], "--replicate is for --schedule hsdp"),
         (["--seq-len", "0"], "--seq-len 0"),
+        (["--model", ""], "--model: expected a model; known: "),
+        (["--microbatches", "2"], "--batch 1 does not divide into --microbatches 2"),
+        (["--schedule", "gpipe-stages2-zero1"], "for a pipeline, --schedules gpipe-stages2-zero1"),
         (["--schedule", "hsdp", "--replicate", "0"], "--replicate 0"),
         (["--memory-gib", "inf"], "--memory-gib inf"),
         (["--memory-gib", "-1"], "--memory-gib -1"),

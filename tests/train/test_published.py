@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,6 +258,108 @@ def test_a_run_of_others_is_predicted_near_what_was_measured() -> None:
     found = steps.predict(known[0])
     assert found.error is not None and -50 < found.error < 100, found
     assert found.peak_bytes > 0
+
+
+LINE = {"model": "Llama 3 8B", "gpus": "8", "gpu": "H100 80GB", "parallelism": "FSDP", "seq_len": "8192"}
+LINE |= {"microbatch_per_gpu": "1", "precision": "bf16", "ac": "none"}
+
+
+def read(**fields: str) -> runs.Run:
+    return runs.read({**LINE, **fields}, "rows.csv, line 2")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "kind"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("A100 SXM4 80GB", "A100"),
+        ("8xH100", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("b200 180GB", "B200"),
+        ("MI300X (192 GB)", "MI300X"),
+    ],
+)
+def test_a_gpu_is_known_by_whole_words(gpu: str, kind: str) -> None:
+    assert read(gpu=gpu).gpu == kind
+    for other in ("GB200 NVL72", "GH200 96GB", "GB300"):
+        with pytest.raises(runs.Refused, match=f"no figures for a GPU of kind '{other}'"):
+            read(gpu=other)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "llama2-7b"),
+        ("NousResearch/Llama-2-70b-hf", "llama2-70b"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("Llama 3 8B (GQA)", "llama3-8b"),
+        ("llama3_8b", "llama3-8b"),
+        ("Llama-3.2-1B", "llama3.2-1b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("Qwen 3 8B", "qwen3-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("openai-community/gpt2-xl", "gpt2-xl"),
+    ],
+)
+def test_a_model_is_known_by_its_name_on_the_hub(model: str, name: str) -> None:
+    assert read(model=model).name == name
+
+
+def test_orders_of_pipelines_and_numbers_are_read_however_they_are_spelt() -> None:
+    staged = {"parallelism": "PP8", "model": "Llama 2 7B", "microbatches": "16 (two a stage)"}
+    orders = {"ZB-V": "v_shaped", "ZBV (torch)": "v_shaped", "zb 1p": "zero_bubble", "1F1B, own": "one_f_one_b"}
+    orders |= {"ZB_2P": "zero_bubble_2p", "1F1B interleaved vpp2": "interleaved", "GPipe": "gpipe"}
+    assert {name: read(**staged, schedule=name).order for name in orders} == orders
+    with pytest.raises(runs.Refused, match="pipeline schedule 'interleaved zb' is not modelled"):
+        read(**staged, schedule="Interleaved ZB")
+    run = read(gpus="1,024 (128 nodes)", seq_len="8192 (packed)", step_s="1.25 (1.2 to 1.3)", global_batch_seqs="2,048")
+    assert (run.gpus, run.seq_len, run.accumulation, run.measured_s) == (1024, 8192, 2, 1.25)
+    for column, value in (("gpus", "eight"), ("microbatches", "2.5"), ("step_s", "1.2 to 1.3"), ("layers", "-3")):
+        with pytest.raises(runs.Refused, match=f"rows.csv, line 2: .*{column} is '{value}', expected a "):
+            read(**{column: value, "model": "gpt-x"} if column == "layers" else {column: value})
+
+
+def test_memory_is_of_the_unit_that_is_said() -> None:
+    units = {"GiB max allocated": 2.0**30, "MiB peak": 2.0**20, "GB": 1e9, "TB": 1e12, "MB peak": 1e6}
+    found = {kind: read(memory="70.5", memory_unit_kind=kind).measured_bytes for kind in units}
+    assert found == {kind: 70.5 * unit for kind, unit in units.items()}
+    assert read(memory="71,300 MiB (worst rank)").measured_bytes == 71_300 * 2**20
+    assert read(memory="OOM").measured_bytes == math.inf and read(memory="-").measured_bytes is None
+    with pytest.raises(runs.Refused, match="memory is '88' of unit '% of a card', expected one such as GiB or GB"):
+        read(memory="88", memory_unit_kind="% of a card")
+
+
+def test_recomputation_that_is_not_stated_is_what_fits() -> None:
+    """A run whose tensors are beyond the card did not run so."""
+    for ac, batch, recompute in (("", "1", "none"), ("", "16", "all"), ("none", "16", "none")):
+        found = steps.predict(read(model="Llama 2 7B", gpus="8", microbatch_per_gpu=batch, ac=ac, seq_len="2048"))
+        assert (found.run.recompute, found.fits) == (recompute, ac == ""), found
+    with pytest.raises(
+        runs.Refused, match=r"rows.csv, line 2: .*not stated, and with all of it the run needs [\d,]+ GiB"
+    ):
+        steps.predict(read(microbatch_per_gpu="2048", ac=""))
+
+
+def test_stages_that_go_on_apart_are_as_fast_as_the_slowest_of_them() -> None:
+    """Zero Bubble's optimizer with post-validation: no stage waits for the others' norm."""
+    found = {run.apart: run for run in runs.table()[0] if run.order == "zero_bubble_2p" and run.accumulation == 24}
+    apart, joint = found[True], found[False]
+    cluster = steps.cluster_of(apart)
+    assert apart.at != joint.at and joint.apart is False
+    assert steps.seconds(apart, cluster) < steps.seconds(apart._replace(apart=False), cluster)
+
+
+def test_rows_in_json_say_how_far_off_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = {"model": "Llama 3.2 1B", "seq_len": "512", "ac": "full", "memory": "OOM", "step_s": "0.25"}
+    head, line = ",".join({**LINE, **few}), ",".join({**LINE, **few}.values())
+    file = tmp_path / "rows.csv"
+    file.write_text(f"{head},file\n{line},mine.csv\n")
+    assert main(["--rows", str(file), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
+    assert row["error"] == pytest.approx(100 * (0.25 / row["seconds"] - 1), abs=0.01)
+    assert (row["file"], row["at"], row["measured_bytes"]) == ("mine", "rows.csv, line 2", None)
+    assert row["ran_out"] and row["fits"] and row["predicted_peak_bytes"] > 0
 
 
 def the_run(**fields: object) -> runs.Run:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,15 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
+from tests.train.data.test_sources import Numbered
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
 from train import export, sample
-from train.config import Config, ConfigError, Tuning, from_json
+from train.config import Chats, Config, ConfigError, Tuning, from_json
 from train.data.conversations import ByteChat, Conversations
 from train.data.rows import Place, Rows, batches
 from train.data.store import Packed, tokenised
 from train.data.tokenizer import Bytes
-from train.running import run
+from train.running import loop, run
 from train.trained.loaded import load, opened
 
 F64 = ya.Precision(torch.float64, compute=torch.float64, reduce=torch.float64)
@@ -156,6 +159,42 @@ def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
     assert run.newest(base / "runs", Config).name == "a" and run.newest(base / "runs", Config, Tuning).name == "b"
 
 
+@pytest.mark.parametrize(("world", "batch"), [(1, 2), (2, 1)])
+def test_a_small_file_trains_as_it_is_and_says_so(
+    pools: dict[int, Pool], base: Path, tmp_path: Path, world: int, batch: int
+) -> None:
+    """Two rows, and nothing held out: a step reads what there is, and nothing is evaluated."""
+    given = chat_flags(base, "--data.seq-len", "12", "--steps", "20", "--name", f"small{world}")
+    argv = list(given)
+    for name in ("--data.batch", "--eval-every"):
+        at = argv.index(name)
+        del argv[at : at + 2]
+    argv[argv.index("--data.datasets") + 1] = talks(tmp_path, 3)
+    fine(pools[world].run(tuned, tuple(argv)))
+    config = from_json(base / "runs" / f"small{world}" / "config.json", Tuning)
+    assert (config.data.batch, config.eval_every) == (batch, 0)
+    rows = [Conversations.of("text", [source], Bytes(), ByteChat(), 24, tmp_path) for source in (Talks(), Quiet())]
+    said = run.headline(config, "a model", TINY, Place(0, 1, torch.device("cpu")), *rows)
+    assert said.endswith("held out: nothing, so no evaluations; --data.heldout-files names some")
+    few = dataclasses.replace(config, steps=1000)
+    assert f"1,000 steps of {batch} row" in run.headline(few, "a model", TINY, Place(0, 1, torch.device("cpu")), *rows)
+
+
+class Quiet(Talks):
+    def key(self) -> str:
+        return "nobody talks"
+
+    def conversations(self) -> Any:
+        return iter(())
+
+
+def test_few_rows_are_held_out_as_one_batch() -> None:
+    config = Tuning(eval_every=1, data=Chats(batch=4))
+    seen = loop.Evaluation(config, lambda *_: None, Numbered("r", 3), Place(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
+    (batch,) = [batch for batch, _ in itertools.islice(seen._read(), seen._batches)]
+    assert sorted(batch["tokens"][:, 1].tolist()) == [0, 1, 2]
+
+
 def exported(mesh: Any, folder: Path, out: Path) -> str:
     with tiny():
         return export.write(export.Config(out=out, run=folder, device="cpu"))
@@ -185,6 +224,8 @@ def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Pat
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", *adapters)))
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", "--resume", "--steps", "5")))
     pools[2].run(exported, base / "runs" / "c", tmp_path / "hf")
+    with pytest.raises(ConfigError, match=r"is the folder of a run: the model's config\.json would replace that of"):
+        exported(None, base / "runs" / "c", base / "runs" / "c")
     config, leaves = llama.hf.load(tmp_path / "hf")
     assert config.vocab == 256
     merged = pools[1].run(whole, base / "runs" / "c")[0]

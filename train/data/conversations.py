@@ -46,6 +46,7 @@ from train.data.documents import Messages
 from train.data.rows import Indexed, Row
 from train.data.store import Notes, Store, digest_of, kept
 from train.data.tokenizer import Bytes, Pretrained, Tokenizer, Tokens
+from yafsdp_fn.util.words import counted
 
 ROLES = {"system": 1, "user": 2, "assistant": 3}
 """Roles in bytes, which text does not have."""
@@ -246,13 +247,14 @@ class Conversations(Indexed):
     def describe(self) -> str:
         notes = self.store.notes + self.rows.notes
         filled = notes[PLACES] / max(1, self.count * self.seq_len)
-        said = f"{len(self.store.ends):,} conversations in {self.count:,} rows, {filled:.0%} full"
+        conversations, rows = counted(len(self.store.ends), "conversation"), counted(self.count, "row")
+        said = f"{conversations} in {rows}, {filled:.0%} full"
         if silent := notes[UNANSWERED]:
             said += f", {silent:,} without an answer left out"
         if long := notes[LONG]:
             said += f", {long:,} longer than a row: {notes[BLIND] / notes[LEARNT]:.1%} of what is learnt is in "
-            said += f"{notes[LATER]:,} later pieces, which do not see those before"
-        return said + (f", {idle:,} pieces without an answer left out" if (idle := notes[IDLE]) else "")
+            said += f"{counted(notes[LATER], 'later piece')}, which do not see those before"
+        return said + (f", {counted(idle, 'piece')} without an answer left out" if (idle := notes[IDLE]) else "")
 
     def fingerprint(self) -> str:
         return digest_of(self.store.digest, self.rows.digest)

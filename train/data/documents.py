@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 from train.config import ConfigError, Sources
 from train.data.rows import permutation
 from train.data.tokenizer import library
+from yafsdp_fn.util.words import counted
 
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 """Suffix of a local file: the reader of `datasets`. Of .txt a line is a document. Each may be compressed, too."""
@@ -57,7 +58,7 @@ class TextFiles:
 
     @property
     def label(self) -> str:
-        return f"{len(self.paths)} files"
+        return counted(len(self.paths), "file")
 
     def key(self) -> str:
         return fingerprint(self.label, self.paths)
@@ -116,7 +117,9 @@ class Table:
 
     @property
     def label(self) -> str:
-        return f"{self.source}, {len(self.paths)} files" if self.paths else f"{self.source}, split {self.split}"
+        return (
+            f"{self.source}, {counted(len(self.paths), 'file')}" if self.paths else f"{self.source}, split {self.split}"
+        )
 
     def key(self) -> str:
         more = (self.column, self.fraction, self.side, self.holds)
@@ -311,7 +314,7 @@ class Docstrings:
 
     @property
     def label(self) -> str:
-        return f"docstrings of {len(self.paths)} files"
+        return f"docstrings of {counted(len(self.paths), 'file')}"
 
     def key(self) -> str:
         return fingerprint(self.label, self.paths, "docstrings")

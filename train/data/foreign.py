@@ -25,9 +25,10 @@ import torch
 from train.config import ConfigError, own_function, require
 from train.data.documents import fingerprint
 from train.data.rows import Cursor, Indexed, Position, Row, count
-from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, digest_of, read
+from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, amount, digest_of, read
 from train.data.stream import Gathered
 from train.data.tokenizer import Tokenizer
+from yafsdp_fn.util.words import counted
 
 
 def stored(source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, packing: Packing) -> tuple[Indexed, ...]:
@@ -78,7 +79,8 @@ class Joined(Indexed):
 
     def describe(self) -> str:
         tokens, documents = (sum(len(getattr(part.store, of)) for part in self.parts) for of in ("tokens", "ends"))
-        return f"{tokens / 1e6:.2f}M tokens in {documents:,} documents, {len(self.parts)} files"
+        found = f"{amount(tokens)} in {counted(documents, 'document')}"
+        return f"{found}, {counted(len(self.parts), 'file')}"
 
     def fingerprint(self) -> str:
         return digest_of(*(part.fingerprint() for part in self.parts))

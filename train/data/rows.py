@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from train.config import ConfigError, require
+from train.config import MANY, ConfigError, require
 from yafsdp_fn.dist.cuda_streams import begin_thread
 from yafsdp_fn.dist.groups import grid
+from yafsdp_fn.util.words import counted
 
 Row = dict[str, Tensor]
 """`tokens` and `targets` [S], integers; targets are the tokens that follow, -100 where none counts. Packed rows have
@@ -112,7 +113,7 @@ class Indexed(ABC):
     def require(self, rows: int, why: str) -> None:
         if self.count < rows:
             raise ConfigError(
-                f"{self.name}: {self.describe()}: {self.count} rows are too few: {why} needs {rows}; "
+                f"{self.name}: {self.describe()}: only {counted(self.count, 'row')}: {why} needs {rows}; "
                 "add text, or lower --data.seq-len or --data.batch"
             )
 
@@ -275,12 +276,12 @@ def _order(shares: tuple[int, ...], seed: int, hand: int) -> Tensor:
 
 
 def at_most(rows: Rows) -> int:
-    """Rows that can be read from the beginning on before one comes a second time."""
+    """Rows that can be read from the beginning on before one comes a second time; of a stream nobody knows, and many
+    are taken."""
     if isinstance(rows, Mixed):
         parts = zip(rows.sources, shares(rows.weights), strict=True)
         return min(at_most(source) * HAND // share for source, share in parts) if rows.sources else 0
-    assert isinstance(rows, Indexed), "held-out rows have numbers"
-    return rows.count
+    return rows.count if isinstance(rows, Indexed) else MANY
 
 
 AHEAD = 2

@@ -39,11 +39,17 @@ from train.config import ConfigError
 from train.data.documents import BLOCK, Documents
 from train.data.rows import Indexed, Row
 from train.data.tokenizer import Tokenizer, Tokens
+from yafsdp_fn.util.words import counted
 
 Notes = Counter[str]
 
 AT_ONCE = 512
 """Documents that go through the tokenizer together."""
+
+
+def amount(tokens: int) -> str:
+    """Says how much text it is: by the token, or from 100,000 on in millions."""
+    return f"{tokens / 1e6:,.2f}M tokens" if tokens >= 100_000 else counted(tokens, "token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Store:
         return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def describe(self) -> str:
-        return f"{len(self.tokens) / 1e6:.2f}M tokens in {len(self.ends):,} documents"
+        return f"{amount(len(self.tokens))} in {counted(len(self.ends), 'document')}"
 
     def halves(self, count: int) -> tuple[Store, Store]:
         """The first `count` documents, and the others."""
@@ -203,7 +209,8 @@ def _beating(lock: TextIO, label: str, progress: Progress) -> Iterator[None]:
                 os.utime(lock.fileno())
             if time.monotonic() - said > SPEAKS:
                 said = time.monotonic()
-                say_apart(f"tokens of {label}: {progress.documents:,} documents, {progress.tokens / 1e6:,.1f}M so far")
+                documents = counted(progress.documents, "document")
+                say_apart(f"making tokens of {label}: {documents}, {amount(progress.tokens)} so far")
 
     thread = threading.Thread(target=beat, name="tokens", daemon=True)
     thread.start()

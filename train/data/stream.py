@@ -26,6 +26,7 @@ from train.data.documents import Table
 from train.data.rows import Cursor, Indexed, Position, Row, count, permutation
 from train.data.store import Packing, digest_of, encoded, packed_row, stream_row
 from train.data.tokenizer import Tokenizer, Tokens
+from yafsdp_fn.util.words import counted
 
 
 class Place(NamedTuple):
@@ -170,7 +171,7 @@ class Gathered(Indexed):
         return self.rows[index]
 
     def describe(self) -> str:
-        return f"{len(self.rows)} rows of {self.of}" if self.rows else "nothing"
+        return f"{counted(len(self.rows), 'row')} of {self.of}" if self.rows else "nothing"
 
     def fingerprint(self) -> str:
         digest = hashlib.blake2b(digest_size=8)

@@ -141,7 +141,7 @@ def estimated(job: Job, ranks: int, command: Sequence[str]) -> list[str]:
     vocabulary = setup.vocabulary(config.model, config.vocab, run.tokenizer(config))
     model, sharding = setup.model_config(config.model, vocabulary), config.sharding
     stages = config.stages.stage
-    tokens = torch.empty(config.data.batch, config.data.seq_len, dtype=torch.long, device="meta")
+    tokens = torch.empty(config.data.usual, config.data.seq_len, dtype=torch.long, device="meta")
     try:
         params = models.of(model).params(model, pin_norms=sharding.pin_norms)
         plan = ya.planner.plan(

@@ -20,11 +20,12 @@ from train.command_line import cli
 from train.plan import torchtitan
 from train.plan.step import YAFSDP, Options, over_axes, schedule_of, traced
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import CLUSTERS, Comparison, Found, Plan, min_ckpt_layers, search, simulate
+from yafsdp_fn.planner import CLUSTERS, Cluster, Comparison, Found, Plan, min_ckpt_layers, search, simulate
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.planner.footprint import words
 from yafsdp_fn.planner.plan import PARTS, axes
 from yafsdp_fn.timeline import Timeline
+from yafsdp_fn.util.words import counted
 
 PROGRAM = "python -m train plan"
 
@@ -189,7 +190,7 @@ class Result:
     def show(self, console: Console) -> None:
         """Prints the result for people."""
         options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
-        _heading(console, options, plan.cluster.name)
+        _heading(console, options, plan.cluster)
         console.print(self._time(), "", self._others(), sep="\n")
         doubt = '; "saved" leaves out what is unexplained' * (self.others["yafsdp"].overhead > 0)
         console.print(f"as fitted: to published times{doubt}\n", highlight=False)
@@ -207,7 +208,7 @@ class Result:
 
     def _time(self) -> Table:
         plan, rate, (low, high) = self.plan, self.tokens / self.plan.step_s, self.plan.range_s
-        speed = f"{rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a GPU"
+        speed = f"{rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a {_device(plan.cluster)}"
         gains = sorted(plan.sensitivity().items(), key=lambda item: -item[1])[:3]
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(style="cyan")
@@ -216,19 +217,22 @@ class Result:
         table.add_row("step", f"[bold]{plan.step_s:.3f} s[/] ({low:.3g} to {high:.3g}), {speed}")
         alone = zip(PARTS, plan.work, strict=True)
         table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
-        table.add_row("bound by", f"{plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}%")
+        table.add_row("bound by", f"{plan.bound_in_words}; {plan.headroom_in_words}")
         table.add_row("at least", self.plan.least.against(plan.step_s))
         table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
         return table
 
     def _others(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column(f"others, {self.recomputed} layers recomputed")
-        for heading in ("step, s", "tokens/s", "saved", "GPUs", "$ a day"):
+        table.add_column(f"others, {counted(self.recomputed, 'layer')} recomputed")
+        rented = () if self.plan.cluster.host_computes else ("GPUs", "$ a day")
+        for heading in ("step, s", "tokens/s", "saved", *rented):
             table.add_column(heading, justify="right")
         for other, timeline in self.others.items():
             part = self.saved(other)
-            spared = (f"{100 * part:.1f}%", f"{round(part * self.options.gpus)}", f"{round(self._dollars(other)):,}")
+            spared = [f"{100 * part:.1f}%"]
+            if rented:
+                spared += [f"{round(part * self.options.gpus)}", f"{round(self._dollars(other)):,}"]
             doubt = f", {timeline.overhead:.2f} s unexplained" if timeline.overhead else ""
             rate = f"{self.flat_tokens / timeline.seconds:,.0f}"
             table.add_row(OTHERS[other] + doubt, f"{timeline.seconds:.3f}", rate, *spared)
@@ -239,15 +243,20 @@ class Result:
         return self.saved(other) * self.options.gpus * 24 * self.options.gpu_hour_price
 
 
-def _heading(console: Console, options: Options, cluster: str) -> None:
+def _device(where: Cluster) -> str:
+    """Names what a rank runs on: a laptop has ranks and no GPUs, and nobody pays for its hours."""
+    return "rank" if where.host_computes else "GPU"
+
+
+def _heading(console: Console, options: Options, where: Cluster) -> None:
     """Prints what the step is of."""
     numel = models.CONFIGS[options.model].num_parameters
     inside = [f"{name} {ranks}" for name, ranks in options.mesh.inside.items()]
     shared = f"for {' x '.join(inside)} ranks" if inside else "a rank"
     size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
     console.print(
-        f"[bold]{options.model}[/], {size} parameters, on {options.gpus} GPUs "
-        f"({cluster}); {options.batch} x {options.seq_len} tokens {shared}, {options.tokens:,} a step\n",
+        f"[bold]{options.model}[/], {size} parameters, on {counted(options.gpus, _device(where))} "
+        f"({where.name}); {options.batch} x {options.seq_len} tokens {shared}, {options.tokens:,} a step\n",
         highlight=False,
         soft_wrap=True,
     )
@@ -285,7 +294,7 @@ class Compared:
 
     def show(self, console: Console) -> None:
         """Prints the table for people."""
-        _heading(console, self.options, cluster(self.options.cluster).name)
+        _heading(console, self.options, cluster(self.options.cluster))
         console.print(str(self.found), markup=False, highlight=False, soft_wrap=True)
 
     def save(self, path: Path) -> None:

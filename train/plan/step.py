@@ -137,7 +137,10 @@ class Options:
         if self.csv is not None and self.torchtitan is None:
             raise ValueError(f"--csv {self.csv}: it is for the stages of a job: give --torchtitan, too")
         if self.torchtitan is None and self.model not in models.CONFIGS:
-            raise ValueError(f"--model: unknown model {self.model!r}; {nearest(self.model, sorted(models.CONFIGS))}")
+            said = f"unknown model {self.model!r}" if self.model else "expected a model"
+            raise ValueError(f"--model: {said}; {nearest(self.model, sorted(models.CONFIGS))}")
+        if self.batch % max(1, self.microbatches):
+            raise ValueError(f"--batch {self.batch} does not divide into --microbatches {self.microbatches}")
         cluster(self.cluster)
         for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
             value = getattr(self, name)
@@ -157,6 +160,8 @@ class Options:
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
         if self.search and (own or self.ckpt_layers is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
+        if Pipeline.read(self.schedule).order:
+            raise ValueError(f"--schedule {self.schedule}: for a pipeline, --schedules {self.schedule}")
         words = {} if self.schedule == YAFSDP else names.parse(self.schedule, "--schedule")[1]
         if "remat" in words:
             raise ValueError(

@@ -25,6 +25,7 @@ from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import Trace
+from yafsdp_fn.util.words import counted
 
 if TYPE_CHECKING:
     from train.plan.step import Options
@@ -155,14 +156,16 @@ class Result:
 
         axes = ", ".join(f"{name} {size}" for name, size in self.trace.mesh if size > 1)
         numel = job.config.num_parameters / 1e9
-        line(f"{job.path}: {job.model}, {numel:.1f}B parameters, on {job.gpus} GPUs ({plan.cluster.name}): {axes}")
-        stages = f"; {job.csv or job.order}, {job.runs} microbatches" * (job.stages > 1)
-        line(f"{job.sequences} sequences of {job.seq_len} tokens a step; {job.checkpointed}{stages}\n")
+        gpus = counted(job.gpus, "GPU")
+        line(f"{job.path}: {job.model}, {numel:.1f}B parameters, on {gpus} ({plan.cluster.name}): {axes}")
+        stages = f"; {job.csv or job.order}, {counted(job.runs, 'microbatch')}" * (job.stages > 1)
+        line(f"{counted(job.sequences, 'sequence')} of {job.seq_len} tokens a step; {job.checkpointed}{stages}\n")
         ops, parts = sum(map(len, self.proved.stages)), self.proved.parts
         kinds = ya.schedules.Gather, ya.schedules.Reduce
         gathers, reductions = (sum(part.count(kind) for part in parts) for kind in kinds)
-        line(f"proved: its program of {ops} ops, with {gathers} gathers and {reductions} reductions, is right")
-        line(f"bound by {plan.bound_in_words}; a perfect overlap would save {100 * plan.headroom:.1f}% of the step\n")
+        both = f"{counted(gathers, 'gather')} and {counted(reductions, 'reduction')}"
+        line(f"proved: its program of {ops} ops, with {both}, is right")
+        line(f"bound by {plan.bound_in_words}; {plan.headroom_in_words} of the step\n")
         console.print(self._table())
         if not self.found:
             line(f"nothing of this toolkit fits into {plan.budget / 2**30:.1f} GiB", style="red")

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from train.config import ConfigError
-from train.published.runs import Run, table
+from train.published.runs import Refused, Run, table
 from train.published.steps import CARD, Predicted, cluster_of, predict, seconds
 from yafsdp_fn.planner import Cluster
+from yafsdp_fn.util.words import counted
 
 # ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.
 
@@ -117,16 +118,24 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         runs, refused = table(file)
     except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"--rows: {error}") from None
-    if not runs:
-        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
     found = list[Predicted]()
     slower = list[float]()
+    if not as_json:
+        print(f"{'':<89} {'step, s':>8} {'measured, error':>16} {'GiB':>6} {'seen':>6}")
     for run in runs:
-        found.append(one := predict(run))
+        try:
+            one = predict(run)
+        except Refused as error:
+            refused.append(str(error))
+            continue
+        found.append(one)
+        run = one.run  # with what was not stated
         fitted = sources and run.measured_s is not None
         slower.append(seconds(run, _slower(cluster_of(run))) if fitted else 0.0)  # while its programs are at hand
         if not as_json:
             print(_line(one), flush=True)
+    if not found:
+        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
     factors, apart = (
         left_out(found, slower) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
     )
@@ -141,17 +150,18 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
     if sources and apart:
         told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
     if as_json:
-        rows = [{**one.run._asdict(), "config": str(one.run.config), "seconds": one.seconds} for one in found]
-        listed = {} if sources else {"rows": rows}
+        listed = {} if sources else {"rows": [one.as_json() for one in found]}
         print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
         return
     for name, group in spreads.items():
         print(f"\nby {name}" if name != "all" else "")
         for of, each in group.items():
             words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
-            print(f"{of:<34} {each['rows']:>4} rows   {words}")
+            print(f"{of:<34} {counted(int(each['rows']), 'row'):>9}   {words}")
+    print(f"\nwhether a run fits is said rightly of {right} of {known}")
     for name, what in told.items():
-        print(f"{name}: {what}")
+        if name != "fits or not":
+            print(f"{name}: {what}")
     for why in refused:
         print(f"not predicted: {why}")
 
@@ -160,4 +170,6 @@ def _line(one: Predicted) -> str:
     run = one.run
     seen = "" if one.error is None else f"{run.measured_s:8.3f} {one.error:+6.1f}%"
     held = "" if run.measured_bytes is None else f"{run.measured_bytes / 2**30:6.1f}"
-    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {one.peak_bytes / 2**30:6.1f} {held:>6}"
+    over = "" if one.fits else "  does not fit"
+    memory = f"{one.peak_bytes / 2**30:6.1f} {held:>6}{over}"
+    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {memory}"

@@ -35,6 +35,8 @@ TRAFFIC = 18.0
 """Bytes per element and micro-batch that move beside the computation, all in bf16: two gathers, each written and read
 to be passed on (2 x 4); gradients divided in front of their reduction (4), which reads its input and writes and reads
 partial sums (6). A tied embedding counts twice, once for each of its visits' backwards."""
+GATHER = 4.0
+"""A gather's part of it, which weights that stay do without."""
 FP8_RATE = 2.0
 """Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
 
@@ -49,7 +51,8 @@ No contention: `TRAFFIC` counts what it stands for."""
 
 
 class Row(NamedTuple):
-    """A run. micro_batch: sequences of a GPU at a time; accumulation: micro-batches a step; measured: tokens/s/GPU"""
+    """A run. micro_batch: sequences of a GPU at a time; accumulation: micro-batches a step; measured: tokens/s/GPU;
+    kept: weights stay from a forward to its backward (SHARD_GRAD_OP)"""
 
     model: str
     gpu: str
@@ -60,6 +63,7 @@ class Row(NamedTuple):
     recompute: bool
     fp8: bool
     measured: float | None = None
+    kept: bool = False
 
     @property
     def tokens(self) -> int:
@@ -68,12 +72,14 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         words = f"{self.model}, {self.gpus} {self.gpu}, {self.seq_len} x {self.micro_batch} x {self.accumulation}"
-        return words + ", recomputed" * self.recompute + ", fp8" * self.fp8
+        return words + ", recomputed" * self.recompute + ", fp8" * self.fp8 + ", SHARD_GRAD_OP" * self.kept
 
 
 MEASURED = "Throughput (T/s/GPU)"
 COLUMNS = ("Model", "GPU", "# GPUs", "SeqLen (T)", "MicroBatchSize", "GradAccum")
 BEYOND = "fields beyond the columns"
+KEPT = "SHARD_GRAD_OP"
+STRATEGIES = {"FULL_SHARD": False, KEPT: True}
 PRECISIONS = {"amp_bf16": False, "bf16": False, "amp_fp8": True}
 
 
@@ -104,16 +110,16 @@ def row(line: Mapping[str, str], at: str) -> Row:
     model, gpu = (_one_of(line, column, known, at) for column, known in (("Model", SIZES), ("GPU", KINDS)))
     precision = _one_of(line, "Precision", PRECISIONS, at)
     recompute = _one_of(line, "Activation Checkpointing", {"True": True, "False": False}, at) == "True"
-    for column, modelled in (("Sharding Strategy", "FULL_SHARD"), ("Activation CPUOffload", "False")):
-        if line.get(column):
-            _one_of(line, column, {modelled: True}, at)
+    strategy = line.get("Sharding Strategy") and _one_of(line, "Sharding Strategy", STRATEGIES, at)
+    if line.get("Activation CPUOffload"):
+        _one_of(line, "Activation CPUOffload", {"False": True}, at)
     fp8, measured = PRECISIONS[precision], _measured(line, at)
     if gpus > 8 and gpus % 8:
         raise ValueError(f"{at}: {gpus} GPUs do not fill nodes of 8")
     counted = mpt_config(model, seq_len).num_parameters
     if line.get("NumParams") and line["NumParams"] != str(counted):
         raise ValueError(f"{at}: NumParams is {line['NumParams']}, the model built here has {counted}")
-    return Row(model, gpu, gpus, seq_len, micro_batch, accumulation, recompute, fp8, measured)
+    return Row(model, gpu, gpus, seq_len, micro_batch, accumulation, recompute, fp8, measured, strategy == KEPT)
 
 
 def _measured(line: Mapping[str, str], at: str) -> float | None:
@@ -165,7 +171,9 @@ def step(row: Row, microbatches: int) -> Program:
         )
     order = chained_order(visits, microbatches)
     whole = one._replace(visits=visits, order=order, microbatches=microbatches)
-    return peers.fsdp(remat="all" if row.recompute else "none", growth=0.0, traffic=TRAFFIC)(whole)
+    traffic = TRAFFIC - GATHER * row.kept
+    again = "all" if row.recompute else "none"
+    return peers.fsdp(remat=again, growth=0.0, traffic=traffic, reshard=not row.kept)(whole)
 
 
 _program = functools.cache(step)

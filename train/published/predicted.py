@@ -44,6 +44,7 @@ from train.published.foundry import (
     seconds,
     tokens_per_s,
 )
+from yafsdp_fn.util.words import counted
 
 
 class Predicted(NamedTuple):
@@ -155,7 +156,7 @@ def _of_kinds(fits: dict[str, Fit], errors: Callable[[Fit], Vector]) -> dict[str
 def _print_spreads(found: dict[str, Any]) -> None:
     for name, of in found.items():
         words = f"median {of['median']:5.2f}%   p90 {of['p90']:5.2f}%   largest {of['largest']:5.2f}%"
-        print(f"{name:<12} {of['rows']:>4} rows   {words}")
+        print(f"{name:<12} {counted(of['rows'], 'row'):>9}   {words}")
 
 
 FITTED = TABLE.with_name("llm_foundry_fit.json")
@@ -291,7 +292,7 @@ def _line(run: Row) -> dict[str, Any]:
         "GradAccum": run.accumulation,
         "GlobalBatchSize": run.micro_batch * run.accumulation * run.gpus,
         "Precision": "amp_fp8" if run.fp8 else "bf16" if run.gpu == "a100_40gb" else "amp_bf16",
-        "Sharding Strategy": "FULL_SHARD",
+        "Sharding Strategy": foundry.KEPT if run.kept else "FULL_SHARD",
         "Activation Checkpointing": run.recompute,
         "NumParams": foundry.mpt_config(run.model, run.seq_len).num_parameters,
         PREDICTED: f"{tokens_per_s(run, fitted()[run.gpu]):.1f}",

@@ -5,13 +5,15 @@
 
 `steps.py` predicts them. Taken, where sources do not say: HSDP over nodes below 20B and FSDP above, where a source has
 both; torchtitan's recomputation of its default, half of the products; gathers in bf16, and reductions in fp32 but for
-FSDP1, DeepSpeed and InternLM, which reduce in bf16; AdamW by torch's foreach in runs before 2025 and in transformers.
+FSDP1, DeepSpeed and InternLM, which reduce in bf16; AdamW by torch's foreach in runs before 2025 and in transformers;
+no recomputation where that fits, else all of it.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,11 +34,12 @@ SHAPES: dict[str, Any] = {
     ),
     "llama2-34b-shape": models.CONFIGS["llama2-34b"],
     "llama3-405b": models.CONFIGS["llama3.1-405b"],
-    "meta-llama/meta-llama3-8b": models.CONFIGS["llama3-8b"],
-    "nousresearch/llama2-70b-hf": models.CONFIGS["llama2-70b"],
     "qwen3-32b": dataclasses.replace(models.CONFIGS["qwen3-8b"], embed=5120, ffn=25_600, layers=64, heads=64),
 }
 """Models of the sources that `models` has not under that name."""
+
+
+UNSTATED = "not stated"
 
 
 class Refused(ValueError):
@@ -44,11 +47,14 @@ class Refused(ValueError):
 
 
 class Run(NamedTuple):
-    """A row. source: its file and line; name, config: the model; gpu: of `steps.KINDS`; per_node: GPUs; network:
-    bytes/s of a node, None if it is not said; roce: it is Ethernet; framework: "fsdp1", "fsdp2", "zero1", "zero2",
-    "zero3 of 2021", or "ddp"; replicas: of the state, around shard groups; order: of a pipeline
-    recompute: "none", "attention", "half" of the products, "every 2nd" layer, or "all"; reentrant: and its layers run
-    to their end;
+    """A row.
+
+    source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`;
+    per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet
+    framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or "ddp"; replicas: of the state, around shard
+    groups; order: of a pipeline
+    recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; reentrant: and its
+    layers run to their end; apart: stages begin the next step without the norm of all (post-validation);
     kernels: of what is no product, as `ya.planner.plan` takes them; foreach: AdamW is, operation by operation; trained:
     "all", or "adapters"; scores: attention is products whose scores are kept, as in Megatron of 2021 to 2023; logits:
     they exist as a whole, in fp32; param, reduce: dtypes of master and reductions
@@ -81,6 +87,8 @@ class Run(NamedTuple):
     micro_batch: int
     accumulation: int
     reentrant: bool = False
+    apart: bool = False
+    at: str = ""
     measured_s: float | None = None
     measured_bytes: float | None = None
 
@@ -112,6 +120,19 @@ class Run(NamedTuple):
         )
 
 
+ORDERS = {
+    "gpipe": "gpipe",
+    "1f1b": "one_f_one_b",
+    "interleaved": "interleaved",
+    "zb1p": "zero_bubble",
+    "zbh1": "zero_bubble",
+    "zb2p": "zero_bubble_2p",
+    "zbh2": "zero_bubble_2p",
+    "zbv": "v_shaped",
+    "zbvzerobubble": "v_shaped",
+}
+"""Orders of pipelines, however hyphens, spaces and capitals are set."""
+
 # ---- Reads a row. Each function takes its fields, as text, and raises Refused for what is not modelled.
 
 Line = Mapping[str, str]
@@ -138,23 +159,22 @@ def _read(line: Line, at: str) -> Run:
     micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
     seq_len = _number(line, "seq_len", "the length of sequences is not stated")
     name, config = model_of(line)
-    stated = line.get("gpus_per_node", "")
-    per_node = int(stated) if stated.isdecimal() and int(stated) else 8
+    per_node = _count(line, "gpus_per_node") or 8
     if gpus > per_node and gpus % per_node:
         raise Refused(f"{gpus} GPUs do not fill nodes of {per_node}")
     framework, replicas, order, stages = _scheme(
         scheme, line.get("schedule", "").lower(), words, config, gpus, per_node
     )
     data = gpus // stages
-    accumulation = int(line.get("microbatches") or 0)
-    sequences = int(line.get("global_batch_seqs") or 0)
+    accumulation = _count(line, "microbatches")
     if not accumulation:
-        accumulation = max(1, sequences // (micro_batch * data))
+        accumulation = max(1, _count(line, "global_batch_seqs") // (micro_batch * data))
     precision = line["precision"].lower()
     fused = line.get("compile") == "yes" or re.search(r"liger|fast-kernels|megatron|simumax|zero-bubble|primus", words)
     early = re.search(r"fms_acceleration|float8nocompile|20(23|24)-?\d\d", words)
     run = Run(
         source=line.get("file", at).removesuffix(".csv"),
+        at=at,
         name=name,
         config=config,
         gpu=_gpu(line["gpu"], words),
@@ -178,6 +198,7 @@ def _read(line: Line, at: str) -> Run:
         seq_len=seq_len,
         micro_batch=micro_batch,
         accumulation=accumulation,
+        apart=order.startswith("zero_bubble") and _post_validated(line),
         reentrant=bool(re.search(r"fms_acceleration|deepspeed|internevo|megatron", words)),
     )
     if re.search(r"nvfp4|mxfp", precision):
@@ -186,21 +207,41 @@ def _read(line: Line, at: str) -> Run:
 
 
 def _number(line: Line, column: str, why: str) -> int:
-    if not line[column].isdecimal() or not int(line[column]):
+    found = _count(line, column)
+    if not found:
         raise Refused(why)
-    return int(line[column])
+    return found
+
+
+def _count(line: Line, column: str) -> int:
+    """A whole number, 0 where the column says nothing: `1,024 (8 nodes)` is 1024."""
+    found = _value(line, column) or 0.0
+    if found != int(found):
+        raise Refused(f"{column} is {line[column]!r}, expected a whole number")
+    return int(found)
+
+
+def _value(line: Line, column: str) -> float | None:
+    """A number, whatever is in parentheses behind it; None where the column is empty or has a dash."""
+    text = _bare(line.get(column) or "").replace(",", "")
+    if text.lower() in ("", "-", "none", "n/a", "not stated"):
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < 1e18:
+        raise Refused(f"{column} is {line[column]!r}, expected a number")
+    return found
 
 
 def model_of(line: Line) -> tuple[str, Any]:
     """The name and config of a row's model: one of `models`, with the layers that it names, or GPT's or Llama's shape
     with so many layers, so wide."""
-    text = line["model"].lower()
-    layers = re.search(r", (\d+) layers", text)
-    name = (
-        re.sub(r"(llama|qwen)[ -]+(\d)", r"\1\2", text.split(",")[0].strip()).replace(" ", "-").replace("qwen-", "qwen")
-    )
+    layers = re.search(r", (\d+) layers", line["model"].lower())
+    name = _name(line["model"])
     config = SHAPES.get(name) or models.CONFIGS.get(name)
-    depth, width = (int(line.get(each) or 0) for each in ("layers", "hidden"))
+    depth, width = (_count(line, each) for each in ("layers", "hidden"))
     if config is None and name.startswith("gpt-") and depth and width:
         config = gpt2.Config(
             vocab=51_200, embed=width, ffn=4 * width, layers=depth, heads=width // 128, max_length=131_072, tied=True
@@ -212,12 +253,25 @@ def model_of(line: Line) -> tuple[str, Any]:
     return name, dataclasses.replace(config, layers=int(layers[1])) if layers else config
 
 
+def _name(text: str) -> str:
+    """A model's name as `models` spells it, of its name on the hub or in words: `meta-llama/Llama-2-7b-hf`."""
+    name = _bare(text.lower()).split(",")[0].rpartition("/")[2]
+    name = re.sub(r"[\s_]+", "-", name.strip()).removeprefix("meta-")
+    name = re.sub(r"^(llama|qwen)-+(?=\d)", r"\1", name)
+    return re.sub(r"(-(hf|instruct|base|chat|it|v\d[\d.]*))+$", "", name)
+
+
+def _bare(text: str) -> str:
+    """`text` without what is in parentheses."""
+    return re.sub(r"\s*\([^)]*\)", "", text).strip()
+
+
 def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int, per_node: int) -> tuple[str, int, str, int]:
     """Framework, replicas of the state, order of a pipeline, stages."""
     stages = int(found[1]) if (found := re.search(r"\bpp\s*=?\s*(\d+)", scheme)) else 1
     if stages > 1:
-        orders = {"1f1b": "one_f_one_b", "zb-1p": "zero_bubble", "zb-2p": "zero_bubble_2p", "zbv": "v_shaped"}
-        order = "interleaved" if "interleaved" in schedule else orders.get(schedule.split(",")[0].strip())
+        called = re.sub(r"[\s_-]", "", _bare(schedule).split(",")[0])
+        order = "interleaved" if "interleaved1f1b" in called or "1f1binterleaved" in called else ORDERS.get(called)
         if order is None:
             raise Refused(f"pipeline schedule {schedule!r} is not modelled")
         return "zero1", 1, order, stages
@@ -236,13 +290,18 @@ def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int, per_
     return kind, replicas, "", 1
 
 
+def _post_validated(line: Line) -> bool:
+    said = f"{line.get('schedule', '')}; {line.get('notes', '')}".lower()
+    return "post-validation" in said and "no post-validation" not in said
+
+
 def _gpu(text: str, words: str) -> str:
     if "power limited" in text.lower():
         raise Refused("its GPUs are held to a power that is not stated")
     for kind in ("A100", "H100", "H200", "B200", "MI300X", "MI325X"):
-        if kind.lower() in text.lower():
+        if re.search(rf"(\b|\d ?x ?){kind}\b", text, re.I):  # a GB200 is no B200, and a GH200 no H200
             low = kind == "H100" and re.search(r"hbm2e|95gib|torchtitan|pytorch/ao", text.lower() + words)
-            return "H100 HBM2e" if low else "A100 40GB" if kind == "A100" and "40" in text else kind
+            return "H100 HBM2e" if low else "A100 40GB" if kind == "A100" and re.search(r"\b40 ?G", text) else kind
     raise Refused(f"no figures for a GPU of kind {text!r}")
 
 
@@ -256,8 +315,10 @@ def _network(text: str) -> float | None:
 
 
 def _recompute(text: str, config: Any, words: str) -> str:
-    if "see tools" in text or text in ("none", "none stated", ""):
+    if "see tools" in text or text in ("none", "none stated"):
         return "none"
+    if not text:
+        return UNSTATED
     if "op" in text.split(")")[0].replace("per-op", "(op").split("(")[-1] or "not stated" in text:
         return "half"
     if "every" in text:
@@ -271,6 +332,10 @@ def _recompute(text: str, config: Any, words: str) -> str:
     raise Refused(f"recomputation {text!r} is not known")
 
 
+BYTES = {
+    **{letter: 1e3**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
+}
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
@@ -278,10 +343,7 @@ def _measured(line: Line, run: Run) -> float | None:
     """Seconds of a step, from the first of the columns that has something."""
 
     def given(column: str) -> float:
-        try:
-            return float(line.get(column) or 0)
-        except ValueError:
-            raise Refused(f"{column} is {line[column]!r}") from None
+        return _value(line, column) or 0.0
 
     sequences = run.tokens / run.seq_len
     if given("step_s"):
@@ -309,13 +371,18 @@ def flops_per_token(run: Run, notes: str) -> float:
 
 
 def _memory(line: Line) -> dict[str, Any]:
-    text, kind = line.get("memory", ""), line.get("memory_unit_kind", "").lower()
-    if text == "OOM":
-        return {"measured_bytes": float("inf")}
-    if not re.fullmatch(r"[\d.]+", text):
+    """Bytes, from a number and a unit, which the column behind it has, or the number itself: `71.3 GiB`."""
+    text, kind = line.get("memory", ""), line.get("memory_unit_kind", "")
+    if text.upper() == "OOM":
+        return {"measured_bytes": math.inf}
+    behind = re.fullmatch(r"([\d.,]+)\s*([a-z]+)", _bare(text), re.I)
+    size = _value({"memory": behind[1] if behind else text}, "memory")
+    if size is None:
         return {}
-    unit = 2**30 if "gib" in kind else 1e9
-    return {"measured_bytes": float(text) * unit}
+    unit = re.search(r"\b([KMGT]i?)B\b", behind[2] if behind else kind, re.I)
+    if unit is None:
+        raise Refused(f"memory is {text!r} of unit {kind!r}, expected one such as GiB or GB")
+    return {"measured_bytes": size * BYTES[unit[1].lower()]}
 
 
 def is_table(file: Path) -> bool:

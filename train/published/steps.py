@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,13 +22,13 @@ from models import gpt2
 from models.parts import layers
 from train.published.foundry import FP8_RATE, mpt_loss
 from train.published.over_axes import A100, H100, HBM2E, cast_bytes, moving, with_scores
-from train.published.runs import Run
+from train.published.runs import UNSTATED, Refused, Run
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
 from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost
-from yafsdp_fn.schedules import Assignment, Program, Trace, chained_order, pipelines, remat
+from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
 
 CARD = {
     "A100": 79.1,
@@ -103,7 +104,10 @@ def program(run: Run, microbatches: int) -> Program:
         if run.order == "zero_bubble_2p":
             build = functools.partial(pipelines.staged, functools.partial(pipelines.zero_bubble_calls, depth=2))
         whole = order.whole(one, (("stage", run.stages), *mesh))
-        return build(ya.schedules.zero1(remat=again))(whole)  # type: ignore[no-any-return]
+        made: Program = build(ya.schedules.zero1(remat=again, update=run.apart))(whole)
+        if not run.apart:
+            return made
+        return Program(made.trace, *(tuple(op for op in ops if not isinstance(op, Norm)) for ops in made.stages))
     if run.framework == "ddp":
         mesh = (("replicate", shard), ("shard", 1))
     whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
@@ -194,15 +198,32 @@ def _program_s(run: Run, cluster: Cluster) -> float:
     """Seconds simulated. Microbatches beyond thrice the stages, or beyond two, take as long as those before."""
     most = 3 * run.stages if run.stages > 1 else 2
     if run.accumulation <= most:
-        return simulate(_program(_key(run), run.accumulation), cluster).seconds
+        return _simulated(run, run.accumulation, cluster)
     few = 2 * run.stages if run.stages > 1 else 1
-    more, less = (simulate(_program(_key(run), n), cluster).seconds for n in (most, few))
+    more, less = (_simulated(run, n, cluster) for n in (most, few))
     return more + (run.accumulation - most) * (more - less) / (most - few)
+
+
+def _simulated(run: Run, microbatches: int, cluster: Cluster) -> float:
+    """Seconds of a step in so many microbatches; where stages go on apart, of the stage that is at it longest."""
+    timeline = simulate(_program(_key(run), microbatches), cluster)
+    if not run.apart:
+        return timeline.seconds
+    computes = [part.on("compute") for part in timeline.parts]
+    return max(spans[-1].end - spans[0].start for spans in computes)
 
 
 def _key(run: Run) -> Run:
     return run._replace(
-        measured_s=None, measured_bytes=None, source="", network=None, roce=False, gpu="", per_node=8, accumulation=1
+        measured_s=None,
+        measured_bytes=None,
+        source="",
+        at="",
+        network=None,
+        roce=False,
+        gpu="",
+        per_node=8,
+        accumulation=1,
     )
 
 
@@ -270,6 +291,39 @@ class Predicted(NamedTuple):
         """Predicted over measured tokens/s, less one, in percent: above 0 is too fast."""
         return None if self.run.measured_s is None else 100 * (self.run.measured_s / self.seconds - 1)
 
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= CARD[self.run.gpu] * 2**30
+
+    def as_json(self) -> dict[str, Any]:
+        run = self.run
+        ran_out = run.measured_bytes == math.inf
+        return {
+            **run._asdict(),
+            "file": run.source,
+            "config": str(run.config),
+            "measured_bytes": None if ran_out else run.measured_bytes,
+            "ran_out": ran_out,
+            "seconds": self.seconds,
+            "error": None if self.error is None else round(self.error, 2),
+            "predicted_peak_bytes": self.peak_bytes,
+            "fits": self.fits,
+        }
+
 
 def predict(run: Run) -> Predicted:
+    """Predicts a run. One whose recomputation is not stated recomputes nothing where that fits, else all. Raises
+    Refused where that does not fit either: it did not run so."""
+    if run.recompute == UNSTATED:
+        return _fitting(run)
     return Predicted(run, seconds(run, cluster_of(run)), memory(run))
+
+
+def _fitting(run: Run) -> Predicted:
+    for recompute in ("none", "all"):
+        one = run._replace(recompute=recompute)
+        peak = memory(one)
+        if peak <= CARD[run.gpu] * 2**30:
+            return Predicted(one, seconds(one, cluster_of(one)), peak)
+    needs = f"{peak / 2**30:,.0f} GiB of {CARD[run.gpu]:.0f}"
+    raise Refused(f"{run.at}: {run.name}: recomputation is not stated, and with all of it the run needs {needs}")

@@ -259,11 +259,10 @@ class Evaluation:
     """Evaluates states of one run, on all ranks together."""
 
     def __init__(self, config: Settings, loss_fn: LossAndMore, heldout: Rows, here: Place) -> None:
-        rows = config.data.batch * here.ranks
-        self._batches = min(config.eval_batches, at_most(heldout) // rows) if config.eval_every else 0
-        self._read: Callable[[], Iterator[tuple[Batch, Any]]] = lambda: batches(
-            heldout, 0, config.data.batch, here, seed=0
-        )
+        there = at_most(heldout) // here.ranks  # rows for each; of few all are one batch
+        size = max(1, min(config.data.batch, there))
+        self._batches = min(config.eval_batches, there // size) if config.eval_every else 0
+        self._read: Callable[[], Iterator[tuple[Batch, Any]]] = lambda: batches(heldout, 0, size, here, seed=0)
         self._step = ya.eval_step(_counted(loss_fn), has_aux=True)
 
     def loss(self, state: ya.ShardedState) -> tuple[float, dict[str, float]]:

@@ -27,8 +27,21 @@ import tyro
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import cli, say_apart
-from train.config import SAVED, C, Config, ConfigError, Mesh, Settings, differences, from_json, is_own, require, to_json
-from train.data.rows import Place, Position, Rows
+from train.config import (
+    AUTO,
+    SAVED,
+    C,
+    Config,
+    ConfigError,
+    Mesh,
+    Settings,
+    differences,
+    from_json,
+    is_own,
+    require,
+    to_json,
+)
+from train.data.rows import Place, Position, Rows, at_most
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
 from train.machine import cpu, revision
@@ -39,6 +52,7 @@ from train.running.saves import WINDOW, Spikes
 from train.running.together import on_rank_0
 from yafsdp_fn import checkpoint
 from yafsdp_fn.util.disk import replace
+from yafsdp_fn.util.words import counted
 
 FIXED = ("runs", "name", "model", "vocab", "seed", "start", "tokenizer")
 """Settings that a resumed run cannot change, besides its data and its adapters: the checkpoint would not fit, or its
@@ -213,14 +227,25 @@ def tokenizer_name(config: Config, folder: Path) -> str:
 
 
 def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
-    """`(training, held-out)` text, enough for this config."""
-    rows = ranks * config.data.batch
-    evaluated = config.eval_batches * rows if config.eval_every else 0
-    training, heldout = open_text(config.data, tokens, config.runs / CACHE, evaluated)
-    training.require(rows, "a step")
-    if config.eval_every:
-        heldout.require(rows, "an evaluation (none with --eval-every 0)")
-    return training, heldout
+    """`(training, held-out)` text."""
+    evaluated = config.eval_batches * ranks * config.data.usual if config.eval_every else 0
+    return open_text(config.data, tokens, config.runs / CACHE, evaluated)
+
+
+def settled(config: C, training: Rows, heldout: Rows, ranks: int) -> C:
+    """The settings, with a batch and evaluations that the text has rows for where they were not given. Raises
+    ConfigError where it has too few. ranks: those that rows are dealt to"""
+    data, every = config.data, config.eval_every
+    if data.batch == AUTO:
+        parts = config.sharding.microbatches * config.sharding.chunks
+        there = at_most(training) // ranks // parts * parts
+        data = dataclasses.replace(data, batch=max(parts, min(data.usual, there)))
+    training.require(ranks * data.batch, "a step")
+    if every == AUTO:
+        every = 100 if at_most(heldout) >= ranks else 0
+    if every:
+        heldout.require(ranks, "an evaluation (none with --eval-every 0)")
+    return dataclasses.replace(config, data=data, eval_every=every)
 
 
 def extra(config: Settings, text: str, position: Position, spikes: Spikes | None) -> dict[str, Any]:
@@ -279,10 +304,16 @@ def _sharding(config: Settings) -> str:
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:
     """Says in three lines what is about to run."""
     tokens = place.ranks * config.data.batch * config.data.seq_len
+    rows = place.ranks * config.data.batch
+    times = config.steps * rows / at_most(training)
+    again = f"; {counted(config.steps, 'step')} of {counted(rows, 'row')} read it {times:,.0f} times" * (times >= 10)
+    held = heldout.describe() if at_most(heldout) else "nothing"
+    if not config.eval_every:
+        held += ", so no evaluations; --data.heldout-files names some" if held == "nothing" else ", no evaluations"
     return (
         f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.devices} x "
         f"{place.device.type}, {config.stages.named}{config.sharding.schedule}, {tokens:,} tokens a step\n"
-        f"text: {training.describe()}\nheld out: {heldout.describe()}"
+        f"text: {training.describe()}{again}\nheld out: {held}"
     )
 
 

@@ -18,6 +18,7 @@ from models.parts.axes import Axes
 from models.parts.config import Shape
 from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, own_function, require
 from train.data.tokenizer import Bytes, Tokenizer
+from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.train_step import TrainStep
 
@@ -28,7 +29,7 @@ def model_config(name: str, vocab: int = 0, seq_len: int = 1) -> Shape:
     """The named model, with another vocabulary where `vocab` is not 0. Raises ConfigError where there is none, or where
     it has not as many positions as `seq_len`."""
     if name not in models.CONFIGS:
-        raise ConfigError(f"model is {name!r}; there are {', '.join(models.CONFIGS)}")
+        raise ConfigError(f"model is {name!r}; {nearest(name, list(models.CONFIGS))}")
     model: Shape = models.CONFIGS[name]
     if model.longest is not None:
         require(seq_len <= model.longest, f"data.seq_len is {seq_len}: model {name} has {model.longest} positions")
@@ -167,7 +168,7 @@ def schedule(config: Sharding, stages: Mesh = NO_STAGES) -> AnySchedule:
 
 def assignment(config: Settings, model: Shape, params: Any) -> ya.schedules.Assignment | None:
     """Assigns the model's units to stages: as even as can be. None without stages."""
-    stages, rows = config.stages, config.data.batch // config.sharding.microbatches
+    stages, rows = config.stages, config.data.usual // config.sharding.microbatches
     if stages.stage == 1:
         return None
     tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)

@@ -84,7 +84,9 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
     return build_yafsdp
 
 
-def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: float = 0.0) -> Schedule:
+def fsdp(
+    *, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: float = 0.0, reshard: bool = True
+) -> Schedule:
     """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch.
 
     What a backward leaves in a slot is not gathered again for the next microbatch, as it was when this was fitted.
@@ -96,6 +98,7 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: f
         of unknown cause
     traffic: bytes per element and backward that collectives move through memory, at the cost of the compute stream: an
         alternative to `Cluster.contention`; use one of the two
+    reshard: False is SHARD_GRAD_OP: weights stay from a forward to its backward, and every microbatch gathers anew
     """
 
     def reduced(size: Size) -> float:
@@ -103,7 +106,7 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: f
         return cast_bytes + 2 * size.reduce + growth * size.numel**2 / 1e9
 
     return lambda trace: _with_copies(
-        program_of(trace, groups_of(trace, reshard=True), policy(remat), hold=True),
+        program_of(trace, groups_of(trace, reshard), policy(remat), hold=reshard),
         gathered=lambda size: 0.0,
         computed=lambda size: 2 * size.gather + traffic * size.numel,
         reduced=reduced,

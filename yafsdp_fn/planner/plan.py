@@ -15,6 +15,7 @@ from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import KERNELS, Trace, shortened
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.words import counted
 
 PARTS = ("compute", "communication", "overhead")
 
@@ -91,8 +92,15 @@ class Plan(NamedTuple):
 
     @property
     def headroom(self) -> float:
-        """The part of the step that a perfect overlap would save."""
+        """The part of the step that a perfect overlap would save, and with stages one without a bubble."""
         return 1 - self.work.seconds / self.step_s
+
+    @property
+    def headroom_in_words(self) -> str:
+        """`headroom`, and what it is lost to: with stages, to their bubble, too, which no overlap saves."""
+        part = f"{100 * self.headroom:.1f}%"
+        one = self.timeline.stage_count == 1
+        return f"a perfect overlap would save {part}" if one else f"bubble and waits take {part}"
 
     @property
     def least(self) -> Bound:
@@ -128,7 +136,7 @@ class Plan(NamedTuple):
             f"{shown(self.step_s, 4)} ({span}) a step{counted} on {self.cluster.name}{speed}",
             "alone: "
             + ", ".join(f"{name} {shown(seconds, 4)}" for name, seconds in zip(PARTS, self.work, strict=True)),
-            f"bound by {self.bound_in_words}; a perfect overlap would save {100 * self.headroom:.1f}% of the step",
+            f"bound by {self.bound_in_words}; {self.headroom_in_words} of the step",
             self.least.against(self.step_s),
             f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             f"beside products and attention: {KERNELS[self.program.trace.kernels]}",
@@ -160,7 +168,8 @@ class Plan(NamedTuple):
             for number, (own, each) in enumerate(zip(self.timeline.parts, self.stages, strict=True))
         ]
         most = self.stages.index(self.memory)
-        head = f"{len(rows)} stages, {self.program.trace.microbatches} microbatches: bubble {self.timeline.bubble:.1%}"
+        microbatches = counted(self.program.trace.microbatches, "microbatch")
+        head = f"{len(rows)} stages, {microbatches}: bubble {self.timeline.bubble:.1%}"
         return [head, *shortened(rows), f"memory of stage {most}, which takes most:"]
 
 
@@ -177,7 +186,7 @@ def axes(
     check_inside(names)
     parts = math.prod(inside.values())
     if parts < 1 or ranks % parts:
-        raise ValueError(f"{', '.join(f'{name}={inside[name]}' for name in names)}: they do not divide {ranks} ranks")
+        raise ValueError(f"{' x '.join(f'{name}={inside[name]}' for name in names)} does not divide {ranks} ranks")
     ranks //= parts
     for name, size in (("replicate", replicate), ("local", local)):
         if size is not None and (size < 1 or ranks % size):

@@ -16,6 +16,7 @@ from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.timeline.spans import Crossing, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.words import counted
 
 # ---- Simulates tasks: the rates of phases that share links or the device, on the loop of program/hazards.py.
 
@@ -302,8 +303,8 @@ def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
 def _in_words(program: Program) -> str:
     """Stages, ranks and microbatches, as a title has them."""
     stages, trace = len(program.stages), program.trace
-    ranks = f"{trace.stage_ranks} rank{'s' * (trace.stage_ranks > 1)}"
-    return ranks if stages == 1 else f"{stages} stages of {ranks}, {trace.microbatches} microbatches"
+    ranks = counted(trace.stage_ranks, "rank")
+    return ranks if stages == 1 else f"{stages} stages of {ranks}, {counted(trace.microbatches, 'microbatch')}"
 
 
 def crossings(program: Program, cluster: Cluster) -> tuple[Crossing, ...]:

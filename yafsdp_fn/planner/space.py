@@ -25,6 +25,7 @@ from yafsdp_fn.schedules import (
 )
 from yafsdp_fn.schedules.cut import Shape
 from yafsdp_fn.timeline.text import shown
+from yafsdp_fn.util.words import counted
 
 # ---- The space that `search` looks through: builders, the meshes they run on, and their options.
 #
@@ -118,7 +119,7 @@ class Point(NamedTuple):
         if self.order is None:
             return call + on
         segments = f", {self.order.per_stage} segments a stage" * (self.order.per_stage > 1)
-        return f"{self.order.name}({call}){on}, {self.order.microbatches} microbatches{segments}"
+        return f"{self.order.name}({call}){on}, {counted(self.order.microbatches, 'microbatch')}{segments}"
 
 
 def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:

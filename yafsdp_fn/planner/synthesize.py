@@ -39,6 +39,7 @@ from yafsdp_fn.schedules import pipelines, remat
 from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.messages import UNIT, Pace
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
 """Called with a line, whenever there is something better."""
@@ -112,7 +113,7 @@ class Written:
             f"{saved:.1%} shorter than {self.point} ({self.builder_s:.4g} s)",
             f"  {self.least.against(self.step_s)}",
             *(f"  {line}" for line in self.differences),
-            f"  {self.moves} moves" + ", stopped early by its seconds" * self.early,
+            f"  {counted(self.moves, 'move')}" + ", stopped early by its seconds" * self.early,
         ]
         return "\n".join(lines)
 

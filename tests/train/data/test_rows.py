@@ -125,7 +125,7 @@ def test_named_heldout_files_are_taken_out_of_the_training_text(folder: Path) ->
 def test_too_little_text_says_how_many_and_what_to_do(folder: Path) -> None:
     corpus = corpus_of(folder, 8)
     corpus.require(4, "a step")
-    with pytest.raises(ConfigError, match=r"training text: .* 4 rows are too few: a step needs 5; .*seq-len"):
+    with pytest.raises(ConfigError, match=r"training text: .*: only 4 rows: a step needs 5; .*seq-len"):
         corpus.require(5, "a step")
 
 
