@@ -17,7 +17,8 @@ from torch import Tensor
 
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.where import named
-from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
+from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import dotted
 from yafsdp_fn.runtime.state import ShardedState
 
@@ -54,6 +55,7 @@ def checksum(state: ShardedState) -> int:
         tensors = [*(row for _, _, row in of_shards), *(value for _, value in of_all)]
         sums = torch.stack([nothing if tensor is None else _sum_of_bits(tensor) for tensor in tensors]).cpu()
     names = [*(name for name, _, _ in of_shards), *(name for name, _ in of_all)]
+    must_be_one("checksum", handles(state.params))
     comms.must_agree("what a checksum is of", {"names": str(names)})
     every = comms.numbers_of_all(sums, "comparing checksums")
     holders = [stages for _, stages, _ in of_shards]

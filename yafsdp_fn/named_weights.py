@@ -17,6 +17,7 @@ from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, join
 from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.params.one_state import must_be_one
 
 STOPPED = -1
 
@@ -41,6 +42,7 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
     """
     handles, comms = checked(tree, "named_weights")
+    must_be_one("named_weights", handles)
     for number, handle in enumerate(handles):
         pinned: dict[int, list[Tensor]] = {}
         for layer in range(handle.entry.length or 1):

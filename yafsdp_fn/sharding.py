@@ -36,6 +36,7 @@ from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 
@@ -104,6 +105,7 @@ def shard(
             f"shard: {found[0].entry.name!r} is of a state, but not all of the tree is, or it is not all of the "
             "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
         )
+    must_be_one("shard", found)
     layout = old.layout if like is None else tree_layout(like)[0]
     mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
     whole = _Whole(found)
@@ -259,4 +261,6 @@ def unshard(tree: Any) -> Tree:
     >>> {name: tuple(leaf.shape) for name, leaf in whole["layers"].items()}
     {'up': (4, 32, 8), 'down': (4, 8, 32)}
     """
-    return whole_tree(tree.params if isinstance(tree, ShardedState) else tree)
+    tree = tree.params if isinstance(tree, ShardedState) else tree
+    must_be_one("unshard", handles(tree))
+    return whole_tree(tree)

@@ -17,13 +17,14 @@ this rank, on another one, or of a collective that never ends:
     elsewhere, alone, or in a collective   ranks are out of step: `lost` says why, and every later use is refused
 """
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -52,11 +53,14 @@ class Communicators(Groups):
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
     steps: the running steps, for the watchdog
+    states: numbers for the states on this mesh; unread: see params/one_state.py
     """
+
+    unread: Any = None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.steps = Steps()
+        self.steps, self.states = Steps(), itertools.count(1)
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
