@@ -53,7 +53,7 @@ def checksum(state: ShardedState) -> int:
         of_shards, of_all = list(_shards(state)), list(_replicated(state))
         nothing = torch.zeros((), dtype=torch.int64, device=comms.device)
         tensors = [*(row for _, _, row in of_shards), *(value for _, value in of_all)]
-        sums = torch.stack([nothing if tensor is None else _sum_of_bits(tensor) for tensor in tensors]).cpu()
+        sums = torch.stack([nothing if tensor is None else sum_of_bits(tensor) for tensor in tensors]).cpu()
     names = [*(name for name, _, _ in of_shards), *(name for name, _ in of_all)]
     must_be_one("checksum", handles(state.params))
     comms.must_agree("what a checksum is of", {"names": str(names)})
@@ -106,7 +106,7 @@ def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
             yield f"opt_state.{dotted(at)}", torch.as_tensor(node, device=device)
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """Sums the elements as integers of their size, modulo 2 ** 64: int64 []."""
     bits = tensor.contiguous().view(-1)
     if bits.dtype == torch.bool or bits.is_complex():

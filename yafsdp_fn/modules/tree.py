@@ -289,7 +289,7 @@ def _all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _leaf(param: Tensor) -> Any:
-    leaf = Lazy(tuple(param.shape), param.dtype, lambda _: param.detach().clone())
+    leaf = Lazy(tuple(param.shape), param.dtype, lambda _: param.detach().clone(), in_memory=True)
     return leaf if param.requires_grad else frozen(leaf)
 
 
@@ -361,7 +361,7 @@ def _stack(unit: str, parts: Mapping[str, nn.Module], owners: dict[int, str]) ->
 
     def leaf(name: str) -> Any:
         param = first[name]
-        made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name))
+        made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name), in_memory=True)
         return made if param.requires_grad else frozen(made)
 
     return Stacked({name: leaf(name) for name in names}), {name: (unit, kept[id(p)]) for name, p in first.items()}

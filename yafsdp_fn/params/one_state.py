@@ -18,6 +18,7 @@ from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.torch_private import transforms_active
 
 NUMBERS = 1 << 20
 """Numbers of a state and its step: their squares add up exactly in float64 over 8,192 ranks."""
@@ -44,10 +45,10 @@ def states_of(found: Sequence[Sharded]) -> str:
 
 
 def must_be_one(what: str, found: Sequence[Sharded]) -> None:
-    """Raises RanksDisagree unless all ranks use the same states for `what`. Collective, on the host; a step, whose end
-    tells, leaves it out."""
+    """Raises RanksDisagree unless all ranks use the same states for `what`. Collective, on the host; nothing in a step,
+    whose end tells, and under transforms."""
     comms = found[0].owner.comms if found else None
-    if isinstance(comms, Communicators) and not in_step():
+    if isinstance(comms, Communicators) and not in_step() and not transforms_active():
         comms.must_agree(WHICH, {what: states_of(found)})
 
 
