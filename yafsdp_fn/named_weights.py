@@ -13,11 +13,11 @@ from torch import Tensor
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.nn.low_rank import is_low_rank
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, join
 from yafsdp_fn.runtime.memory import Memory
-from yafsdp_fn.params.one_state import must_be_one
 
 STOPPED = -1
 

@@ -23,6 +23,7 @@ from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import (
     DEFAULT_PRECISION,
     Precision,
@@ -37,7 +38,6 @@ from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import Memory
-from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 

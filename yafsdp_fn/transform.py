@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.differentiable import SumOfRanks
+from yafsdp_fn.params.one_state import states_of
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.runtime.arguments import Arguments, Seed, zeros
-from yafsdp_fn.params.one_state import states_of
 from yafsdp_fn.runtime.reductions import as_mean
 from yafsdp_fn.runtime.state import PlainState, ShardedState, memory_of
 from yafsdp_fn.runtime.updates import combined, divided

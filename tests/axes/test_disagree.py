@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,7 +136,7 @@ def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int
         return out.sum().float()
 
     step = ya.train_step(loss, TX)
-    for now["step"], length in enumerate(lengths):  # noqa: B007
+    for now["step"], length in enumerate(lengths):
         kept = state
 
         def one() -> None:
@@ -181,7 +182,7 @@ def mixed(_: Any) -> list[str]:
 
     step = ya.eval_step(loss)
     xs = torch.ones(2), torch.ones(2).double(), torch.ones(4), torch.ones(4).double()
-    return [outcome(lambda: step(state.params, (x, n))) for n, x in enumerate(xs)]
+    return [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)]
 
 
 def test_batches_of_another_dtype_go_on(pools: dict[int, Pool]) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.fake_cuda.api import fake_cuda
+from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.groups import breakable, breakable_stages, outcome
 from tests.harness.pool import Pool
 from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.dist.cuda_streams import CudaEvent
+from yafsdp_fn.params.one_state import check, marks
 
 TX = ya.optim.adamw(0.1)
 STAGES = ya.schedules.Assignment(units=((0,), (1,)), homes=(0, 1))
@@ -80,7 +85,10 @@ def test_ranks_with_another_state_are_told(
     every = pools[ranks].run(swapped, tmp_path, ranks, how, stages)
     for found in every:
         for verb, (said, then) in found.items():
-            assert said.startswith("yafsdp_fn.dist.agreement.RanksDisagree: ranks disagree on which state"), (verb, said)
+            assert said.startswith("yafsdp_fn.dist.agreement.RanksDisagree: ranks disagree on which state"), (
+                verb,
+                said,
+            )
             first, second = re.findall(r"\n    rank (\S+(?:, \d+)?): state (\d+), step 0", said)
             assert first[0] == ", ".join(map(str, range(ranks - 1))) and second[0] == str(ranks - 1)
             assert first[1] != second[1]
@@ -121,3 +129,16 @@ def on_one_rank(mesh: Any) -> float:
 def test_a_copy_of_one_rank_is_no_difference(pools: dict[int, Pool]) -> None:
     first, second = pools[2].run(on_one_rank)
     assert first == second
+
+
+def test_on_cuda_a_later_step_tells_what_has_arrived() -> None:
+    """Nobody waits: a sum that has not arrived is left, and the next one is read in its place."""
+    comms: Any = SimpleNamespace(device=CUDA, world=2, world_rank=0, unread=None, event=CudaEvent)
+    with fake_cuda():
+        same, other = (2 * marks(own, CUDA) for own in ("state 1, step 0", "state 1, step 1"))
+        mixed = (same + other) / 2
+        for sums in (same, same, mixed):  # of the third nothing is known yet
+            check(sums, "state 1, step 0", comms)
+            torch.cuda.synchronize()
+        with pytest.raises(ya.errors.RanksDisagree, match=r"rank 0 has used state 1, step 0, others have not"):
+            check(same, "state 1, step 2", comms)

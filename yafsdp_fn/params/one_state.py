@@ -1,4 +1,4 @@
-"""Tells ranks that use different states, or steps of a state, where no shape shows it: a student and a teacher in a set.
+"""Tells ranks that use different states, or steps of one, where no shape shows it: a student and a teacher in a set.
 
     a step, an evaluation        a number of the state and its step, in the sum of its metrics
     unshard, global_norm, ...    the same in words, compared on the host
@@ -70,7 +70,9 @@ def check(sums: Tensor, own: str, comms: Communicators) -> None:
     elif not unread.arrived.query():
         return
     elif _apart(unread.sums, comms):
-        raise RanksDisagree(f"ranks disagree on {WHICH}: rank {comms.world_rank} has used {unread.own}, others have not")
+        raise RanksDisagree(
+            f"ranks disagree on {WHICH}: rank {comms.world_rank} has used {unread.own}, others have not"
+        )
     comms.unread = unread._replace(own=own)
     unread.sums.copy_(sums, non_blocking=True)
     unread.arrived.complete()

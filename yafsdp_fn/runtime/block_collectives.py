@@ -188,7 +188,7 @@ class BlockCollectives:
             self._must_agree(f"{what} of {x.dtype} {shape}, {place}", what)
         if not got.rows:
             return
-        sent, taken = every[..., 1:].split(size, -1)  # [groups, from, beside, to], [groups, to, beside, from]
+        sent, taken = torch.split(every[..., 1:], size, -1)  # [groups, from, beside, to], [groups, to, beside, from]
         unfit = (sent != taken.transpose(1, 3)).nonzero()
         if len(unfit):
             group, source, beside, to = unfit[0].tolist()

@@ -117,8 +117,8 @@ def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, dealt
         if every[:, at].any():
             if not alike and name in split and name not in (EXPERT, *dealt):
                 warnings.warn(
-                    f"ranks of {name} have other batches, and leaves are split over {name}: each computes its part of a "
-                    f"layer on rows of its own, and sums over {name} mix them. Give them the same rows, as "
+                    f"ranks of {name} have other batches, and leaves are split over {name}: each computes its part of "
+                    f"a layer on rows of its own, and sums over {name} mix them. Give them the same rows, as "
                     f"ya.shard_batch(batch, mesh) does; its split={{{name!r}: 1}} deals what is cut along {name}",
                     stacklevel=2,
                 )

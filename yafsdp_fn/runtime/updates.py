@@ -17,11 +17,11 @@ from torch import Tensor
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.params.one_state import check, marks, words
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.memory import Shards
-from yafsdp_fn.params.one_state import check, marks, words
 from yafsdp_fn.runtime.reductions import Mean, Sum, combine, total_of
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.squares import squared_norm, squares_in_bins

@@ -102,7 +102,7 @@ class Unnumbered(NamedTuple):
 _counter: ContextVar[VisitCounter | Unnumbered | None] = ContextVar("visit counter", default=None)
 
 _entered: list[tuple[int, VisitCounter | Unnumbered | None]] = []
-"""What the variable is set to now, by thread: one that a block starts has nothing of it."""
+"""Its values now, by thread: one that a block starts has nothing of it."""
 
 
 def in_step() -> bool:
