@@ -49,7 +49,8 @@ def must_be_one(what: str, found: Sequence[Sharded]) -> None:
     whose end tells, and under transforms."""
     comms = found[0].owner.comms if found else None
     if isinstance(comms, Communicators) and not in_step() and not transforms_active():
-        comms.must_agree(WHICH, {what: states_of(found)})
+        comms.check()
+        comms.must_agree(WHICH, {what: states_of(found)}, what)
 
 
 def marks(own: str, device: torch.device) -> Tensor:

@@ -101,7 +101,7 @@ class Unnumbered(NamedTuple):
 # to ask, and no collective has. A replay, which may run in autograd's thread, sets it to that of the call.
 _counter: ContextVar[VisitCounter | Unnumbered | None] = ContextVar("visit counter", default=None)
 
-_entered: list[tuple[int, VisitCounter | Unnumbered | None]] = []
+_by_thread: dict[int, VisitCounter | Unnumbered | None] = {}
 """Its values now, by thread: one that a block starts has nothing of it."""
 
 
@@ -117,18 +117,18 @@ def next_visit_seed() -> int | None:
 
 
 def _enter(around: VisitCounter | Unnumbered) -> Token[VisitCounter | Unnumbered | None]:
-    _entered.append((get_ident(), around))
+    _by_thread[get_ident()] = around
     return _counter.set(around)
 
 
 def _leave(token: Token[VisitCounter | Unnumbered | None]) -> None:
-    _entered.remove((get_ident(), _counter.get()))
     _counter.reset(token)
+    _by_thread[get_ident()] = _counter.get()
 
 
 def ranks_elsewhere() -> list[Any]:
     """Returns the `ranks` that functions act over now in other threads."""
-    others = [around for thread, around in list(_entered) if thread != get_ident()]
+    others = [around for thread, around in list(_by_thread.items()) if thread != get_ident()]
     return [around.ranks for around in others if around is not None and around.ranks is not None]
 
 
