@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.groups import outcome
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import TX, base_loss, base_params, pinned
@@ -90,3 +91,74 @@ def teacher(mesh: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_without_an_optimizer_a_state_is_evaluated_only(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(teacher)
+
+
+def differ(mesh: Any, how: str) -> list[str]:
+    """What ranks with other values of one leaf say, and without the difference."""
+    rank, said = mesh.get_rank(), []
+    for odd in (rank == 1, False):
+        if how == "module":
+            torch.manual_seed(1 if odd else 0)
+            layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+            torch.manual_seed(0)
+            tree: Any = ya.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 4), layers), layers="1")[0]
+        else:
+            tree = {"layers": ya.Stacked({"w": torch.ones(3, 4, 2), "pin": ya.Pinned(torch.ones(3, 2))}), "head": {}}
+            tree["head"]["w"] = torch.arange(6.0).to(torch.bfloat16 if how == "dtype" and odd else torch.float32)
+            if how == "head":
+                tree["head"]["w"][5] += odd
+            if how == "layer":
+                tree["layers"].tree["w"][1, 0, 0] += odd
+            if how == "pinned":
+                tree["layers"].tree["pin"].tree[2] += odd
+        like = None
+        if how == "like":
+            tree = {"head": {"w": torch.arange(8.0).view(2, 4) + int(odd)}}
+            like = {"head": {"w": ya.Param((2, 4), split={"tensor": -1})}}
+        said.append(outcome(lambda: ya.shard(tree, TX, mesh=mesh, like=like)))  # noqa: B023
+    return said
+
+
+DIFFERENT = {
+    "head": "head.w differs:",
+    "layer": "layers.w differs:",
+    "pinned": "layers.pin differs:",
+    "dtype": "head.w differs:",
+    "like": "head.w differs:",
+    "module": "1.bias differs:",
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_values_that_differ_between_ranks_are_told(pools: dict[int, Pool], how: str) -> None:
+    for told, then in pools[3 if how == "layer" else 2].run(differ, how):
+        assert told.startswith("yafsdp_fn.dist.agreement.RanksDisagree: ranks disagree on the values to shard"), told
+        assert DIFFERENT[how] in told and "rank 1: torch." in told and "from_rank_0=True" in told
+        assert then == "returned"
+
+
+def of_rank_0(_: Any, stages: bool) -> None:
+    """Each rank has values of its own, and lazy leaves that only rank 0 can load."""
+    mesh, rank = ya.mesh(device="cpu", **({"stage": 2, "shard": 1} if stages else {"shard": 1, "tensor": 2})), 0
+    rank = torch.distributed.get_rank()
+
+    def load(layer: int | None) -> torch.Tensor:
+        assert rank == 0
+        return torch.full((3, 2), float(layer or 0))
+
+    values = torch.arange(8, dtype=torch.bfloat16) + 100 * rank
+    layers = {"w": ya.Lazy((2, 3, 2), torch.float32, load), "pin": ya.Pinned(torch.full((2, 3), 7.0 + rank))}
+    tree: Any = {"layers": ya.Stacked(layers), "head": {"w": values, "b": torch.tensor(3.0 + rank)}}
+    assign = ya.schedules.Assignment(units=((0,), (0,), (1,), (1,)), homes=(0, 1)) if stages else None
+    state = ya.shard(tree, TX, mesh=mesh, from_rank_0=True, stages=assign)
+    found = ya.unshard(state.params)
+    assert torch.equal(found["layers"]["w"], torch.stack([torch.zeros(3, 2), torch.ones(3, 2)]))
+    assert torch.equal(found["layers"]["pin"], torch.full((2, 3), 7.0))
+    assert torch.equal(found["head"]["w"].float(), torch.arange(8.0)) and found["head"]["b"] == 3
+    with pytest.raises(ValueError, match="of a state every rank has a part of its own"):
+        ya.shard(state, TX, from_rank_0=True)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_the_values_of_rank_0_are_sent_to_all(pools: dict[int, Pool], stages: bool) -> None:
+    pools[2].run(of_rank_0, stages)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.where import named
-from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
+from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import dotted
 from yafsdp_fn.runtime.state import ShardedState
 
@@ -52,8 +53,9 @@ def checksum(state: ShardedState) -> int:
         of_shards, of_all = list(_shards(state)), list(_replicated(state))
         nothing = torch.zeros((), dtype=torch.int64, device=comms.device)
         tensors = [*(row for _, _, row in of_shards), *(value for _, value in of_all)]
-        sums = torch.stack([nothing if tensor is None else _sum_of_bits(tensor) for tensor in tensors]).cpu()
+        sums = torch.stack([nothing if tensor is None else sum_of_bits(tensor) for tensor in tensors]).cpu()
     names = [*(name for name, _, _ in of_shards), *(name for name, _ in of_all)]
+    must_be_one("checksum", handles(state.params))
     comms.must_agree("what a checksum is of", {"names": str(names)})
     every = comms.numbers_of_all(sums, "comparing checksums")
     holders = [stages for _, stages, _ in of_shards]
@@ -104,7 +106,7 @@ def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
             yield f"opt_state.{dotted(at)}", torch.as_tensor(node, device=device)
 
 
-def _sum_of_bits(tensor: Tensor) -> Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """Sums the elements as integers of their size, modulo 2 ** 64: int64 []."""
     bits = tensor.contiguous().view(-1)
     if bits.dtype == torch.bool or bits.is_complex():

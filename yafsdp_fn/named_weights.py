@@ -13,6 +13,7 @@ from torch import Tensor
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.nn.low_rank import is_low_rank
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, join
@@ -41,6 +42,7 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
     """
     handles, comms = checked(tree, "named_weights")
+    must_be_one("named_weights", handles)
     for number, handle in enumerate(handles):
         pinned: dict[int, list[Tensor]] = {}
         for layer in range(handle.entry.length or 1):

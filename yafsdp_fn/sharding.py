@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.checksum import sum_of_bits
+from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import (
     DEFAULT_PRECISION,
     Precision,
@@ -78,6 +80,7 @@ def shard(
     seed: int | None = None,
     precision: Precision | None = None,
     stages: Assignment | None = None,
+    from_rank_0: bool = False,
 ) -> ShardedState:
     """Makes a state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another
     state.
@@ -89,8 +92,11 @@ def shard(
     like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
     stages: as for `init`; defaults to the state's own, with unchanged units
+    from_rank_0: rank 0's values are taken, and sent to all: others need no values of their own, only shapes and dtypes
 
-    Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape.
+    Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape;
+    RanksDisagree, naming leaf and ranks, if values in memory (tensors, the parameters of a module) differ between
+    ranks, for which all of them are read once. `Lazy` leaves from elsewhere are not compared.
 
     >>> state = ya.shard(plain, tx, like=params, mesh=mesh)
     >>> torch.equal(ya.unshard(state.params)["head"]["out"], plain["head"]["out"])
@@ -100,13 +106,16 @@ def shard(
     tree: Tree = state.check().params if state is not None else params
     found = handles(tree)
     if not found:
-        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like)
+        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like, from_rank_0)
+    if from_rank_0:
+        raise ValueError("shard(from_rank_0=True): of a state every rank has a part of its own")
     old = memory_of(found)
     if len(found) != len(old.layout.entries) or len(found) != len(optree.tree_leaves(tree, is_leaf=is_sharded)):
         raise TypeError(
             f"shard: {found[0].entry.name!r} is of a state, but not all of the tree is, or it is not all of the "
             "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
         )
+    must_be_one("shard", found)
     layout = old.layout if like is None else tree_layout(like)[0]
     mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
     whole = _Whole(found)
@@ -149,17 +158,64 @@ def _from_leaves(
     precision: Precision,
     stages: Assignment | None,
     like: Tree | None = None,
+    from_rank_0: bool = False,
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
-    device = communicators(mesh).device
+    comms = communicators(mesh)
+    device = comms.device
     of_group = {group.name: own for entry, own in zip(layout.entries, leaves, strict=True) for group in entry.groups}
 
     def sources(group: Group) -> list[Source]:
-        named = zip(group.layout.names, group.leaves, strict=True)
-        return [source(name, of_group[group.name][position], seed, device) for name, position in named]
+        found = []
+        for name, position in zip(group.layout.names, group.leaves, strict=True):
+            leaf = of_group[group.name][position]
+            give = source(name, leaf, seed, device)
+            found.append(_of_rank_0(leaf, give, comms) if from_rank_0 else give)
+        return found
 
-    return _first_state(_filled(layout, sources, mesh, seed, precision, stages, together=False), tx, seed)
+    def compare() -> None:
+        values = {}
+        for entry, group in layout.groups:
+            for name, position in zip(group.layout.names, group.leaves, strict=True):
+                leaf = of_group[group.name][position]
+                bits = "" if from_rank_0 else _bits(leaf, entry.length)
+                values[name] = f"{leaf.dtype}{bits}"
+        comms.must_agree(SAME_VALUES, values)
+
+    made = _filled(layout, sources, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
+    return _first_state(made, tx, seed)
+
+
+SAME_VALUES = (
+    "the values to shard, of which each rank keeps a part (make them under one seed on all ranks, or read one file; "
+    "ya.shard(..., from_rank_0=True) takes those of rank 0)"
+)
+
+
+def _bits(leaf: Any, length: int | None) -> str:
+    """Describes all values of a leaf that is in memory."""
+    values: list[Tensor] = []
+    if isinstance(leaf, Tensor):
+        values = [leaf.detach()]
+    elif isinstance(leaf, Lazy) and leaf.in_memory:
+        values = [leaf.load(layer) for layer in ([None] if length is None else range(length))]
+    sums = [int(sum_of_bits(value)) for value in values if value.device.type != "meta"]
+    return f", sum of bits {sum(sums)}" if sums else ""
+
+
+def _of_rank_0(leaf: Any, give: Source, comms: Communicators) -> Source:
+    """Returns a source that all ranks call, in one order."""
+
+    def sent(layer: int | None) -> Tensor:
+        shape = leaf.shape if layer is None else leaf.shape[1:]
+        if comms.world_rank == 0:
+            value = give(layer).to(comms.device, leaf.dtype).contiguous()
+        else:
+            value = torch.empty(shape, dtype=leaf.dtype, device=comms.device)
+        return comms.of_rank_0(value)
+
+    return sent
 
 
 def _in_place_of(like: Tree, params: Tree) -> Tree:
@@ -170,7 +226,9 @@ def _in_place_of(like: Tree, params: Tree) -> Tree:
         own = given.pop(path, None)
         if own is None or tuple(own.shape) != tuple(leaf.shape):
             raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
-        out.append(Lazy(tuple(own.shape), own.dtype, source(path, own, 0, torch.device("cpu")), leaf.split))
+        give = source(path, own, 0, torch.device("cpu"))
+        in_memory = isinstance(own, Tensor) or (isinstance(own, Lazy) and own.in_memory)
+        out.append(Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory))
     if given:
         raise ValueError(f"shard(like=...): `like` has no {', '.join(sorted(given)[:4])}: they would be lost")
     return optree.tree_unflatten(spec, out)
@@ -189,14 +247,18 @@ def _filled(
     stages: Assignment | None,
     *,
     together: bool,
+    compare: Callable[[], None] | None = None,
 ) -> Memory:
-    """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`"""
+    """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
+    once shapes are known to agree"""
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:
         split = f" split {group.splits}" if group.splits else ""
         described |= {name: f"{len(group.units)} x {shape}{split}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
+    if compare is not None and not comms.alone:
+        compare()
     placement = Placement(layout, mesh_axes(mesh), precision, comms, stages)
     masters = placement.shards(comms.device)
     for master, (entry, group) in zip(masters, placement.layout.groups, strict=True):
@@ -262,4 +324,6 @@ def unshard(tree: Any) -> Tree:
     >>> {name: tuple(leaf.shape) for name, leaf in whole["layers"].items()}
     {'up': (4, 32, 8), 'down': (4, 8, 32)}
     """
-    return whole_tree(tree.params if isinstance(tree, ShardedState) else tree)
+    tree = tree.params if isinstance(tree, ShardedState) else tree
+    must_be_one("unshard", handles(tree))
+    return whole_tree(tree)

@@ -29,7 +29,7 @@ from yafsdp_fn.params.tree import Tree, must_be_function
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import OptimizerMemory
 from yafsdp_fn.runtime import consistency
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
 from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Memory, Shards
@@ -168,7 +168,7 @@ class StepFunction:
             assert first is not None
             visited = {unit for visit in first.whole.trace.visits for unit in visit.units}
             split = {name for unit in visited for name in first.whole.trace.units[unit].over}
-            consistency.warn_of_idle_axes(comms, split, arguments.rest)
+            consistency.warn_of_axes(comms, split, arguments.rest, axes_dealt(memory.mesh))
         self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)

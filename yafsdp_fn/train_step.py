@@ -58,16 +58,18 @@ class TrainStep:
         arguments = self._function.arguments((state.params, batch), {})
         results, _ = self._function.run(arguments, None, None, Seed(state.seed, state.step, state.rank))
         squares = squared_norm([grad for grad in results.grads if grad is not None])
-        metrics, weight, skipped = self._measure(results.losses, results.aux, squares, None)
+        metrics, weight, skipped = self._measure(results.losses, results.aux, squares, None, "")
         if skipped is not None and bool(skipped):
             return dataclasses.replace(state, step=state.step + 1), metrics
         grads = arguments.gradients(divided(results.grads, weight), None)[0]
         return state.apply_gradients(grads, self._tx), metrics
 
-    def _measure(self, losses: Sequence[Mean], aux: Sequence[Tree], squares: Tensor, ranks: Ranks | None) -> Measured:
+    def _measure(
+        self, losses: Sequence[Mean], aux: Sequence[Tree], squares: Tensor, ranks: Ranks | None, own: str
+    ) -> Measured:
         """Returns global metrics, the weight to divide gradients by, and the flag that skips the update."""
         replicas = 1 if ranks is None else ranks.replicas  # each holds the whole gradient
-        ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas)
+        ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas, own)
         squares = sum_of_squares(squares)
         dtype = losses[0].total.dtype
         norm = (squares.sqrt() / weight).to(torch.promote_types(dtype, torch.float32))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.differentiable import SumOfRanks
+from yafsdp_fn.params.one_state import states_of
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.runtime.arguments import Arguments, Seed, zeros
@@ -125,7 +126,7 @@ def value_and_grad(
         results, record = function.run(arguments, memory, shards, seed)
         comms = None if memory is None else memory.comms
         with nullcontext() if comms is None else comms.guarded(f"the gradients of step {seed.step}"):
-            (total, weight), aux = combined(results.losses, results.aux, comms)
+            (total, weight), aux = combined(results.losses, results.aux, comms, own=states_of(given))
             plain = divided(results.grads, weight)
             if memory is not None and shards is not None:
                 with memory.using([], [("grad shard", unit) for unit in shards.rows]):
@@ -223,7 +224,7 @@ def eval_step(
         results, _ = function.run(function.arguments((params, batch), {}), memory, None, seed)
         comms = None if memory is None else memory.comms
         with nullcontext() if comms is None else comms.guarded("the metrics of an evaluation"):
-            (total, weight), aux = combined(results.losses, results.aux, comms)
+            (total, weight), aux = combined(results.losses, results.aux, comms, own=states_of(found))
         metrics: dict[str, Any] = {"loss": (total / weight).to(results.losses[0].total.dtype)}
         return metrics | {"aux": aux} if has_aux else metrics
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -151,6 +153,88 @@ def others(_: Any) -> None:
 
 def test_maxima_trees_uneven_parts_and_large_tensors(pools: dict[int, Pool]) -> None:
     pools[2].run(others)
+
+
+def counted(_: Any, ranks: int) -> None:
+    mesh = mesh_of(tensor=ranks)
+    rank = mesh.get_rank()
+    mine = torch.arange(2 * ranks) % ranks <= rank  # in place k, of ranks k and beyond
+    counts = torch.tensor([ranks - k for k in range(ranks)] * 2)
+    numbers = torch.full((2 * ranks,), 100 + rank)
+
+    def told(x: Tensor, dtype: torch.dtype, want: list[Any]) -> None:
+        assert x.dtype == dtype and x.tolist() == want
+
+    with acting_over(communicators(mesh)):
+        told(ya.psum(mine, "tensor"), torch.int64, counts.tolist())
+        large = ya.psum(torch.ones(3 << 20, dtype=torch.bool), "tensor")  # which gloo groups treat otherwise
+        assert large.dtype == torch.int64 and bool((large == ranks).all())
+        assert ya.psum({"a": True, "b": mine[0]}, "tensor") == {"a": ranks, "b": ranks}
+        part = counts[2 * rank : 2 * rank + 2]
+        told(ya.psum_scatter(mine, "tensor", tiled=True), torch.int64, part.tolist())
+        told(torch.vmap(lambda x: ya.psum(x, "tensor"))(mine[None])[0], torch.int64, counts.tolist())
+        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+            given = mine if dtype == torch.bool else numbers.to(dtype)
+            all_of = [mine.new_tensor([k % ranks <= r for k in range(2 * ranks)]) for r in range(ranks)]
+            if dtype != torch.bool:
+                all_of = [torch.full_like(given, 100 + r) for r in range(ranks)]
+                summed = sum(range(100, 100 + ranks)) * torch.ones_like(numbers)  # 201 and 406: int8 and uint8 wrap
+                told(ya.psum(given, "tensor"), dtype, summed.to(dtype).tolist())
+                told(ya.psum_scatter(given, "tensor", tiled=True), dtype, summed[:2].to(dtype).tolist())
+            told(ya.pmax(given, "tensor"), dtype, torch.stack(all_of).amax(0).tolist())
+            told(ya.all_gather(given, "tensor"), dtype, torch.stack(all_of).tolist())
+            parts = [each[2 * rank : 2 * rank + 2] for each in all_of]
+            told(ya.all_to_all(given, "tensor", 0, 0, tiled=True), dtype, torch.cat(parts).tolist())
+            sizes = {"split_sizes": [2] * ranks, "concat_sizes": [2] * ranks}
+            told(ya.all_to_all(given, "tensor", 0, 0, tiled=True, **sizes), dtype, torch.cat(parts).tolist())
+            here = ya.ppermute(given, "tensor", [(0, ranks - 1)])
+            told(here, dtype, (all_of[0] if rank == ranks - 1 else torch.zeros_like(given)).tolist())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_bools_are_counted_and_integers_stay(pools: dict[int, Pool], ranks: int) -> None:
+    pools[ranks].run(counted, ranks)
+
+
+def test_bools_of_one_rank_are_counted() -> None:
+    for found in (ya.psum(torch.tensor([True]), "tensor"), ya.psum_scatter(torch.tensor([True]), "tensor")):
+        assert found.dtype == torch.int64 and bool((found == 1).all())
+    assert (
+        type(ya.psum(True, "tensor")) is int and ya.psum(torch.ones(1, dtype=torch.int8), "tensor").dtype == torch.int8
+    )
+
+
+def beside(_: Any, ranks: int) -> None:
+    mesh, x = mesh_of(tensor=ranks), torch.ones(2)
+    state = ya.init({"a": {"w": ya.Param((2,))}}, ya.optim.sgd(0.1), mesh=mesh)
+
+    def block(w: Any, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as threads:
+            found: Tensor = threads.submit(ya.psum, w["w"] * x, "tensor").result()
+        return found
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        out: Tensor = ya.apply(block, p["a"], x).sum()
+        return out
+
+    for function in (
+        lambda: ya.train_step(loss, ya.optim.sgd(0.1))(state, x),
+        lambda: ya.eval_step(loss)(state.params, x),
+        lambda: ya.functional_loss(loss)(state.params, x),
+    ):
+        with pytest.raises(RuntimeError, match=r"a collective over 'tensor' in a thread of its own, .* Call it in the"):
+            function()
+    with acting_over(communicators(mesh)), ThreadPoolExecutor(1) as threads:
+        assert threads.submit(ya.axis_size, "context").result() == 1  # an axis that is not split: plain tensors beside
+        within = copy_context()
+        assert threads.submit(within.run, ya.axis_size, "tensor").result() == ranks
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(ya.psum, 3, "tensor").result() == 3  # nothing runs beside it
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_thread_does_not_know_the_mesh(pools: dict[int, Pool], ranks: int) -> None:
+    pools[ranks].run(beside, ranks)
 
 
 def misused(_: Any) -> None:

@@ -130,3 +130,35 @@ def idle(_: Any) -> None:
 
 def test_an_axis_that_nothing_uses(pools: dict[int, Pool]) -> None:
     pools[2].run(idle)
+
+
+def mixed(_: Any, ranks: int, apart: str) -> list[str]:
+    """Warnings of first steps in which ranks of `tensor` compute their parts of a layer on a batch each."""
+    mesh = ya.mesh(device="cpu", tensor=ranks)  # it remembers how batches were dealt
+    x = torch.arange(4.0 * ranks, dtype=torch.float64).view(1, -1)
+    if apart == "dealt":
+        x = ya.shard_batch(x, mesh, split={"tensor": 1})
+    elif apart == "own":
+        x = x + mesh.get_rank()
+    state = ya.init({"a": {"w": ya.Param((ranks,), split={"tensor": -1})}}, ya.optim.sgd(0.1), mesh=mesh)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return ya.apply(lambda w, x: ya.psum(w["w"].sum() * x.sum(), "tensor"), p["a"], x)  # type: ignore[no-any-return]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ya.train_step(loss, ya.optim.sgd(0.1), donate=False)(state, x)
+        ya.eval_step(loss)(state, x)
+    return [str(each.message) for each in told if "tensor" in str(each.message)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_tensor_with_batches_of_their_own(pools: dict[int, Pool], ranks: int) -> None:
+    assert pools[ranks].run(mixed, ranks, "") == [[]] * ranks
+    for said in pools[ranks].run(mixed, ranks, "own"):
+        assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
+
+
+def test_what_is_cut_along_tensor_is_dealt_so(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(mixed, 2, "dealt") == [[]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,3 +109,134 @@ def alike(_: Any) -> list[float]:
 def test_what_has_no_derivative_goes_back_on_demand_alone(pools: dict[int, Pool]) -> None:
     first, second = pools[2].run(alike)
     assert first == second and len(set(first)) == 3
+
+
+def swapped(x: Tensor, each: int) -> Tensor:
+    sizes = [each] * ya.axis_size("tensor")
+    return ya.all_to_all(x, "tensor", 0, 0, tiled=True, split_sizes=sizes, concat_sizes=sizes)
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "psum": lambda x: ya.psum(x, "tensor"),
+    "psum_scatter": lambda x: ya.psum_scatter(x, "tensor", tiled=True),
+    "all_gather": lambda x: ya.all_gather(x, "tensor"),
+    "all_to_all": lambda x: ya.all_to_all(x, "tensor", 0, 0, tiled=True),
+    "ppermute": lambda x: ya.ppermute(x, "tensor", [(0, 1), (1, 0)]),
+    "uneven all_to_all": lambda x: swapped(x, len(x) // ya.axis_size("tensor")),
+}
+
+
+def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int, ...]) -> list[str]:
+    """What becomes of steps on batches of these lengths, whose one block is told the number of the step."""
+    mesh, now, said = breakable_stages(1, 2.0, tensor=ranks), {"step": 0}, list[str]()
+    state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        out: Tensor = ya.apply(lambda w, x: block(x * w["w"].sum(), now["step"]), params["a"], x)
+        return out.sum().float()
+
+    step = ya.train_step(loss, TX)
+    for now["step"], length in enumerate(lengths):
+        kept = state
+
+        def one() -> None:
+            nonlocal state
+            state, _ = step(kept, torch.ones(length))  # noqa: B023
+
+        said.append(outcome(one))
+    return said
+
+
+def other_dtype(_: Any, kind: str, ranks: int, length: int) -> list[str]:
+    """In the third step the last rank sends as many bytes of another dtype."""
+    last = torch.distributed.get_rank() == ranks - 1
+
+    def block(x: Tensor, step: int) -> Tensor:
+        x = x.repeat(4)
+        return KINDS[kind](x.view(-1, 2).sum(-1).double() if last and step == 2 else x)
+
+    return steps(ranks, block, (ranks, ranks, length * ranks))
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(2, 2), (4, 1)])  # of another length sizes are not compared
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str, ranks: int, length: int) -> None:
+    *others, last = pools[ranks].run(other_dtype, kind, ranks, length)
+    for said in (*others, last):
+        assert said[:2] == ["returned"] * 2
+    size = 16 * length * ranks
+    assert "OrderChanged: forward of a (visit 0, microbatch 0, step 2): expected its collective 0 to be" in last[2]
+    assert f"{kind} over 'tensor', " in last[2] and "bytes of torch.float32" in last[2], size
+    assert f"; got {kind} over 'tensor', " in last[2] and "bytes of torch.float64" in last[2]
+    assert all("CommunicationError" in said[2] for said in others)
+
+
+def mixed(_: Any) -> list[str]:
+    """A batch of another dtype, alike on all ranks, and a number that counts."""
+    mesh = breakable_stages(1, 2.0, tensor=2)
+    state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
+
+    def loss(params: Any, batch: tuple[Tensor, int]) -> Tensor:
+        out: Tensor = ya.apply(lambda w, x: ya.psum(w["w"].sum() * x, "tensor"), params["a"], batch[0])
+        return out.sum()
+
+    step = ya.eval_step(loss)
+    xs = torch.ones(2), torch.ones(2).double(), torch.ones(4), torch.ones(4).double()
+    return [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)]
+
+
+def test_batches_of_another_dtype_go_on(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(mixed) == [["returned"] * 4] * 2
+
+
+def rows_of(how: str, rank: int, ranks: int, wrong: bool) -> Callable[[Tensor], Tensor]:
+    """An exchange of four rows with each rank, or a ring, but for what is wrong."""
+    sent, taken = [4] * ranks, [4] * ranks
+    ring = [(k, (k + 1) % ranks) for k in range(ranks)]
+    if how == "perm":
+        back = [(b, a) for a, b in ring] if ranks > 2 else [(0, 1)]
+        return lambda x: ya.ppermute(x, "tensor", back if wrong and rank == 1 else ring)
+    if wrong and how == "alike":  # on all ranks, and yet they do not fit
+        sent, taken = [5, *[4] * (ranks - 2), 3], [5, *[4] * (ranks - 2), 3]
+    elif wrong and rank == 0:  # "one": it takes less of the last rank than that sends
+        taken[-1] = 3
+    return lambda x: ya.all_to_all(x, "tensor", 0, 0, tiled=True, split_sizes=sent, concat_sizes=taken)
+
+
+def unfit(_: Any, how: str, ranks: int, first: int) -> list[str]:
+    """What is wrong from step `first` on."""
+    rank = torch.distributed.get_rank()
+
+    def block(x: Tensor, step: int) -> Tensor:
+        return rows_of(how, rank, ranks, step >= first)(x)
+
+    return steps(ranks, block, (4 * ranks,) * (first + 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("how", ["one", "alike", "perm"])
+def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how: str, ranks: int) -> None:
+    words = {
+        "one": f"rank {ranks - 1} sends 4 rows to rank 0, which takes 3 from it. split_sizes",
+        "alike": f"rank 0 sends 3 rows to rank {ranks - 1}, which takes 5 from it. split_sizes",
+        "perm": "rank 1 sends 0 rows to rank 0, which takes 1 from it. perm must be the same on all ranks",
+    }
+    if ranks > 2:
+        words |= {
+            "alike": "rank 0 sends 4 rows to rank 1, which takes 5 from it. split_sizes",
+            "perm": "rank 0 sends 1 rows to rank 1, which takes 0 from it. perm must be the same on all ranks",
+        }
+    for (error,) in pools[ranks].run(unfit, how, ranks, 0):
+        assert error.startswith("yafsdp_fn.dist.agreement.RanksDisagree: ranks disagree on ")
+        assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
+
+
+def test_what_does_not_fit_later_is_told_with_its_rows(pools: dict[int, Pool]) -> None:
+    """On the rank whose perm is not the one before; of sizes, which may change, when the wait is over."""
+    (*before, one), (*_, two) = pools[2].run(unfit, "perm", 2, 2)
+    assert before == ["returned"] * 2 and "CommunicationError" in one
+    assert "OrderChanged: forward of a (visit 0, microbatch 0, step 2): expected its collective 0 to be ppermute" in two
+    assert "rows to each rank (1, 0), from each (1, 0); got ppermute" in two and "(0, 0), from each (1, 0)" in two
+    (*before, one), _ = pools[2].run(unfit, "one", 2, 2)
+    assert before == ["returned"] * 2
+    assert "uneven all_to_all over tensor, rows to each rank (4, 4), from each (4, 3)" in one

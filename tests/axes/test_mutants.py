@@ -11,6 +11,7 @@ its adjoint, in one layer.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -144,7 +145,8 @@ def judge(pool: Pool, how: str, at: int, ranks: Sequence[int], axes: dict[str, i
     else:
         for rank, outcome in enumerate(found):
             if rank in ranks:
-                assert outcome.startswith(f"OrderChanged: {SAID[how]}") and ADVICE in outcome, outcome
+                said = re.sub(r" of torch.float64(, rows to each rank \(.*?\), from each \(.*?\))?", "", outcome)
+                assert said.startswith(f"OrderChanged: {SAID[how]}") and ADVICE in outcome, outcome
             else:
                 assert outcome.startswith("waited: "), outcome
 

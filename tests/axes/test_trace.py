@@ -226,7 +226,8 @@ def changed(_: Any) -> list[str]:
 def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
     for size, loss in pools[2].run(changed):
         assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
-        assert "psum over 'tensor', 96 bytes; got psum over 'tensor', 144 bytes" in size
+        both = "psum over 'tensor', 96 bytes of torch.float64; got psum over 'tensor', 144 bytes of torch.float64"
+        assert both in size
         assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
         assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
 

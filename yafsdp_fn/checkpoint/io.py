@@ -25,6 +25,8 @@ from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_
 from yafsdp_fn.checkpoint.tensors import Place, Stored
 from yafsdp_fn.dist.micro_shards import circumstances
 from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
@@ -116,6 +118,7 @@ def prepare(
         raise TypeError(f"extra: expected what JSON can hold: {error}") from error
     if content.deeper_than(content.DEEPEST - 1, json.loads(text)):  # the manifest is one level more
         raise TypeError(f"extra: it is nested deeper than {content.DEEPEST - 1} levels")
+    must_be_one("checkpoint.save", handles(state.params))
     state.memory.comms.must_agree("what to save", {"step": str(state.step), "extra": text})
     tensors, described = _contents(state, params_only=False)
     program = None if state.program is None else state.program.to_json()

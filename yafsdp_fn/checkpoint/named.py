@@ -36,6 +36,7 @@ from yafsdp_fn.checkpoint.io import reads
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
 from yafsdp_fn.params.tree import Tree, dotted, in_stack, leaf_names, without_markers
@@ -173,6 +174,7 @@ def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks)
 
 def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
     """Returns the tensors that this rank writes, by name: every R-th unit."""
+    must_be_one("save_named", handles(params))
     units, out, seen = itertools.count(), dict[str, Tensor](), set[str]()
 
     def take(path: str, tree: Tree, layer: int | None) -> None:

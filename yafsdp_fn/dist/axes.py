@@ -6,7 +6,7 @@
 They act over the mesh of the sharded state whose loss is running. On plain tensors an axis has size 1 and all of them
 are identities: the plain run is the oracle. `axis_name` is that of an axis inside blocks: `expert`, `context`,
 `tensor`, or one of your own (`ya.mesh`). Arguments may be trees of tensors. All ranks of the axis call them in one
-order.
+order. As in JAX, sums count bools as integers (int64, as torch's), and all else keeps its dtype: int8 wraps around.
 
 The rule of gradients. The loss is sum of totals / sum of weights over all ranks, those that hold the same included:
 both sums are then as many times too large, and the quotient is right. Each collective has its adjoint under the plain
@@ -34,13 +34,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
-from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Ranks
-from yafsdp_fn.util.randomness import ranks_around
+from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Ranks, Rows
+from yafsdp_fn.util.randomness import ranks_around, ranks_elsewhere
 from yafsdp_fn.util.torch_private import graph_task_id, outside_graphs
 
 IN_BACKWARD = (
     "in a backward pass (torch.utils.checkpoint, or an autograd.Function of your own): which mesh it acts over is not "
     "known there. Recompute by remat= of a schedule or ya.chunk, and take axis_size in the forward"
+)
+
+IN_THREAD = (
+    "in a thread of its own, beside a step or function over {size} ranks of it: threads inherit no context, and which "
+    "mesh it acts over is not known there. Call it in the thread that calls the block"
 )
 
 ALONE = Axis(1, 0)
@@ -57,8 +62,11 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
             "ranks are made by the step itself, see ya.Mean, ya.Sum and ya.Max"
         )
     around = ranks_around()
-    if around is None and graph_task_id() != -1:
-        raise RuntimeError(f"a collective over {axis_name!r} {IN_BACKWARD}")
+    if around is None:
+        if graph_task_id() != -1:
+            raise RuntimeError(f"a collective over {axis_name!r} {IN_BACKWARD}")
+        if (size := max((of.axes.get(axis_name, ALONE).size for of in ranks_elsewhere()), default=1)) > 1:
+            raise RuntimeError(f"a collective over {axis_name!r} {IN_THREAD.format(size=size)}")
     ranks: Any = None if around is None else around.ranks
     if ranks is None:
         return ranks, ALONE
@@ -94,7 +102,15 @@ def axis_index(axis_name: str) -> int:
 # ---- The collectives, along the first axis of a tensor. `how` begins with the name of the axis.
 
 
-def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work: Callable[[Group], None]) -> Tensor:
+def _now(
+    ranks: Ranks | None,
+    name: str,
+    what: str,
+    x: Tensor,
+    out: Tensor,
+    work: Callable[[Group], None],
+    rows: Rows = (),
+) -> Tensor:
     """Runs `work`, which fills `out` from `x`, unless nothing is computed: on fake tensors."""
     if ranks is None or (isinstance(ranks, Communicators) and isinstance(out, FakeTensor)):
         return out  # what another stage has
@@ -103,9 +119,10 @@ def _now(ranks: Ranks | None, name: str, what: str, x: Tensor, out: Tensor, work
     ended = None
     if ranks.called is not None:
         part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
-        ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x)
+        ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x, rows)
     if isinstance(ranks, Communicators):
-        with ranks.blocking(f"{what} over {name}"), torch.no_grad():
+        parts = "" if not rows else f", rows to each rank {rows[0]}, from each {rows[1]}"
+        with ranks.blocking(f"{what} over {name}{parts}"), torch.no_grad():
             work(ranks.along[name])
     if ended is not None:
         ended()
@@ -194,7 +211,7 @@ class _Exchange(Collective):
                 rows = [list(map(torch.flatten, torch.split(t, list(n)))) for t, n in ((out, received), (mine, sent))]
                 group.exchange(*rows)
 
-        return _now(ranks, name, what, x, out, work)
+        return _now(ranks, name, what, x, out, work, () if what == "all_to_all" else (sent, received))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -208,7 +225,8 @@ class _Exchange(Collective):
 
 @outside_graphs
 def psum(x: Any, axis_name: str) -> Any:
-    """Sums over the axis, for all its ranks. A number counts once for each of them.
+    """Sums over the axis, for all its ranks. A number counts once for each of them, and bools are counted, as int64;
+    other dtypes stay, and small integers wrap around.
 
     x: a tensor, or a tree of tensors and numbers; axis_name: an axis of the mesh, inside blocks, such as "tensor"
 
@@ -220,16 +238,18 @@ def psum(x: Any, axis_name: str) -> Any:
     ranks, axis = _axis(axis_name)
 
     def one(leaf: Any) -> Any:
-        if axis.size == 1:
-            return leaf
-        return _Sum.apply(ranks, leaf, axis_name) if isinstance(leaf, Tensor) else leaf * axis.size  # type: ignore[no-untyped-call]
+        if not isinstance(leaf, Tensor):
+            return leaf * axis.size
+        leaf = _counted(leaf)
+        return leaf if axis.size == 1 else _Sum.apply(ranks, leaf, axis_name)  # type: ignore[no-untyped-call]
 
     return optree.tree_map(one, x)
 
 
 @outside_graphs
 def pmax(x: Any, axis_name: str) -> Any:
-    """Takes the maximum over the axis, for all its ranks. Without a derivative, as in JAX: give it `x.detach()`.
+    """Takes the maximum over the axis, for all its ranks; of bools, whether any is true. Without a derivative, as in
+    JAX: give it `x.detach()`.
 
     x: a tensor, or a tree of tensors; axis_name: as for `psum`
 
@@ -268,8 +288,8 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
 
 @outside_graphs
 def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: bool = False) -> Any:
-    """Sums over the axis and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else the
-    dimension is K long, and goes.
+    """Sums over the axis, as `psum`, and keeps this rank's part along `scatter_dimension`: of K parts if `tiled`; else
+    the dimension is K long, and goes.
 
     x: a tensor, or a tree of tensors; axis_name: as for `psum`
 
@@ -281,6 +301,7 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
     def one(leaf: Tensor) -> Tensor:
         at = _place("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
         _must_fit("psum_scatter", "scatter_dimension", leaf, at, axis_name, of.size, tiled)
+        leaf = _counted(leaf)
         if of.size > 1:
             leaf = _Scatter.apply(ranks, leaf.movedim(at, 0), axis_name).movedim(0, at)  # type: ignore[no-untyped-call]
         return leaf if tiled else leaf.squeeze(at)
@@ -376,6 +397,11 @@ def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
         return leaf if perm else torch.zeros_like(leaf)
 
     return optree.tree_map(one, x)
+
+
+def _counted(leaf: Tensor) -> Tensor:
+    """Returns a tensor to sum: as bools, two of a kind would stay one."""
+    return leaf.long() if leaf.dtype == torch.bool else leaf
 
 
 def _place(what: str, argument: str, axis: int, ndim: int) -> int:

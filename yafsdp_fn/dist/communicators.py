@@ -17,6 +17,7 @@ this rank, on another one, or of a collective that never ends:
     elsewhere, alone, or in a collective   ranks are out of step: `lost` says why, and every later use is refused
 """
 
+import itertools
 import sys
 import threading
 import weakref
@@ -24,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -53,11 +54,14 @@ class Communicators(Groups):
     event: creates an event of any stream, the compute stream included
     memory: context in which to allocate what collectives read and write; memory that belongs together is one block
     steps: the running steps, for the watchdog
+    states: numbers for the states on this mesh; unread: see params/one_state.py
     """
+
+    unread: Any = None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.steps = Steps()
+        self.steps, self.states = Steps(), itertools.count(1)
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
@@ -234,6 +238,14 @@ class Communicators(Groups):
         out = shard.clone(memory_format=torch.contiguous_format)
         self._now("gather", partial(self.stages_group.broadcast, out, stage), "broadcast from a stage")
         return out
+
+    def of_rank_0(self, values: Tensor) -> Tensor:
+        """Returns the `values` of the first rank of the mesh; those of the others, of its shape and dtype, are
+        overwritten."""
+        if not self.alone:
+            work = partial(self.metrics_group.broadcast, values.view(-1).view(torch.uint8), 0)
+            self._now(self._of_metrics, work, "broadcast from rank 0")
+        return values
 
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         values = super().sum_over_replicas(values)

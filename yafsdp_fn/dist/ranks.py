@@ -61,6 +61,10 @@ class AxisCollective(NamedTuple):
     nbytes: int
 
 
+Rows = tuple[tuple[int, ...], ...]
+"""The rows that go to each rank of an axis, and those that come from each; nothing where all are alike."""
+
+
 class Ranks:
     """The ranks of a mesh as numbers, and the collectives that whole trees need.
 
@@ -79,11 +83,12 @@ class Ranks:
     sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
     world: all ranks of the mesh; alone: world == 1
     deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
-    called: is told of each collective over an axis inside blocks, and what it is given, before it runs; it may raise,
-        and returns what is to be called afterwards, if anything
+    called: is told of each collective over an axis inside blocks, what it is given, and the rows of it that go to each
+        rank and come from it, if parts may be uneven, before it runs; it may raise, and returns what is to be called
+        afterwards, if anything
     """
 
-    called: Callable[[AxisCollective, Tensor], Callable[[], None] | None] | None = None
+    called: Callable[[AxisCollective, Tensor, Rows], Callable[[], None] | None] | None = None
     micro_shards: int | None = None
     deterministic = False
 

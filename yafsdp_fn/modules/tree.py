@@ -298,7 +298,7 @@ def _leaf(name: str, param: Tensor, files: ModuleFiles | None) -> Any:
     def load(_: int | None) -> Tensor:
         return param.detach().clone() if files is None else files.read(name)
 
-    leaf = Lazy(tuple(param.shape), param.dtype, load)
+    leaf = Lazy(tuple(param.shape), param.dtype, load, in_memory=files is None)
     return leaf if param.requires_grad else frozen(leaf)
 
 
@@ -375,7 +375,7 @@ def _stack(
 
     def leaf(name: str) -> Any:
         param = first[name]
-        made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name))
+        made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name), in_memory=True)
         return made if param.requires_grad else frozen(made)
 
     return Stacked({name: leaf(name) for name in names}), {name: (unit, kept[id(p)]) for name, p in first.items()}

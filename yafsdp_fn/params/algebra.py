@@ -17,6 +17,7 @@ from torch import Tensor
 
 from yafsdp_fn.dist.differentiable import Collective, SumOfRanks, SumOfShards, ToShards
 from yafsdp_fn.params import initializers
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, number_dtype
@@ -145,6 +146,7 @@ def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tenso
     of_plain = local(*plain)
     if not found:
         return of_plain
+    must_be_one(what, found)
     comms = found[0].owner.comms
     mine = [leaf for handle in found for leaf in handle.counted()]
     leaves = mine, mine if b is a else [leaf for handle in other for leaf in handle.counted()]

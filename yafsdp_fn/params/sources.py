@@ -32,7 +32,7 @@ class Lazy:
     """A leaf that is loaded on demand.
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
-    split: as of a `Param`
+    split: as of a `Param`; in_memory: loading costs nothing, so that `ya.shard` compares the values of all ranks
 
     >>> leaf = ya.Lazy((2, 3), torch.float32, lambda layer: torch.full((3,), float(layer)))    # reads one layer
     >>> ya.unshard(ya.shard({"layers": ya.Stacked({"gain": leaf})}, mesh=mesh).params)["layers"]["gain"]
@@ -44,6 +44,7 @@ class Lazy:
     dtype: torch.dtype
     load: Source
     split: Any = ()
+    in_memory: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))

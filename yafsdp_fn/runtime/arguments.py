@@ -210,7 +210,17 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
             raise ValueError(f"shard_batch(split={split}): rows, dimension 0, are dealt already; expected 1 or more")
         if (axis := places.axes.get(name)) is not None and axis.size > 1:
             mine = _split_along(mine, name, dim, axis, zigzag)
+            setattr(mesh, DEALT, axes_dealt(mesh) | {name})
     return optree.tree_map(lambda leaf: _moved(leaf, device), mine, is_leaf=is_sharded)
+
+
+DEALT = "_yafsdp_dealt"  # attribute of a mesh
+
+
+def axes_dealt(mesh: DeviceMesh) -> frozenset[str]:
+    """Returns the axes inside blocks that batches have been cut along, beside their rows."""
+    found: frozenset[str] = getattr(mesh, DEALT, frozenset())
+    return found
 
 
 def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> Tree:

@@ -18,8 +18,9 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import SAME_BLOCKS
-from yafsdp_fn.dist.ranks import AxisCollective
+from yafsdp_fn.dist.ranks import AxisCollective, Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors
@@ -29,28 +30,52 @@ from yafsdp_fn.timeline.record import Run
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
 """Collectives that all ranks of an axis give one shape; to others they may give other numbers of rows."""
 
+FITS = {
+    "ppermute": "perm must be the same on all ranks of the axis",
+    "uneven all_to_all": "split_sizes[k] of rank r must be concat_sizes[r] of rank k",
+}
+
 Key = tuple[str, int, int]
 """A stretch of a step: its kind, a visit, and, of the loss, the segment whose call it is."""
+
+
+class Called(NamedTuple):
+    """A collective that a stretch has called, on tensors of this dtype. rows: as in `Ranks.called`"""
+
+    call: AxisCollective
+    dtype: torch.dtype
+    rows: Rows
+
+    def __str__(self) -> str:
+        rows = "" if not self.rows else f", rows to each rank {self.rows[0]}, from each {self.rows[1]}"
+        return f"{self.call.kind} over {self.call.axis!r}, {self.call.nbytes} bytes of {self.dtype}{rows}"
 
 
 class Noted(NamedTuple):
     """The collectives that a stretch has called. given: `_outline` of the arguments then"""
 
-    calls: Collectives
-    given: Any
+    calls: tuple[Called, ...]
+    given: list[Any]
 
 
 class Stretch:
-    """A part of a step under way. expected: None if it is not known; sized: sizes must be the expected ones, too"""
+    """A part of a step under way. expected: None if it is not known; typed, sized: dtypes, and sizes and destinations,
+    must be the expected ones, too"""
 
-    __slots__ = ("expected", "found", "key", "place", "run", "sized")
+    __slots__ = ("expected", "found", "key", "place", "run", "sized", "typed")
 
-    def __init__(self, key: Key | None, noted: Noted | None, given: Any, place: str, run: Run | None) -> None:
+    def __init__(self, key: Key | None, noted: Noted | None, given: list[Any], place: str, run: Run | None) -> None:
         self.key, self.place, self.run = key, place, run
-        self.found: list[AxisCollective] = []
+        self.found: list[Called] = []
         self.expected = None if noted is None else noted.calls
-        uneven = any(call.kind.startswith("uneven") for call in self.expected or ())
+        uneven = any(each.call.kind.startswith("uneven") for each in self.expected or ())
         self.sized = noted is not None and noted.given == given and not uneven
+        self.typed = noted is not None and list(map(_typed, noted.given)) == list(map(_typed, given))
+
+    def fixed(self, of: Called) -> tuple[Any, ...]:
+        """Returns what of a collective must be as it was before."""
+        sizes = (of.call.nbytes, of.rows) if self.sized else ()
+        return of.call.axis, of.call.kind, of.dtype if self.typed else None, sizes
 
 
 class BlockCollectives:
@@ -61,7 +86,7 @@ class BlockCollectives:
 
     def __init__(self, session: Session, known: dict[Key, Noted], given: Any) -> None:
         self._session, self.known, self._comms = session, known, session.memory.comms
-        self._given = tuple([_outline(leaf) for leaf in optree.tree_leaves(given)])
+        self._given = [_outline(leaf) for leaf in optree.tree_leaves(given)]
         # on demand nothing is known of outputs without a derivative: the loss goes back through more than later
         self._back = "before" if session.verified is not None else "before, on demand"
         self._segment: int | None = None  # of the call of the loss under way
@@ -126,38 +151,53 @@ class BlockCollectives:
         if expected is None:  # one rank may have left out the last of them
             self._must_agree(f"the end of {stretch.place}", stretch.place)
         elif len(found) < len(expected):
-            raise errors.collective_differs(stretch.place, len(found), expected[len(found)], None)
+            raise errors.collective_differs(stretch.place, len(found), str(expected[len(found)]), "none")
         if stretch.key is not None and not stretch.sized:
             self.known[stretch.key] = Noted(tuple(found), self._given)
 
     # ---- each collective
 
-    def called(self, call: AxisCollective, x: Tensor) -> Callable[[], None] | None:
+    def called(self, call: AxisCollective, x: Tensor, rows: Rows) -> Callable[[], None] | None:
         """Checks a collective of `x` before it runs. Returns what is to be called once it has run, if anything."""
+        got = Called(call, x.dtype, rows)
         stretch = self._of_visit or self._of_loss
         if stretch is None:
             return None
         if stretch.expected is None:
-            self._compare(call, x, stretch.place)
+            self._compare(got, x, stretch.place)
         else:
             at = len(stretch.found)
             wanted = stretch.expected[at] if at < len(stretch.expected) else None
-            if wanted is None or call[:2] != wanted[:2] or (stretch.sized and call.nbytes != wanted.nbytes):
-                raise errors.collective_differs(stretch.place, at, wanted, call)
-        stretch.found.append(call)
+            if wanted is None or stretch.fixed(got) != stretch.fixed(wanted):
+                raise errors.collective_differs(stretch.place, at, str(wanted or "none"), str(got))
+        stretch.found.append(got)
         return None if stretch.run is None else stretch.run.collective(f"{call.kind} {call.axis}")
 
-    def _compare(self, call: AxisCollective, x: Tensor, place: str) -> None:
+    def _compare(self, got: Called, x: Tensor, place: str) -> None:
         """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one subgroup along its
-        axis of one size."""
-        comms, what = self._comms, f"{call.kind} over {call.axis!r}"
+        axis of one size; of uneven parts, unless each rank sends what the other one takes."""
+        comms, call = self._comms, got.call
+        what = f"{call.kind} over {call.axis!r}"
         shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
         self._must_agree(f"{what} of {x.dtype}, {place}", what)
-        mine = torch.tensor([zlib.crc32(repr(shape).encode())])
-        sizes = comms.numbers_of_all(mine, what, in_stage=True)
-        sizes = sizes.view(-1, comms.axes[call.axis].size, comms.stride(call.axis))
-        if not bool((sizes == sizes[:, :1]).all()):
+        mine = torch.tensor([zlib.crc32(repr(shape).encode()), *[n for side in got.rows for n in side]])
+        every = comms.numbers_of_all(mine, what, in_stage=True)
+        size, apart = comms.axes[call.axis].size, comms.stride(call.axis)
+        every = every.view(-1, size, apart, len(mine))
+        if not bool((every[..., 0] == every[:, :1, :, 0]).all()):
             self._must_agree(f"{what} of {x.dtype} {shape}, {place}", what)
+        if not got.rows:
+            return
+        sent, taken = torch.split(every[..., 1:], size, -1)  # [groups, from, beside, to], [groups, to, beside, from]
+        unfit = (sent != taken.transpose(1, 3)).nonzero()
+        if len(unfit):
+            group, source, beside, to = unfit[0].tolist()
+            first = comms.stage * (comms.world // comms.stages) + group * size * apart + beside
+            raise RanksDisagree(
+                f"ranks disagree on {what}, {place}: rank {first + source * apart} sends "
+                f"{int(sent[group, source, beside, to])} rows to rank {first + to * apart}, which takes "
+                f"{int(taken[group, to, beside, source])} from it. {FITS[call.kind]}"
+            )
 
     def _must_agree(self, text: str, what: str) -> None:
         self._comms.must_agree(SAME_BLOCKS, {"op": text}, what, in_stage=True)
@@ -168,7 +208,7 @@ class BlockCollectives:
         """Returns the trace of a first step with what has been called."""
 
         def calls(kind: str, visit: int) -> Collectives:
-            return self.known.get((kind, visit, 0), Noted((), None)).calls
+            return tuple(each.call for each in self.known.get((kind, visit, 0), Noted((), [])).calls)
 
         of_loss = (Between(v, calls("after", v), calls(self._back, v)) for v in range(-1, len(trace.visits)))
         visits = [(v, calls("forward", v.id), calls("backward", v.id)) for v in trace.visits]
@@ -183,3 +223,10 @@ def _outline(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype
     return leaf if isinstance(leaf, int | str) else type(leaf)
+
+
+def _typed(outline: Any) -> Any:
+    """Returns what dtypes of collectives may follow from: not lengths, and not a number that counts."""
+    if isinstance(outline, tuple):
+        return outline[1]
+    return int if type(outline) is int else outline

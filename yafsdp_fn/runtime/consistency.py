@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.optim.base import Around, GradientTransformation, stages
 from yafsdp_fn.params.sharded import is_sharded
 
@@ -97,29 +98,38 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
             warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
 
 
-def warn_of_idle_axes(comms: Communicators, split: Collection[str], batch: Any) -> None:
-    """Warns of axes inside blocks that the first step of a function on a mesh has not named. All ranks call it.
+def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, dealt: Collection[str]) -> None:
+    """Warns of axes inside blocks that the first step of a function on a mesh has not named, and of ranks that compute
+    parts of a layer on other batches. All ranks call it.
 
     split: axes that leaves in visits are split over; batch: all arguments that are not differentiated
+    dealt: axes that batches have been cut along
     """
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
-    every = comms.numbers_of_all(torch.tensor([0 if all(told) else digest(batch), *told]), "comparing batches")
+    every = comms.numbers_of_all(torch.tensor([digest(batch), *told]), "comparing batches")
     first = comms.world_rank - comms.rank
     for at, name in enumerate(axes, 1):
         of_subgroup = [
             first + rank for members in comms.subgroups(along=(name,)) if comms.rank in members for rank in members
         ]
+        alike = len(set(every[of_subgroup, 0].tolist())) == 1
         if every[:, at].any():
-            continue
-        if name in split:
+            if not alike and name in split and name not in (EXPERT, *dealt):
+                warnings.warn(
+                    f"ranks of {name} have other batches, and leaves are split over {name}: each computes its part of "
+                    f"a layer on rows of its own, and sums over {name} mix them. Give them the same rows, as "
+                    f"ya.shard_batch(batch, mesh) does; its split={{{name!r}: 1}} deals what is cut along {name}",
+                    stacklevel=2,
+                )
+        elif name in split:
             warnings.warn(
                 f"leaves are split over {name}, and neither a block nor the loss names it: each rank computes with its "
                 f"own parts alone, where one rank would with whole leaves. What is computed from parts is put together "
                 f"by ya.psum(x, {name!r}), say (docs/axes.md)",
                 stacklevel=2,
             )
-        elif len(set(every[of_subgroup, 0].tolist())) == 1:
+        elif alike:
             warnings.warn(
                 f"the ranks of {name} all do the same: their batches are equal, no leaf is split over {name}, and "
                 f"neither a block nor the loss names it. Leave it out of the mesh, for more ranks of shard",

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.params.tree import shape_of
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.text import describe
@@ -78,10 +77,9 @@ def visit_differs_from_program(place: str, op: Op | None, trace: Trace) -> Order
     return OrderChanged(f"{place}: the program {wanted}. {SAME_ORDER}")
 
 
-def collective_differs(place: str, at: int, wanted: AxisCollective | None, got: AxisCollective | None) -> OrderChanged:
-    """The error for a block, or a loss, that calls `got` as its collective number `at`. None: no further one"""
-    first, second = ("none" if c is None else f"{c.kind} over {c.axis!r}, {c.nbytes} bytes" for c in (wanted, got))
-    return OrderChanged(f"{place}: expected its collective {at} to be {first}; got {second}. {SAME_CALLS}")
+def collective_differs(place: str, at: int, wanted: str, got: str) -> OrderChanged:
+    """The error for a block, or a loss, that calls `got` as its collective number `at`."""
+    return OrderChanged(f"{place}: expected its collective {at} to be {wanted}; got {got}. {SAME_CALLS}")
 
 
 def step_ended_early(op: Op, trace: Trace) -> OrderChanged:

@@ -232,7 +232,7 @@ def measure(
 def noting(ranks: Ranks) -> Iterator[list[tuple[AxisCollective, bool]]]:
     """Collects the collectives over axes inside blocks in its context, and whether each has a backward."""
     before, found = ranks.called, list[tuple[AxisCollective, bool]]()
-    ranks.called = lambda call, given: found.append((call, given.requires_grad and call.kind != "pmax"))
+    ranks.called = lambda call, given, _: found.append((call, given.requires_grad and call.kind != "pmax"))
     try:
         yield found
     finally:

@@ -4,6 +4,8 @@ A `ShardedState` is a frozen view of a memory at one generation. The memory is u
 generation, and older views raise.
 """
 
+import itertools
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +76,7 @@ class Memory(Placement[Communicators]):
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself if
         the dtypes are equal; versions: unit -> number of changes of its weights
     holders: unit -> its stages, on a mesh with stages
+    number: of the states on this mesh, the same on all ranks, which make them together
     idle: slot sets for the next session that runs a program (True), or works on demand (False) (interpreter.py)
     """
 
@@ -84,9 +87,11 @@ class Memory(Placement[Communicators]):
         mesh: DeviceMesh,
         precision: Precision,
         assignment: Assignment | None = None,
+        number: int | None = None,
     ) -> None:
         super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh), assignment)
-        self.mesh = mesh
+        self.mesh, self._copies = mesh, itertools.count()
+        self.number = next(self.comms.states) if number is None else number
         self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
@@ -113,7 +118,8 @@ class Memory(Placement[Communicators]):
 
     def over(self, masters: Sequence[Tensor]) -> "Memory":
         """Makes another memory of the same layout, on the same mesh."""
-        return Memory(self.layout, masters, self.mesh, self.precision, self.assignment)
+        number = zlib.crc32(f"{self.number} {next(self._copies)}".encode())  # one rank alone may make a copy
+        return Memory(self.layout, masters, self.mesh, self.precision, self.assignment, number)
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
         same = not trainable or master.dtype == self.precision.gather_dtype

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.params.one_state import check, marks, words
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Lent
@@ -27,8 +29,8 @@ from yafsdp_fn.util.squares import squared_norm, squares_in_bins
 Measured = tuple[dict[str, Any], Tensor, Tensor | None]
 """The metrics of a step, the weight to divide gradients by, and the flag that skips the update."""
 
-Measure = Callable[[Sequence[Mean], Sequence[Tree], Tensor, Ranks | None], Measured]
-"""`(losses, aux, squares of this rank's gradients, ranks)` -> `Measured`."""
+Measure = Callable[[Sequence[Mean], Sequence[Tree], Tensor, Ranks | None, str], Measured]
+"""`(losses, aux, squares of this rank's gradients, ranks, state and step in words)` -> `Measured`."""
 
 
 class StepUpdates:
@@ -114,7 +116,8 @@ class StepUpdates:
         return squares_in_bins(leaves, comms.device) if comms.deterministic else squared_norm(leaves)
 
     def _take_measure(self, squares: Tensor) -> None:
-        measured = self._measure(self._losses, self._aux, squares, self._memory.comms)
+        own = words(self._memory.number, self._state.step)
+        measured = self._measure(self._losses, self._aux, squares, self._memory.comms, own)
         self._measured, self._scale, self._found_inf = measured
 
 
@@ -123,14 +126,25 @@ def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | Non
     return [None if grad is None else (grad / weight).to(grad.dtype) for grad in grads]
 
 
-def combined(losses: Sequence[Mean], aux: Sequence[Tree], ranks: Ranks | None, squares: Tensor | None = None) -> Any:
+def combined(
+    losses: Sequence[Mean],
+    aux: Sequence[Tree],
+    ranks: Ranks | None,
+    squares: Tensor | None = None,
+    own: str = "",
+) -> Any:
     """Returns `((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over
-    ranks."""
+    ranks. Raises RanksDisagree if ranks have used other states than `own`, as far as is known yet."""
     parts = [
         ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), of_loss)
         for loss, of_loss in zip(losses, aux, strict=True)
     ]
-    if squares is None:
-        return combine(parts, ranks)
-    once = [Sum(squares if index == 0 else torch.zeros_like(squares)) for index in range(len(parts))]
-    return combine(list(zip(parts, once, strict=True)), ranks)
+    once = [] if squares is None else [squares]
+    comms = ranks if isinstance(ranks, Communicators) and not ranks.alone else None
+    if comms is not None:
+        once.append(marks(own, losses[0].total.device))
+    of_part = [[Sum(x if index == 0 else torch.zeros_like(x)) for x in once] for index in range(len(parts))]
+    found, sums = combine(list(zip(parts, of_part, strict=True)), ranks)
+    if comms is not None:
+        check(sums[-1], own, comms)
+    return found if squares is None else (found, sums[0])

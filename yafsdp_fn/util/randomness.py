@@ -16,7 +16,8 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import optree
@@ -122,6 +123,9 @@ class Unnumbered(NamedTuple):
 # to ask, and no collective has. A replay, which may run in autograd's thread, sets it to that of the call.
 _counter: ContextVar[VisitCounter | Unnumbered | None] = ContextVar("visit counter", default=None)
 
+_by_thread: dict[int, VisitCounter | Unnumbered | None] = {}
+"""Its values now, by thread: one that a block starts has nothing of it."""
+
 
 def in_step() -> bool:
     """Returns whether a step is running the user's function now."""
@@ -132,6 +136,22 @@ def next_visit_seed() -> int | None:
     """Returns the seed of the visit that begins now; None outside a step, where torch's own generators go on."""
     counter = _counter.get()
     return counter.next_seed() if isinstance(counter, VisitCounter) else None
+
+
+def _enter(around: VisitCounter | Unnumbered) -> Token[VisitCounter | Unnumbered | None]:
+    _by_thread[get_ident()] = around
+    return _counter.set(around)
+
+
+def _leave(token: Token[VisitCounter | Unnumbered | None]) -> None:
+    _counter.reset(token)
+    _by_thread[get_ident()] = _counter.get()
+
+
+def ranks_elsewhere() -> list[Any]:
+    """Returns the `ranks` that functions act over now in other threads."""
+    others = [around for thread, around in list(_by_thread.items()) if thread != get_ident()]
+    return [around.ranks for around in others if around is not None and around.ranks is not None]
 
 
 def ranks_around() -> Any:
@@ -153,11 +173,11 @@ def counting(counter: VisitCounter) -> AbstractContextManager[None]:
 
 @contextmanager
 def _context(around: VisitCounter | Unnumbered) -> Iterator[None]:
-    token = _counter.set(around)
+    token = _enter(around)
     try:
         yield
     finally:
-        _counter.reset(token)
+        _leave(token)
 
 
 T = TypeVar("T")
@@ -173,12 +193,12 @@ def run_visit(seed: int | None, device: torch.device, function: Callable[..., T]
 
 
 def _run_seeded(seed: int, device: torch.device, ranks: Any, function: Callable[..., T], *args: Any) -> T:
-    token, before = _counter.set(VisitCounter(seed, 0, inside=True, ranks=ranks)), _seed(seed, device)
+    token, before = _enter(VisitCounter(seed, 0, inside=True, ranks=ranks)), _seed(seed, device)
     try:
         return function(*args)
     finally:
         _restore(before)
-        _counter.reset(token)
+        _leave(token)
 
 
 # ---- A function that runs again, in a backward or under a transform, draws and casts as it did the first time, and
