@@ -7,14 +7,28 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from train.bench.control import throttled
-
 ROOT = Path(__file__).resolve().parents[2]
 MBIT = 100
+
+
+@contextlib.contextmanager
+def throttled(mbit: int) -> Iterator[list[str]]:
+    """The beginning of commands that run in a network namespace whose only link, both ways together, carries `mbit`
+    Mbit/s. Raises OSError or SubprocessError where there can be none."""
+    name = f"slow-{os.getpid()}"
+    shape = f"tc -n {name} qdisc add dev lo root tbf rate {mbit}mbit burst {max(256, mbit // 8)}kb latency 500ms"
+    try:
+        for command in (f"ip netns add {name}", f"ip -n {name} link set lo up", shape):
+            subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
+        yield ["ip", "netns", "exec", name]
+    finally:
+        with contextlib.suppress(OSError):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ import time
 import torch
 
 import yafsdp_fn as ya
-from train.bench.unlike import Model, Sizes
+from tests.harness.unlike import Model, Sizes
 from yafsdp_fn.planner import Written, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
 

@@ -10,7 +10,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
-from train.bench.unlike import CASES, Model
+from tests.harness.unlike import MODELS, Model
 from yafsdp_fn.planner import Written, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
 from yafsdp_fn.planner.space import Point, layers
@@ -34,7 +34,7 @@ RUN = {
 
 
 def small(name: str) -> Model:
-    model = CASES[name].model.small()
+    model = MODELS[name]
     kinds = [kind for kind, _ in model.layers]
     return model._replace(layers=(((kinds[0], 7),) if len(kinds) == 1 else tuple(model.layers[:6])))
 

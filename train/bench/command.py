@@ -2,8 +2,6 @@
 
 python -m train bench            contenders against each other; --section NAME: a GPU figure, train/bench/cuda
 python -m train bench ablate     each lever of ours on and off
-python -m train bench axes       tensor, sequence and context parallelism against torch's own
-python -m train bench control    ten steps on CPU ranks, predicted from this machine's calibration before they run
 python -m train bench growth     overhead over layers and ranks
 python -m train bench head       head and loss of large vocabularies
 python -m train bench lora       full fine-tuning against low-rank adapters
@@ -11,8 +9,6 @@ python -m train bench optimizers AdamW against Muon
 python -m train bench reading    what a step calls and enters, and what a stranger has to read
 python -m train bench saves      steps beside a save; saves and loads
 python -m train bench stages     pipelines against torch.distributed.pipelining
-python -m train bench unlike     steps on which one rule for all layers is wrong: builders against synthesis
-python -m train bench weights    weights for a generator: whole tensors, ranges of shards
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from train.bench import ablate, axes, control, cuda, growth, head, lora, reading, saves, stages, steps, unlike, weights
+from train.bench import ablate, cuda, growth, head, lora, reading, saves, stages, steps
 from train.bench.harness import RankFailed
 from train.bench.options import Bench, Options
 from train.bench.report import LossesDiffer, hand_over, heading
@@ -52,8 +48,6 @@ class Command(NamedTuple):
 COMMANDS = {
     "": Command(Bench, steps.measure, steps.show),
     "ablate": Command(ablate.Ablate, ablate.measure, ablate.show),
-    "axes": Command(axes.AxesInside, axes.measure, axes.show),
-    "control": Command(control.Control, control.measure, control.show),
     "growth": Command(growth.Growth, growth.measure, growth.show),
     "head": Command(head.Head, head.measure, head.show),
     "lora": Command(lora.Lora, lora.measure, lora.show),
@@ -61,8 +55,6 @@ COMMANDS = {
     "reading": Command(reading.Reading, reading.measure, reading.show),
     "saves": Command(saves.Saves, saves.measure, saves.show),
     "stages": Command(stages.Stages, stages.measure, stages.show),
-    "unlike": Command(unlike.Unlike, unlike.measure, unlike.show),
-    "weights": Command(weights.Weights, weights.measure, weights.show),
 }
 
 

@@ -118,19 +118,16 @@ def slowest(per_rank: Sequence[Mapping[str, Sequence[Sample]]]) -> dict[str, lis
 
 class Process:
     """`python -m train.bench.worker FOLDER/NAME.json`, in a session of its own: what it starts, compilers say, ends
-    with it. It reads a task and writes a result, JSON both; what it prints goes to a log. task: `call`, and its fields;
-    within: the beginning of the command, which runs the rest of it in a place of its own
+    with it. It reads a task and writes a result, JSON both; what it prints goes to a log. task: `call`, and its fields
     """
 
-    def __init__(
-        self, task: Mapping[str, Any], folder: Path, name: str, env: Mapping[str, str], within: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, task: Mapping[str, Any], folder: Path, name: str, env: Mapping[str, str]) -> None:
         file, self.log = folder / f"{name}.json", folder / f"{name}.log"
         file.write_text(json.dumps(task))
         path = os.pathsep.join(p for p in (str(ROOT), env.get("PYTHONPATH")) if p)
         with self.log.open("wb") as sink:
             self.popen = subprocess.Popen(
-                [*within, sys.executable, "-m", "train.bench.worker", str(file)],
+                [sys.executable, "-m", "train.bench.worker", str(file)],
                 env={**env, "PYTHONPATH": path, "KINETO_LOG_LEVEL": "5"},  # else every profiled step prints a line
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
@@ -223,13 +220,11 @@ class Task:
         return make_batches(self.shape, BATCHES, seed=self.seed, rank=rank, device=device)
 
 
-def run(
-    work: str, contenders: Sequence[str], *, tuned: Collection[str] = (), within: Sequence[str] = (), **settings: Any
-) -> dict[str, Any]:
+def run(work: str, contenders: Sequence[str], *, tuned: Collection[str] = (), **settings: Any) -> dict[str, Any]:
     """Runs one task on so many fresh processes, or as many again for contenders with malloc tuned beside others; hands
     back what rank 0 wrote.
 
-    tuned: contenders whose processes have malloc tuned; within: as `Process` takes it; settings: fields of `Task`
+    tuned: contenders whose processes have malloc tuned; settings: fields of `Task`
 
     Raises RankFailed, which says which rank failed and how.
     """
@@ -252,7 +247,7 @@ def run(
                 for rank in range(task.ranks):
                     env = environment(rank, task.ranks, task.threads, on)
                     task_fields = {"call": "train.bench.harness:on_rank", **dataclasses.asdict(task)}
-                    processes.append(Process(task_fields, folder, f"{on}-rank{rank}", env, within))
+                    processes.append(Process(task_fields, folder, f"{on}-rank{rank}", env))
             wait(processes, whole.ranks, whole.timeout, f"{kind} run of {', '.join(contenders)}")
         finally:
             for process in processes:

@@ -30,7 +30,7 @@ import torch
 import yafsdp_fn as ya
 from train.command_line import cli
 from train.config import ConfigError, require
-from train.published import bubbles, errors, over_axes, predicted, runs
+from train.published import errors, over_axes, predicted, runs
 from train.published.fit import (
     A100,
     PRECISION,
@@ -71,18 +71,12 @@ class Options:
     """Predict published runs with tensor, context and pipeline parallelism."""
     sources: bool = False
     """Predict the committed runs of other frameworks, each without a fit to its source."""
-    bubbles: bool = False
-    """Show the bubbles of published pipeline schedules beside those of our programs, for the measured times."""
-    orders: bool = False
-    """Search orders of calls for these times under three memories, and keep them in docs/benchmarks/orders.json."""
     json: bool = False
     """Print JSON, with --rows, --fit, --axes or --sources."""
 
     def __post_init__(self) -> None:
         given = [
-            name
-            for name in ("better", "variants", "rows", "fit", "register", "axes", "sources", "bubbles", "orders")
-            if getattr(self, name)
+            name for name in ("better", "variants", "rows", "fit", "register", "axes", "sources") if getattr(self, name)
         ]
         require(len(given) < 2, f"{', '.join(f'--{name}' for name in given)}: one of them")
         require(
@@ -102,10 +96,6 @@ def main(argv: Sequence[str]) -> int:
             over_axes.show(options.json)
         elif options.sources:
             errors.show(runs.TABLE, options.json, sources=True)
-        elif options.bubbles:
-            bubbles.show_bubbles()
-        elif options.orders:
-            bubbles.show_orders()
         elif options.better:
             show_better()
         elif options.variants:

@@ -25,9 +25,9 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
+from tests.harness.unlike import TINY, Model
 from tests.schedules.traces import cut, model
 from tests.steps.test_written import WEAK
-from train.bench.unlike import TINY, Model
 from yafsdp_fn import schedules as s
 from yafsdp_fn.planner.orders import Calls, Search, evaluate
 from yafsdp_fn.program.split import Call, Split

@@ -1,9 +1,8 @@
-"""Bubbles of published pipeline schedules, and orders that search finds for the same times.
+"""Bubbles of published pipeline schedules, for the times that their paper measured.
 
     rows()           the table of the zero-bubble paper: seconds of F, B, W and messages, and its bubble rates
     published(row)   the rates of our programs: 1F1B, interleaved, ZB-H1, ZB-H2, and, for ZB-1p and ZB-2p, of
                      orders that search finds within the memory of p and of 2 p microbatches
-    orders()         p = 8: the least bubble there can be, that of known orders, and that of what search finds
 
 A rate is the part of the longest stage, from its first call to its last, in which its calls do not run. Memory is
 counted as there: a forward adds an activation, the backward of inputs leaves of it what that of weights needs.
@@ -12,21 +11,17 @@ counted as there: a forward adds an activation, the backward of inputs leaves of
 from __future__ import annotations
 
 import csv
-import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
-from train.machine import ROOT
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.planner.orders import Calls, Search, evaluate, least
+from yafsdp_fn.planner.orders import Calls, Search, evaluate
 from yafsdp_fn.program.split import Call, Flow, Split
 from yafsdp_fn.program.trace import Argument, Cost, UnitSpec, Visit
 from yafsdp_fn.schedules import Program, Trace, chained_order, pipelines, staged, verify, zero1
 
-TABLE = ROOT / "docs" / "benchmarks" / "published_bubbles.csv"
-KEPT = ROOT / "docs" / "benchmarks" / "orders.json"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "published_bubbles.csv"
 
 
 class Row(NamedTuple):
@@ -180,90 +175,3 @@ def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]
         search.run(moves)
         found[name] = evaluate(calls, search.rows).bubble(calls)
     return {name: (getattr(row, f"bubble_{name.rstrip('*')}"), bubble) for name, bubble in found.items()}
-
-
-def show_bubbles() -> None:
-    """Prints the paper's rates beside ours, in percent."""
-    table = [(row, published(row)) for row in rows()]
-    names = [*table[0][1]]
-    print(f"{'model':<6}{'p':>4}{'m':>5}  " + "".join(f"{name.replace('_', '-'):>16}" for name in names))
-    print(f"{'':<15}  " + "".join(f"{'paper    ours':>16}" for _ in names))
-    for row, rates in table:
-        cells = "".join(f"{100 * paper:9.2f}{100 * ours:7.2f}" for paper, ours in rates.values())
-        print(f"{row.model:<6}{row.stages:>4}{row.microbatches:>5}  {cells}")
-    print("\n* a message between two segments of a stage is awaited by the first microbatch of each p alone, as there")
-    off = {name: [abs(100 * (rates[name][1] - rates[name][0])) for _, rates in table] for name in names}
-    print(
-        "largest difference, in points: "
-        + ", ".join(f"{name.replace('_', '-')} {max(off[name]):.3f}" for name in names)
-    )
-
-
-# ---- What search finds for these times.
-
-
-def settings() -> Iterator[tuple[Row, float]]:
-    """Rows of eight stages with their memory, in activations: that of V-Min, of V-Half, p, 1.5 p and 2 p. m = 8 has the
-    times of m = 24."""
-    for model in ("1.5B", "6.2B"):
-        of_model = {row.microbatches: row for row in rows() if row.model == model}
-        for row in (of_model[24]._replace(microbatches=8), *of_model.values()):
-            p = row.stages
-            for memory in ((p + 4) // 3, (p + 2) // 2, p, 3 * p // 2, 2 * p):
-                yield row, float(memory)
-
-
-def ordered(row: Row, memory: float, moves: int) -> dict[str, Any]:
-    """The bound, the best known order, and the one that is found, on one segment a stage and V-shaped."""
-    p, m, began = row.stages, row.microbatches, time.monotonic()
-    best: tuple[float, str] = 1.0, ""
-    known: tuple[float, str] = 1.0, ""
-    bound, tried = 1.0, 0
-    for shape, split in (("loop", split_of(p)), ("V", split_of(p, v=True))):
-        calls = calls_of(row, split)
-        orders = (
-            {"ZB-V": pipelines.v_shaped_calls, "V-Half": pipelines.v_half_calls, "V-Min": pipelines.v_min_calls}
-            if shape == "V"
-            else {"1F1B": pipelines.one_f_one_b_calls, "ZB-H1": pipelines.zero_bubble_calls, "ZB-H2": zero_bubble_2}
-        )
-        starts = {name: order(split, m) for name, order in orders.items()}
-        runs = {name: evaluate(calls, start) for name, start in starts.items()}
-        fitting = [(run.bubble(calls), name) for name, run in runs.items() if max(run.memory) <= memory + 1e-9]
-        if shape == "loop" and memory == 2 * p and m > p:
-            fitting.append((row.bubble_ZB_2p, "ZB-2p"))
-        known = min([known, *fitting])
-        search = Search(calls, memory, starts=[*starts.values()], span=True)
-        search.run(moves)
-        run = evaluate(calls, search.rows)
-        _, simulation = simulated(calls, split, search.rows)
-        assert abs(simulation - run.bubble(calls)) < 1e-3 and max(run.memory) <= memory + 1e-6
-        best = min(best, (run.bubble(calls), shape))
-        bound = min(bound, 1 - max(map(calls.work, range(p))) / least(calls, memory, span=True)[0])
-        tried += search.moves
-    return {
-        "model": row.model,
-        "microbatches": m,
-        "memory": memory,
-        "bound": max(0.0, round(bound, 5)),
-        "known": round(known[0], 5),
-        "known_order": known[1],
-        "found": round(best[0], 5),
-        "shape": best[1],
-        "moves": tried,
-        "seconds": round(time.monotonic() - began, 1),
-    }
-
-
-def show_orders(moves: int = 4000, path: Path = KEPT) -> None:
-    """Searches an order for each setting, prints them, and writes them to `path`."""
-    table = []
-    print("model    m  memory    least    known             found            moves  seconds")
-    for row, memory in settings():
-        table.append(one := ordered(row, memory, moves))
-        print(
-            f"{one['model']:<6}{one['microbatches']:>4}{one['memory']:>8.0f}{100 * one['bound']:>8.2f}%"
-            f"{100 * one['known']:>8.2f}% {one['known_order']:<8}{100 * one['found']:>8.2f}% {one['shape']:<6}"
-            f"{one['moves']:>7}{one['seconds']:>9.1f}",
-            flush=True,
-        )
-    path.write_text(json.dumps(table, indent=1) + "\n")
