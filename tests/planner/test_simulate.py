@@ -192,9 +192,7 @@ SCHEDULES: dict[str, Any] = {
     "zero1": zero1(),
     "update": zero3(update=True),
 }
-REAL = CLUSTERS["a100-80g"].replace(
-    gpus_per_node=2, unit_overhead=2e-3, jitter=0.0, kernel_latency=0.0, collective_latency=0.0
-)
+REAL = CLUSTERS["a100-80g"].replace(gpus_per_node=2, unit_overhead=2e-3, jitter=0.0, kernel_latency=0.0)
 
 
 def program_of(schedule: str, gathers: list[int], microbatches: int = 1) -> Program:

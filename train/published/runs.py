@@ -3,10 +3,9 @@
     read(line)       a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
     table(file)      the runs of a file, and what is refused
 
-`steps.py` predicts them. Taken, where sources do not say: HSDP over nodes below 20B and FSDP above, where a source has
-both; torchtitan's recomputation of its default, half of the products; gathers in bf16, and reductions in fp32 but for
-FSDP1, DeepSpeed and InternLM, which reduce in bf16; AdamW by torch's foreach in runs before 2025 and in transformers;
-no recomputation where that fits, else all of it.
+`steps.py` predicts them. What a row ran is in columns of its own (`RAN`), set when the row was copied in. Taken, where
+sources do not say: gathers in bf16, and reductions in fp32 but for FSDP1, ZeRO-1 and ZeRO-2, which reduce in bf16; no
+recomputation where that fits, else all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,20 @@ from models import gpt2, llama
 from train.machine import ROOT
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_runs.csv"
-COLUMNS = ("model", "gpus", "gpu", "parallelism", "seq_len", "microbatch_per_gpu", "precision")
+COLUMNS = ("model", "gpus", "gpu", "parallelism", "seq_len", "microbatch_per_gpu", "precision", "framework")
+UNSTATED = "not stated"
+RAN = {
+    "framework": ("fsdp1", "fsdp2", "zero1", "zero2", "ddp"),
+    "recompute": (UNSTATED, "none", "attention", "half", "every 2nd", "all"),
+    "kernels": ("pieces", "eager", "fused"),
+    "trained": ("all", "adapters"),
+    "reentrant": ("", "yes"),
+    "fused_loss": ("", "yes"),
+    "scores": ("", "yes"),
+    "post_validation": ("", "yes"),
+}
+"""Columns of what a row ran, as `Run` has it, and what they may say; the first where they are empty. A framework that
+is none of them is not modelled."""
 
 SHAPES: dict[str, Any] = {
     "internlm-7b": dataclasses.replace(models.CONFIGS["llama2-7b"], vocab=103_168),
@@ -39,9 +51,6 @@ SHAPES: dict[str, Any] = {
 """Models of the sources that `models` has not under that name."""
 
 
-UNSTATED = "not stated"
-
-
 class Refused(ValueError):
     """A row that is not predicted, and why."""
 
@@ -51,13 +60,13 @@ class Run(NamedTuple):
 
     source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`;
     per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet
-    framework: "fsdp1", "fsdp2", "zero1", "zero2", "zero3 of 2021", or "ddp"; replicas: of the state, around shard
-    groups; order: of a pipeline
+    framework: "fsdp1", "fsdp2", "zero1", "zero2" or "ddp"; replicas: of the state, around shard groups; order: of a
+    pipeline
     recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; reentrant: and its
     layers run to their end; apart: stages begin the next step without the norm of all (post-validation);
-    kernels: of what is no product, as `ya.planner.plan` takes them; foreach: AdamW is, operation by operation; trained:
-    "all", or "adapters"; scores: attention is products whose scores are kept, as in Megatron of 2021 to 2023; logits:
-    they exist as a whole, in fp32; param, reduce: dtypes of master and reductions
+    kernels: of what is no product, as `ya.planner.plan` takes them; trained: "all", or "adapters"; scores: attention is
+    products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist as a whole, in fp32; param,
+    reduce: dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
     they are known; measured_bytes: memory, math.inf where it ran out
     """
@@ -76,7 +85,6 @@ class Run(NamedTuple):
     stages: int
     recompute: str
     kernels: str
-    foreach: bool
     trained: str
     scores: bool
     logits: bool
@@ -99,8 +107,8 @@ class Run(NamedTuple):
 
     @property
     def stops_early(self) -> bool:
-        """Says whether torch's checkpoint recomputes layers, which stops at the last that is saved: reentrant ones,
-        of Megatron, DeepSpeed, InternLM and transformers, do not."""
+        """Says whether torch's checkpoint recomputes layers, which stops at the last that is saved: reentrant ones do
+        not, nor do those of others."""
         return (
             self.framework in ("fsdp1", "fsdp2")
             and self.recompute in ("every 2nd", "all")
@@ -150,11 +158,9 @@ def read(line: Line, at: str) -> Run:
 
 
 def _read(line: Line, at: str) -> Run:
-    scheme, words = line["parallelism"].lower(), " ".join(line.values()).lower()
+    scheme = line["parallelism"].lower()
     if re.search(r"\b(tp|cp|ep)\s*=?\s*[2-9]|ptd-p|\btp\d", scheme):
         raise Refused("tensor, context or expert parallelism: published_axes.csv has such rows (--axes)")
-    if "optimizer on the cpu" in scheme:
-        raise Refused("an optimizer on the CPU is not modelled")
     gpus = _number(line, "gpus", "the number of GPUs is not stated")
     micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
     seq_len = _number(line, "seq_len", "the length of sequences is not stated")
@@ -162,48 +168,53 @@ def _read(line: Line, at: str) -> Run:
     per_node = _count(line, "gpus_per_node") or 8
     if gpus > per_node and gpus % per_node:
         raise Refused(f"{gpus} GPUs do not fill nodes of {per_node}")
-    framework, replicas, order, stages = _scheme(
-        scheme, line.get("schedule", "").lower(), words, config, gpus, per_node
-    )
-    data = gpus // stages
+    order, stages = _stages(scheme, line.get("schedule", "").lower())
+    ran = {column: _one_of(line, column) for column in RAN}
     accumulation = _count(line, "microbatches")
     if not accumulation:
-        accumulation = max(1, _count(line, "global_batch_seqs") // (micro_batch * data))
+        accumulation = max(1, _count(line, "global_batch_seqs") // (micro_batch * gpus // stages))
     precision = line["precision"].lower()
-    fused = line.get("compile") == "yes" or re.search(r"liger|fast-kernels|megatron|simumax|zero-bubble|primus", words)
-    early = re.search(r"fms_acceleration|float8nocompile|20(23|24)-?\d\d", words)
+    if re.search(r"nvfp4|mxfp", precision):
+        raise Refused("mxfp8 and nvfp4 are not modelled")
     run = Run(
         source=line.get("file", at).removesuffix(".csv"),
         at=at,
         name=name,
         config=config,
-        gpu=_gpu(line["gpu"], words),
+        gpu=_gpu(line["gpu"]),
         gpus=gpus,
         per_node=per_node,
         network=_network(line.get("inter_node", "")),
         roce="roce" in line.get("inter_node", "").lower(),
-        framework=framework,
-        replicas=replicas,
+        framework=ran["framework"],
+        replicas=_count(line, "replicas") or 1,
         order=order,
         stages=stages,
-        recompute=_recompute(line.get("ac", "").lower(), config, words),
-        kernels="fused" if fused else "eager" if "internevo" in words else "pieces",
-        foreach=bool(early) and framework in ("fsdp1", "fsdp2"),
-        trained="adapters" if "lora" in words else "all",
-        logits=not re.search(r"liger|fusion", line.get("notes", "").lower()),
-        scores="zero-bubble" in words or "ptd-p" in words,
+        recompute=ran["recompute"],
+        kernels=ran["kernels"],
+        trained=ran["trained"],
+        scores=ran["scores"] == "yes",
+        logits=not ran["fused_loss"],
         fp8=bool(re.search(r"fp8|float8|fp4", precision)),
         param="bfloat16" if "pure bf16" in precision else "float32",
-        reduce="bfloat16" if framework in ("fsdp1", "zero1", "zero2", "zero3 of 2021") and stages == 1 else "float32",
+        reduce="bfloat16" if ran["framework"] in ("fsdp1", "zero1", "zero2") and stages == 1 else "float32",
         seq_len=seq_len,
         micro_batch=micro_batch,
         accumulation=accumulation,
-        apart=order.startswith("zero_bubble") and _post_validated(line),
-        reentrant=bool(re.search(r"fms_acceleration|deepspeed|internevo|megatron", words)),
+        apart=ran["post_validation"] == "yes",
+        reentrant=ran["reentrant"] == "yes",
     )
-    if re.search(r"nvfp4|mxfp", precision):
-        raise Refused("mxfp8 and nvfp4 are not modelled")
     return run._replace(measured_s=_measured(line, run), **_memory(line))
+
+
+def _one_of(line: Line, column: str) -> str:
+    """What a column of `RAN` says."""
+    allowed, said = RAN[column], line.get(column, "")
+    if column == "framework" and said not in allowed:
+        raise Refused(f"its framework is not modelled; the column framework takes {', '.join(allowed)}")
+    if said and said not in allowed:
+        raise Refused(f"{column} is {said!r}, expected one of {', '.join(filter(None, allowed))}")
+    return said or allowed[0]
 
 
 def _number(line: Line, column: str, why: str) -> int:
@@ -266,41 +277,24 @@ def _bare(text: str) -> str:
     return re.sub(r"\s*\([^)]*\)", "", text).strip()
 
 
-def _scheme(scheme: str, schedule: str, words: str, config: Any, gpus: int, per_node: int) -> tuple[str, int, str, int]:
-    """Framework, replicas of the state, order of a pipeline, stages."""
-    stages = int(found[1]) if (found := re.search(r"\bpp\s*=?\s*(\d+)", scheme)) else 1
-    if stages > 1:
-        called = re.sub(r"[\s_-]", "", _bare(schedule).split(",")[0])
-        order = "interleaved" if "interleaved1f1b" in called or "1f1binterleaved" in called else ORDERS.get(called)
-        if order is None:
-            raise Refused(f"pipeline schedule {schedule!r} is not modelled")
-        return "zero1", 1, order, stages
-    replicas = 1
-    if ("hsdp" in scheme and ("fsdp/" not in scheme or config.num_parameters < 20e9)) or "inside the node" in scheme:
-        replicas = max(1, gpus // per_node)
-    newer = re.search(r"torchtitan|fsdp2|kempnerforge", words)  # fully_shard
-    kinds = {"zero-1": "zero1", "zero-2": "zero2", "grad_op": "zero2", "zero-3": "zero3 of 2021", "ddp": "ddp"}
-    kind = next((kind for name, kind in kinds.items() if name in scheme), None)
-    if kind is None and (gpus == 1 or re.search(r"[fh]sdp", scheme)):
-        kind = "fsdp2" if newer else "fsdp1"
-    if kind is None:
-        raise Refused("this parallelism is not known")
-    if kind == "zero3 of 2021" and "selene" not in words:
-        raise Refused("ZeRO-3 of later DeepSpeed is not modelled")
-    return kind, replicas, "", 1
+def _stages(scheme: str, schedule: str) -> tuple[str, int]:
+    """Order of a pipeline, stages."""
+    found = re.search(r"\bpp\s*=?\s*(\d+)", scheme)
+    if not found or found[1] == "1":
+        return "", 1
+    called = re.sub(r"[\s_-]", "", _bare(schedule).split(",")[0])
+    order = "interleaved" if "interleaved1f1b" in called or "1f1binterleaved" in called else ORDERS.get(called)
+    if order is None:
+        raise Refused(f"pipeline schedule {schedule!r} is not modelled")
+    return order, int(found[1])
 
 
-def _post_validated(line: Line) -> bool:
-    said = f"{line.get('schedule', '')}; {line.get('notes', '')}".lower()
-    return "post-validation" in said and "no post-validation" not in said
-
-
-def _gpu(text: str, words: str) -> str:
+def _gpu(text: str) -> str:
     if "power limited" in text.lower():
         raise Refused("its GPUs are held to a power that is not stated")
     for kind in ("A100", "H100", "H200", "B200", "MI300X", "MI325X"):
         if re.search(rf"(\b|\d ?x ?){kind}\b", text, re.I):  # a GB200 is no B200, and a GH200 no H200
-            low = kind == "H100" and re.search(r"hbm2e|95gib|torchtitan|pytorch/ao", text.lower() + words)
+            low = kind == "H100" and re.search(r"hbm2e|95gib", text.lower())
             return "H100 HBM2e" if low else "A100 40GB" if kind == "A100" and re.search(r"\b40 ?G", text) else kind
     raise Refused(f"no figures for a GPU of kind {text!r}")
 
@@ -312,24 +306,6 @@ def _network(text: str) -> float | None:
         return None
     count, rate, unit, each = found.groups()
     return int(count or 1) * float(rate) * (8 if each else 1) * (1e12 if unit == "T" else 1e9) / 8
-
-
-def _recompute(text: str, config: Any, words: str) -> str:
-    if "see tools" in text or text in ("none", "none stated"):
-        return "none"
-    if not text:
-        return UNSTATED
-    if "op" in text.split(")")[0].replace("per-op", "(op").split("(")[-1] or "not stated" in text:
-        return "half"
-    if "every" in text:
-        return "every 2nd"
-    if "earlier post" in text:
-        return "none" if config.num_parameters < 10e9 else "every 2nd" if config.num_parameters < 20e9 else "all"
-    if text.startswith("full"):
-        return "all"
-    if text.startswith("selective"):
-        return "attention" if re.search(r"megatron|nemo", words) else "half"
-    raise Refused(f"recomputation {text!r} is not known")
 
 
 BYTES = {
@@ -360,13 +336,9 @@ def _measured(line: Line, run: Run) -> float | None:
 
 def flops_per_token(run: Run, notes: str) -> float:
     """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half squares if
-    it says causal, or the formula of PTD-P with recomputation."""
+    it says causal."""
     config = run.config
-    layers, width = config.layers, config.embed
-    if "4/3" in notes:
-        shape = 1 + run.seq_len / (6 * width) + config.vocab / (16 * layers * width)
-        return float(96 * layers * width**2 * shape)
-    squares = (6 if "causal" in notes else 12) * layers * config.attended * run.seq_len
+    squares = (6 if "causal" in notes else 12) * config.layers * config.attended * run.seq_len
     return float(6 * config.num_parameters + squares)
 
 

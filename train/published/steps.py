@@ -25,7 +25,7 @@ from train.published.over_axes import A100, H100, HBM2E, cast_bytes, moving, wit
 from train.published.runs import UNSTATED, Refused, Run
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
-from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
+from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.trace import Cost
 from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
@@ -111,13 +111,8 @@ def program(run: Run, microbatches: int) -> Program:
     if run.framework == "ddp":
         mesh = (("replicate", shard), ("shard", 1))
     whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
-
-    def fsdp() -> Any:
-        return peers.fsdp(remat=again, growth=0.0)
-
     schedules: dict[str, Callable[[], Any]] = {
-        "fsdp1": fsdp,
-        "zero3 of 2021": fsdp,
+        "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
         "fsdp2": lambda: peers.fsdp2(remat=again),
         "zero1": lambda: peers.zero(1, remat=again),
         "zero2": lambda: peers.zero(2, remat=again),
@@ -190,12 +185,7 @@ def _with_adapters(cost: Cost, config: Any, tokens: int) -> Cost:
 
 
 def seconds(run: Run, cluster: Cluster) -> float:
-    """Seconds of a step: of its program, and of what its framework does beside that."""
-    return _program_s(run, cluster) + _foreach_s(run, cluster) + _fetches_s(run, cluster)
-
-
-def _program_s(run: Run, cluster: Cluster) -> float:
-    """Seconds simulated. Microbatches beyond thrice the stages, or beyond two, take as long as those before."""
+    """Seconds of a step, simulated. Microbatches beyond thrice the stages, or beyond two, take as long as others."""
     most = 3 * run.stages if run.stages > 1 else 2
     if run.accumulation <= most:
         return _simulated(run, run.accumulation, cluster)
@@ -227,44 +217,12 @@ def _key(run: Run) -> Run:
     )
 
 
-def _foreach_s(run: Run, cluster: Cluster) -> float:
-    """Seconds that AdamW takes more where it is torch's foreach and all else is fused: master and moments in fp32, or
-    in bf16."""
-    if not run.foreach or run.kernels != "fused" or run.trained != "all":
-        return 0.0
-    nbytes = UPDATE_BYTES["eager"] * (1.0 if run.param == "float32" else 0.5) - UPDATE_BYTES["fused"]
-    return nbytes * _elements(run) / cluster.memory_bandwidth
-
-
-FETCH_S = 380e-6 / 8
-"""Seconds of the host for each rank and weight that DeepSpeed's ZeRO-3 of mid 2021 fetched: it gathered one weight at a
-time into a list of a tensor for each rank, and synchronised with the GPU before the next: 130 us to prepare and 250 to
-launch on eight A100s (issue 1069 of deepspeedai/DeepSpeed; its pull request 1188 says that nothing was asynchronous).
-Not fitted."""
-
-
-def _fetches_s(run: Run, cluster: Cluster) -> float:
-    """Seconds in which nothing computes: a layer's four matrices are fetched for forward, recomputation, backward."""
-    if run.framework != "zero3 of 2021":
-        return 0.0
-    width, group = run.config.embed, cluster.group(run.gpus)
-    each = [
-        run.gpus * FETCH_S + sum(phase.seconds for phase in cluster.ring(2 * n * width**2, group)) for n in (3, 1, 4, 4)
-    ]
-    return 3.0 * int(run.config.layers) * sum(each)
-
-
-def _elements(run: Run) -> float:
-    """Elements of a rank's shard."""
-    return run.config.num_parameters * run.replicas / run.gpus  # type: ignore[no-any-return]
-
-
 def memory(run: Run) -> int:
     """Bytes of a rank's tensors at their most, of the stage that takes most.
 
     torch's FSDP has gradients as backward makes them, none yet where the head's are most, and casts its shards for each
-    gather; its optimizer has all gradients, and foreach a copy of them. A fused loss writes its gradient over the
-    logits in fp32. PEFT with FSDP keeps what goes from layer to layer in fp32.
+    gather; its optimizer has all gradients. A fused loss writes its gradient over the logits in fp32. PEFT with FSDP
+    keeps what goes from layer to layer in fp32.
     """
     found = _program(_key(run), min(run.accumulation, 2 * run.stages))
     most = max((predict_memory(part) for part in found.parts), key=lambda one: one.peak_bytes)
@@ -275,7 +233,7 @@ def memory(run: Run) -> int:
         return peak
     if run.trained == "adapters" and run.gpus > 1:
         peak += 2 * tokens * run.config.embed * run.config.layers
-    update = most.master + most.optimizer + (1 + run.foreach) * most.grad_shards
+    update = most.master + most.optimizer + most.grad_shards
     return max(update, peak - most.working_copy - most.grad_shards * (run.accumulation == 1))
 
 

@@ -6,14 +6,11 @@ A collective over n ranks of a vector of b bytes, k of the ranks in each node, o
     over m = n / k nodes       (n - m) node_latency + (m - 1) network_latency + b (n - 1) / n / B
                                B = min(node_bandwidth, network_bandwidth k / K)
 
-NCCL has three protocols, of which the fastest counts, and for an all-reduce, beside two rings, a tree (`PROTOCOLS`,
-`TREE`): the latency of a ring grows with its nodes, that of a tree with their logarithm.
+An all-reduce is two rings. Where a network is congested (`congestion`), B falls by that part with each node beyond the
+second: B / (1 + congestion (m - 2)).
 
 The slowest of m nodes decides: a step takes 1 + jitter E(m) times as long, E(m) the mean of the largest of m normal
 deviates, for nodes whose own times differ by `jitter`, relative standard deviation.
-
-Where a network is congested (`congestion`), B falls by that part with each node beyond the second: B / (1 + congestion
-(m - 2)).
 
 A ring over whole nodes enters and leaves each node once, so that B is what the node's network cards carry together;
 groups with k < K ranks per node share the cards with the K / k groups beside them, which run the same collective.
@@ -49,21 +46,6 @@ class Group(NamedTuple):
     per_node: int
 
 
-class Protocol(NamedTuple):
-    """A protocol of NCCL. base: latency of a collective; node, network: of a hop; bandwidth: all as parts of those of
-    "Simple", which are the cluster's"""
-
-    base: float
-    node: float
-    network: float
-    bandwidth: float
-
-
-PROTOCOLS = (Protocol(1.0, 1.0, 1.0, 1.0), Protocol(1.67, 0.56, 0.29, 0.765), Protocol(0.79, 0.18, 0.36, 0.1))
-"""Simple, LL128 and LL: what NCCL 2.27 itself expects on H100 (docs/benchmarks/nccl_h100_tuning.csv)."""
-TREE = 0.63
-"""Bandwidth of an all-reduce by a tree over that of two rings, from the same figures (NVLS inside nodes: 0.83)."""
-
 COSTS = (
     "node_latency",
     "network_latency",
@@ -73,7 +55,6 @@ COSTS = (
     "unit_overhead",
     "kernel_latency",
     "jitter",
-    "collective_latency",
     "congestion",
 )
 """Figures of a cluster of which less is better; of the others more is."""
@@ -89,7 +70,6 @@ class Cluster:
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
-    collective_latency: seconds in which NCCL begins a collective between nodes; 0: rings alone, as of gloo
     congestion: part of the network's bandwidth that a collective loses with each node beyond the second
     contention: compute takes 1 + contention times as long while another stream runs something
     link_contention: what uses a link takes 1 + link_contention times as long while its rank computes: on the CPU they
@@ -123,7 +103,6 @@ class Cluster:
     step_overhead: float = 0.0
     unit_overhead: float = 0.0
     kernel_latency: float = 0.0
-    collective_latency: float = 0.0
     jitter: float = 0.0
     congestion: float = 0.0
     host_computes: bool = False
@@ -159,39 +138,14 @@ class Cluster:
             return ()
         if nodes == 1:
             return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
-        bandwidth = self._between(nodes, k)
-        hops = (n - nodes) * self.node_latency, (nodes - 1) * self.network_latency
-        return min(
-            self._protocols(hops, nbytes * (n - 1) / n / bandwidth), key=lambda each: sum(p.seconds for p in each)
-        )
+        latency = (n - nodes) * self.node_latency + (nodes - 1) * self.network_latency
+        network = self.network_bandwidth / (1 + self.congestion * max(0, nodes - 2))
+        bandwidth = min(self.node_bandwidth, network * min(1.0, k / self.gpus_per_node))
+        return self._phases(latency, nbytes * (n - 1) / n / bandwidth, "network")
 
     def all_reduce(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
-        """Two rings, or a tree over nodes, whichever is faster."""
-        ring, (n, k) = self.ring(nbytes, group) * 2, group
-        nodes = math.ceil(n / k)
-        if nodes <= 2 or not self.collective_latency:
-            return ring
-        bandwidth = TREE * self._between(nodes, k)
-        hops = 2 * (k - 1) * self.node_latency, 2 * math.ceil(math.log2(nodes)) * self.network_latency
-        return min(ring, *self._protocols(hops, 2 * nbytes / bandwidth), key=lambda each: sum(p.seconds for p in each))
-
-    def _between(self, nodes: int, k: int) -> float:
-        """Bandwidth of a ring over so many nodes, with k ranks in each."""
-        network = self.network_bandwidth / (1 + self.congestion * max(0, nodes - 2))
-        return min(self.node_bandwidth, network * min(1.0, k / self.gpus_per_node))
-
-    def _protocols(self, hops: tuple[float, float], seconds: float) -> list[tuple[Phase, ...]]:
-        """The phases by each protocol. hops: latency of all hops inside nodes and between them"""
-        if not self.collective_latency:
-            return [self._phases(sum(hops), seconds, "network")]
-        return [
-            self._phases(
-                each.base * self.collective_latency + hops[0] * each.node + hops[1] * each.network,
-                seconds / each.bandwidth,
-                "network",
-            )
-            for each in PROTOCOLS
-        ]
+        """Two rings."""
+        return self.ring(nbytes, group) * 2
 
     def straggling(self, ranks: int) -> float:
         """The part by which the slowest node of so many ranks takes longer than one alone: the mean of the largest of m
@@ -240,11 +194,10 @@ A100 = Cluster(
     contention=0.1,
     kernel_latency=3e-6,
     jitter=0.015,
-    collective_latency=8.4e-6,
 )
 """Products are fitted to the runs of five sources (`python -m train published --sources`), the network to YaFSDP's,
 whose overhead is in `lab.peers.AS_RUN`. memory_bytes is what YaFSDP's numbers of recomputed layers imply; attention is
-FlashAttention-2's forward and backward at head dim 128; hops and the start of a collective are what NCCL 2.27 expects
+FlashAttention-2's forward and backward at head dim 128; hops are what NCCL 2.27 expects
 (docs/benchmarks/nccl_h100_tuning.csv); jitter is from InternLM's runs on 8 to 1024 GPUs (1.7%) and torchtitan's on 8
 and 128 (1.3%); kernel_latency and contention are guesses that the times tell little about; host_bandwidth is what
 nvbandwidth shows of one such GPU alone over PCIe 4.0 x16 (forums.developer.nvidia.com, thread 352186; two that share a
@@ -265,7 +218,6 @@ H100 = Cluster(
     contention=0.1,
     kernel_latency=3e-6,
     jitter=0.015,
-    collective_latency=8.4e-6,
 )
 """Products are fitted to the runs of five sources, with those of H200; the rest is not fitted: FlashAttention-2 at head
 dim 128 in the paper of FlashAttention-3 (Shah et al. 2024: 319 to 333 TFLOP/s forward, 310 to 318 backward), 80% of the

@@ -286,7 +286,6 @@ def scaled(f: float, cluster: Cluster = A100) -> Cluster:
         network_bandwidth=cluster.network_bandwidth / f,
         node_latency=cluster.node_latency * f,
         network_latency=cluster.network_latency * f,
-        collective_latency=cluster.collective_latency * f,
     )
 
 
