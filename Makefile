@@ -75,7 +75,7 @@ chaos: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/python -m tests.docstrings yafsdp_fn models train
+	$(BIN)/python -m tests.docstrings yafsdp_fn models train benchmarks
 	$(BIN)/mypy
 
 site: $(VENV)/.dev  # without the notice that the theme has a successor
@@ -95,7 +95,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.dev
-	@$(BIN)/python -m train bench $(ARGS)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 gpu-check:
 	@$(PYTHON) .ci/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)

@@ -92,7 +92,7 @@ def own(budget: int, likely: int, name: str, what: str, *, together: bool = Fals
 
 def section(budget: int, likely: int, what: str, name: str) -> Step:
     """A section of the bench."""
-    words = f"-m train bench --section {shlex.quote(name)} --device {{device}} --out {{json}}"
+    words = f"-m benchmarks --section {shlex.quote(name)} --device {{device}} --out {{json}}"
     return Step(budget, likely, False, what, words)
 
 
@@ -176,7 +176,7 @@ def emit(out: Path, step: str, **found: Any) -> None:
 
 def code() -> dict[str, str]:
     """The revision, if this is a repository, and the digest of all code: a revision that was edited is another one."""
-    folders = ("yafsdp_fn", "models", "train", "tests", ".ci")
+    folders = ("yafsdp_fn", "models", "train", "benchmarks", "tests", ".ci")
     files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
     digest = hashlib.sha1(b"".join(file.read_bytes() for file in (*files, ROOT / "README.md"))).hexdigest()[:12]
     git = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty"]

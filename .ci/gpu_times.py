@@ -29,8 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_fn as ya
+from benchmarks.cuda import gpu, sides
 from models.parts import rotary as rotations
-from train.bench.cuda import gpu, sides
 from train.running import flops
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import destination, weight_leaf

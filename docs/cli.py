@@ -21,9 +21,7 @@ TOLD = {
     "export": "models",
     "launch": "running",
     "plan": "planner",
-    "published": "planner",
     "predict": "planner",
-    "bench": "benchmarks",
 }
 """The page that tells how a subcommand is used."""
 TEXT = """# The command line

@@ -71,7 +71,7 @@ def test_the_plans_of_both_commands_fit_a_quarter_of_an_hour() -> None:
 
 def test_steps_name_what_there_is(gpu_check: Any) -> None:
     """Tests marked gpu, some for each, or a section of the bench, or a step of ours; all of the latter are there."""
-    from train.bench.cuda.command import Gpu
+    from benchmarks.cuda.command import Gpu
     from train.command_line import cli
 
     commands = {name: shlex.split(each.command) for name, each in gpu_check.STEPS.items()}

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from benchmarks.counting import tensor_peak
 from tests.harness.groups import breakable, outcome
 from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
 from tests.modules.test_functionalize import F64, cross_entropy, rows, theirs
-from train.bench.counting import tensor_peak
 
 TX = ya.optim.adamw(1e-2)
 

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from train.subcommands import SUBCOMMANDS, unknown
 
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     return 2
 
 
-def flushed(argv: list[str]) -> int:
+def flushed(argv: list[str], main: Callable[[list[str]], int] = main) -> int:
     """`main`; a reader of its output that goes away (`| head`) ends it, without a word. For the end of a process: a
     signal that comes later is too late, and does not become its status."""
     try:
@@ -41,10 +42,15 @@ def flushed(argv: list[str]) -> int:
         return 128 + signal.SIGPIPE
 
 
-if __name__ == "__main__":
+def end(main: Callable[[list[str]], int]) -> None:
+    """Runs `main` on the arguments of this process, and ends it."""
     try:
-        sys.exit(flushed(sys.argv[1:]))
+        sys.exit(flushed(sys.argv[1:], main))
     except KeyboardInterrupt as interrupt:  # no traceback: one line, of rank 0
         if os.environ.get("RANK", "0") == "0":
             print(interrupt if interrupt.args else "interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    end(main)

@@ -16,9 +16,9 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from train.bench.names import make, parse
-from train.bench.options import SHAPES
 from train.command_line import cli
+from train.schedule_names import make, parse
+from train.shapes import SHAPES
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.timeline import record
@@ -27,7 +27,7 @@ from yafsdp_fn.timeline import record
 @dataclasses.dataclass(frozen=True)
 class Options:
     config: str = "A"
-    """A model of `python -m train bench`: A, B, C or tiny."""
+    """A model of the benchmarks: A, B, C or tiny."""
     schedule: str = "zero3"
     """A builder with options after dashes, of those that need no other mesh than the plain one."""
     steps: int = 20

@@ -14,14 +14,17 @@ SUBCOMMANDS = {
     "export": ("train.export", "write a checkpoint as a Hugging Face directory"),
     "launch": ("train.launch", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
-    "published": ("train.published", "the planner against a published table of step times"),
     "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
-    "bench": ("train.bench", "step time and memory against other ways to shard"),
 }
 """The subcommands by name: (module with `main(argv) -> int`, what it does)."""
+
+MOVED = {"bench": "python -m benchmarks", "published": "python -m benchmarks published"}
+"""Subcommands that have gone, and the commands in their place."""
 
 
 def unknown(name: str) -> str:
     """The error of a name that is none of them."""
+    if name in MOVED:
+        return f"{name} is a command of its own: {MOVED[name]}"
     close = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
     return f"unknown subcommand {name!r}" + (f"; did you mean {close[0]}?" if close else "")

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from benchmarks.emulated.cuda import CudaLane, CudaWire
+from benchmarks.emulated.lanes import Collective
 from tests.cuda.days import MESHES
 from tests.cuda.test_traces import PARAMS, PRECISION, TX, batch, loss
 from tests.harness.fake_cuda.api import Stream, fake_cuda, stream
 from tests.harness.fake_cuda.log import findings
 from tests.harness.fake_cuda.ranks import Ranks, rank_of
 from tests.harness.fake_cuda.tensors import CUDA
-from yafsdp_fn.lab.emulated.cuda import CudaLane, CudaWire
-from yafsdp_fn.lab.emulated.lanes import Collective
 from yafsdp_fn.planner.cluster import Phase
 from yafsdp_fn.util import on_gpu
 

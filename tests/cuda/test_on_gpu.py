@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_fn as ya
+from benchmarks.emulated import emulate
 from models import llama
 from tests.harness import readme
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
@@ -80,7 +81,7 @@ PLACES = [(name, ranks) for ranks in (1, RANKS) for name, case in CASES.items() 
 @contextlib.contextmanager
 def mesh_of(case: Case, ranks: int, device: str) -> Iterator[Any]:
     try:
-        with contextlib.nullcontext() if ranks == 1 else ya.planner.emulate("a100-80g", ranks):
+        with contextlib.nullcontext() if ranks == 1 else emulate("a100-80g", ranks):
             yield ya.mesh(device=device, **case.mesh)
     finally:
         if dist.is_initialized():  # of one rank; the next case makes its own

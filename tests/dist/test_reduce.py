@@ -146,7 +146,7 @@ def test_a_gpu_without_triton_sums_in_an_order_of_its_own(monkeypatch: pytest.Mo
 
 
 def test_local_sums_allocate_nothing_after_the_first() -> None:
-    from train.bench import counting
+    from benchmarks import counting
 
     shard, rows, scratch = torch.zeros(N), drawn(RANKS, N, dtype=BF16), Scratch(CPU)
     local_sum(shard, rows, scratch, add=True, dtype=F32)

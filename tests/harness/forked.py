@@ -24,8 +24,8 @@ IMPORTED = [
     "models.llama",
     "tests.harness.oracle",
     "train.clm",
-    "train.bench",
-    "train.bench.contenders",
+    "benchmarks",
+    "benchmarks.contenders",
     "tests.harness.frozen",
 ]
 

@@ -67,7 +67,7 @@ def _begin() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    from yafsdp_fn.lab.emulated import kernels as timed
+    from benchmarks.emulated import kernels as timed
 
     convert, handle = interpreter._convert_float, interpreter.TensorHandle
     patch_tensor = interpreter._patch_lang_tensor

@@ -124,7 +124,7 @@ def test_scale(compilers: Any, values: torch.dtype) -> None:
 
 @pytest.mark.parametrize("nbytes", [4, 1 << 25], ids=["one block", "blocks"])
 def test_kernels_that_take_time(compilers: Any, nbytes: int) -> None:
-    from yafsdp_fn.lab.emulated import kernels
+    from benchmarks.emulated import kernels
 
     mark, enter, hold, copy = compilers(kernels, "MARK", "ENTER", "HOLD", "COPY")
     at, users = torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)

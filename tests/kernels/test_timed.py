@@ -10,7 +10,7 @@ from tests.kernels.interpreted import EPOCH_NS, LOOK_NS, kernel
 from yafsdp_fn.planner.cluster import Phase
 
 pytest.importorskip("triton")
-NAME = "yafsdp_fn.lab.emulated.kernels"
+NAME = "benchmarks.emulated.kernels"
 mark, hold = kernel(NAME, "mark"), kernel(NAME, "hold")
 BLOCK = 8192
 NS = 6000

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from benchmarks.counting import tensor_peak
 from models import llama
 from tests.harness.small import L, batch, loss, model, one_rank, param
-from train.bench.counting import tensor_peak
 from yafsdp_fn.nn import linear
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.tree import named_leaves

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import yafsdp_fn as ya
+from benchmarks.counting import no_scratch
 from models import llama
 from models.parts.axes import Axes
 from tests.axes import model as small
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
-from train.bench.counting import no_scratch
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.abstract_trace import trace

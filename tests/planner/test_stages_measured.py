@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
+from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
 from tests.harness.pool import Pool
-from tests.lab.emulated.toy import Loss, batch, cluster, params
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.ops import Backward

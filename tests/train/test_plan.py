@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 
 import yafsdp_fn as ya
+from benchmarks.published import fit
 from train.plan import command, main, step
 from train.plan.command import OTHERS
-from train.published import fit
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS
 

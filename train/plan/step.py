@@ -18,7 +18,7 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
-from train.bench import names
+from train import schedule_names
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
@@ -162,7 +162,7 @@ class Options:
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")
         if Pipeline.read(self.schedule).order:
             raise ValueError(f"--schedule {self.schedule}: for a pipeline, --schedules {self.schedule}")
-        words = {} if self.schedule == YAFSDP else names.parse(self.schedule, "--schedule")[1]
+        words = {} if self.schedule == YAFSDP else schedule_names.parse(self.schedule, "--schedule")[1]
         if "remat" in words:
             raise ValueError(
                 f"--schedule {self.schedule}: instead of -remat, --ckpt-layers {layers} recomputes all layers"
@@ -189,7 +189,7 @@ class Options:
         if doubles := {name for name in self.schedules if self.schedules.count(name) > 1}:
             raise ValueError(f"--schedules {' '.join(self.schedules)}: {', '.join(sorted(doubles))} is there twice")
         for name in self.schedules:
-            words = names.parse(Pipeline.read(name).sharding, "--schedules")[1]
+            words = schedule_names.parse(Pipeline.read(name).sharding, "--schedules")[1]
             if "remat" in words:
                 raise ValueError(
                     f"--schedules {name}: instead of -remat, --ckpt-layers recomputes that many layers of each"
@@ -240,12 +240,12 @@ def schedule_of(options: Options, config: Shape, where: Cluster, name: str) -> t
     stages = Pipeline.read(name)
     if options.gpus % stages.stages:
         raise ValueError(f"--schedules {name}: {options.gpus} GPUs are not a multiple of {stages.stages} stages")
-    builder, words = names.parse(stages.sharding)
+    builder, words = schedule_names.parse(stages.sharding)
     of, ranks = options.mesh, options.gpus // stages.stages
     mesh = axes(ranks, **_mesh(builder, ranks, options, where), **of.inside)
     over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
     here = traced(options, config, mesh, words.get("chunk", 1), over)
-    factory = partial(names.make, stages.sharding, config.layers)
+    factory = partial(schedule_names.make, stages.sharding, config.layers)
     return (stages.cut(here), stages.factory(factory)) if stages.order else (here, factory)
 
 

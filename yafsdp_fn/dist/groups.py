@@ -37,7 +37,7 @@ from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
 
 EMULATED = "emulated"
-"""The backend of `ya.planner.emulate`. If the default process group has it, all groups do."""
+"""The backend of `benchmarks.emulated`. If the default process group has it, all groups do."""
 
 ABORT_TIMEOUT = timedelta(seconds=30)
 """A failed rank waits this long for the others to fail at the same place; then the communicators are lost."""

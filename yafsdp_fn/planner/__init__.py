@@ -19,14 +19,12 @@ if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, loss
 
 __all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Written"]
 __all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
-__all__ += ["calibrate", "emulate"]
-
-_LATE = {"calibrate": "yafsdp_fn.lab.calibrate", "emulate": "yafsdp_fn.lab.emulated"}
+__all__ += ["calibrate"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
+    if name != "calibrate":
         raise AttributeError(
             f"module 'yafsdp_fn.planner' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
-    return getattr(import_module(_LATE[name]), name)
+    return import_module("yafsdp_fn.lab.calibrate").calibrate

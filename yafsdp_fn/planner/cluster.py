@@ -195,8 +195,8 @@ A100 = Cluster(
     kernel_latency=3e-6,
     jitter=0.015,
 )
-"""Products are fitted to the runs of five sources (`python -m train published --sources`), the network to YaFSDP's,
-whose overhead is in `lab.peers.AS_RUN`. memory_bytes is what YaFSDP's numbers of recomputed layers imply; attention is
+"""Products are fitted to the runs of five sources (`benchmarks published --sources`), the network to YaFSDP's, whose
+overhead is in `lab.peers.AS_RUN`. memory_bytes is what YaFSDP's numbers of recomputed layers imply; attention is
 FlashAttention-2's forward and backward at head dim 128; hops are what NCCL 2.27 expects
 (docs/benchmarks/nccl_h100_tuning.csv); jitter is from InternLM's runs on 8 to 1024 GPUs (1.7%) and torchtitan's on 8
 and 128 (1.3%); kernel_latency and contention are guesses that the times tell little about; host_bandwidth is what

@@ -22,7 +22,7 @@ PARTS = ("compute", "communication", "overhead")
 
 RANGE = (0.8, 1.18)
 """Between these parts of a predicted time are four fifths of 161 published runs, each with its source left out of the
-fit, sources counting alike: `python -m train published --sources`."""
+fit, sources counting alike: `python -m benchmarks published --sources`."""
 RESERVED = (1.02, 1.41)
 """Between these parts of tensors' peak was what nvidia-smi showed of a process, in four fifths of twelve published runs
 on one GPU (docs/benchmarks/published_runs.csv): torch keeps more memory than tensors have, and CUDA has its context."""

@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import default_planner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.emulated.emulate import Emulation
+from benchmarks.emulated.group import EmulatedGroup, data
+from benchmarks.emulated.lanes import Collective
 from tests.harness.fake_cuda.log import HOST, Launch
 from tests.harness.fake_cuda.tensors import CUDA, DEVICE, CudaTensor
 from yafsdp_fn.dist import communicators, groups
-from yafsdp_fn.lab.emulated.emulate import Emulation
-from yafsdp_fn.lab.emulated.group import EmulatedGroup, data
-from yafsdp_fn.lab.emulated.lanes import Collective
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.runtime import arguments
 

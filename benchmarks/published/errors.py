@@ -1,0 +1,175 @@
+"""Errors of predicted runs (`steps.py`): by source, GPU, number of GPUs and parallelism, and with each source left out.
+
+left_out(found)      the rate of products fitted to all other sources, and each run's error by it
+interval(errors)     what four fifths of them are between
+show(file, ...)      what `python -m benchmarks published --rows FILE` and `--sources` print
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.published.runs import Refused, Run, table
+from benchmarks.published.steps import CARD, Predicted, cluster_of, predict, seconds
+from train.config import ConfigError
+from yafsdp_fn.planner import Cluster
+from yafsdp_fn.util.words import counted
+
+# ---- Leaves a source out: the products of each family of GPUs, fitted to all other sources.
+
+FAMILIES = {"A100": ("A100", "A100 40GB"), "H100": ("H100", "H100 HBM2e", "H200")}
+"""The GPUs that share a fit: of one factor on the rate of their products. Other kinds have theirs from data sheets."""
+FACTORS = np.linspace(0.6, 1.6, 401)
+
+
+def left_out(
+    found: list[Predicted], slower: list[float]
+) -> tuple[dict[str, dict[str, float]], list[tuple[Predicted, float]]]:
+    """(Factors on the rate of products by family and source left out, "" for none; each measured run with its error in
+    percent when its source is left out). Sources count alike, whatever their rows; absolute logarithms of errors.
+
+    slower: seconds of each of `found` at a rate of products that is a tenth lower (`_slower`), of those with a time
+    """
+    factors: dict[str, dict[str, float]] = {}
+    errors: dict[int, float] = {}
+    for family, kinds in FAMILIES.items():
+        chosen = [at for at, one in enumerate(found) if one.run.gpu in kinds and one.run.measured_s is not None]
+        if not chosen:
+            continue
+        own = [found[at] for at in chosen]
+        measured = np.array([one.run.measured_s for one in own])
+        now = np.array([one.seconds for one in own])
+        then = np.array([slower[at] for at in chosen])
+        times = now + (then - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
+        sources = [one.run.source for one in own]
+        weights = np.array([1 / sources.count(source) for source in sources])
+        factors[family] = {}
+        for source in ["", *dict.fromkeys(sources)]:
+            kept = weights * np.array([other != source for other in sources])
+            cost = np.abs(np.log(times / measured)) @ kept
+            at = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
+            factors[family][source] = round(float(FACTORS[at]), 4)
+            for each, of, seen in zip(own, times[at], measured, strict=True):
+                if each.run.source == source:
+                    errors[id(each)] = 100 * (seen / of - 1)
+    rest = {id(one): one.error for one in found if one.error is not None}
+    return factors, [(one, errors.get(id(one), rest[id(one)])) for one in found if id(one) in rest]
+
+
+def _slower(cluster: Cluster) -> Cluster:
+    return cluster.replace(matmul_flops=cluster.matmul_flops / 1.1)
+
+
+def interval(errors: list[tuple[Predicted, float]], part: float = 0.8) -> tuple[float, float]:
+    """Measured over predicted seconds, between which `part` of the runs are, sources counting alike: what a source says
+    of itself is more than its rows are."""
+    sources = [one.run.source for one, _ in errors]
+    ratios = sorted(
+        (1 + error / 100, 1 / sources.count(source)) for (_, error), source in zip(errors, sources, strict=True)
+    )
+    below = np.cumsum([weight for _, weight in ratios]) / len(set(sources))
+    low, high = (ratios[int(np.searchsorted(below, at))][0] for at in ((1 - part) / 2, (1 + part) / 2))
+    return round(low, 3), round(high, 3)
+
+
+# ---- Prints the errors.
+
+MARGIN = 1.05
+"""The bytes that an allocator holds over those of tensors, at the least: of torch's own figures 1.03 to 1.12."""
+
+
+def fitting(found: list[Predicted]) -> tuple[int, int]:
+    """(Runs of which it is said rightly whether they fit, all whose memory is known)."""
+    known = [one for one in found if one.run.measured_bytes is not None]
+    right = [
+        (one.peak_bytes * MARGIN <= CARD[one.run.gpu] * 2**30) == (one.run.measured_bytes != float("inf"))
+        for one in known
+    ]
+    return sum(right), len(right)
+
+
+def spread(errors: Iterable[float]) -> dict[str, float]:
+    """Number, median and 90th percentile of absolute errors, and the median of errors with their sign."""
+    found = np.array([*errors])
+    sizes = np.abs(found)
+    numbers = {"median": np.median(sizes), "p90": np.percentile(sizes, 90), "bias": np.median(found)}
+    return {"rows": len(sizes), **{name: round(float(value), 2) for name, value in numbers.items()}}
+
+
+GROUPS: dict[str, Callable[[Run], str]] = {
+    "source": lambda run: run.source,
+    "gpu": lambda run: run.gpu,
+    "gpus": lambda run: str(next(n for n in (1, 8, 64, 512, 1 << 30) if run.gpus <= n)).replace(str(1 << 30), "more"),
+    "parallelism": lambda run: run.parallelism,
+    "kernels": lambda run: run.kernels,
+}
+
+
+def show(file: Path, as_json: bool, sources: bool = False) -> None:
+    """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
+    be."""
+    try:
+        runs, refused = table(file)
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"--rows: {error}") from None
+    found = list[Predicted]()
+    slower = list[float]()
+    if not as_json:
+        print(f"{'':<89} {'step, s':>8} {'measured, error':>16} {'GiB':>6} {'seen':>6}")
+    for run in runs:
+        try:
+            one = predict(run)
+        except Refused as error:
+            refused.append(str(error))
+            continue
+        found.append(one)
+        run = one.run  # with what was not stated
+        fitted = sources and run.measured_s is not None
+        slower.append(seconds(run, _slower(cluster_of(run))) if fitted else 0.0)  # while its programs are at hand
+        if not as_json:
+            print(_line(one), flush=True)
+    if not found:
+        raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
+    factors, apart = (
+        left_out(found, slower) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
+    )
+    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [off for _, off in apart]}} if apart else {}
+    for name, key in GROUPS.items():
+        groups[name] = {}
+        for one, off in sorted(apart, key=lambda each: key(each[0].run)):
+            groups[name].setdefault(key(one.run), []).append(off)
+    spreads = {name: {of: spread(each) for of, each in group.items()} for name, group in groups.items()}
+    right, known = fitting(found)
+    told: dict[str, Any] = {"fits or not": {"right": right, "of": known}}
+    if sources and apart:
+        told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
+    if as_json:
+        listed = {} if sources else {"rows": [one.as_json() for one in found]}
+        print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
+        return
+    for name, group in spreads.items():
+        print(f"\nby {name}" if name != "all" else "")
+        for of, each in group.items():
+            words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
+            print(f"{of:<34} {counted(int(each['rows']), 'row'):>9}   {words}")
+    print(f"\nwhether a run fits is said rightly of {right} of {known}")
+    for name, what in told.items():
+        if name != "fits or not":
+            print(f"{name}: {what}")
+    for why in refused:
+        print(f"not predicted: {why}")
+
+
+def _line(one: Predicted) -> str:
+    run = one.run
+    seen = "" if one.error is None else f"{run.measured_s:8.3f} {one.error:+6.1f}%"
+    held = "" if run.measured_bytes is None else f"{run.measured_bytes / 2**30:6.1f}"
+    over = "" if one.fits else "  does not fit"
+    memory = f"{one.peak_bytes / 2**30:6.1f} {held:>6}{over}"
+    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {memory}"

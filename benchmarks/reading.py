@@ -1,0 +1,266 @@
+"""`python -m benchmarks reading`: what a stranger has to read, counted.
+
+    calls, changes     Python functions of the library that the main thread calls for a further layer of a steady step,
+                       and how often the next call is in another file: steps of two depths, and the line through them
+    files, lines       those that such a step enters, in any thread
+    circles            groups of files, and of folders, that import each other, annotations included
+    library            lines of `yafsdp_fn` without `lab/`
+    nodes              AST nodes without docstrings, by folder of the repository and of the library; --budgets: these
+                       alone, each within its budget (`BUDGETS`). A budget rises in a commit of its own, that says
+                       for what, and what went
+
+The step is `zero3` of a Llama with AdamW, after its warm-up: no tracing, no building.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import harness
+from benchmarks.contenders import build
+from benchmarks.options import Options
+from benchmarks.report import Rows, table
+from train.machine import ROOT
+from train.shapes import Shape
+
+LIBRARY = ROOT / "yafsdp_fn"
+LAYERS = (8, 16)
+SHAPE = Shape(dim=256, ffn=384, heads=4, seq=16, batch=1)
+GOALS = {"calls": 100, "changes": 35, "files": 22, "lines": 4500, "circles": 0, "library lines": 22_500}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Options):
+    """Count what a steady step calls and enters, and what the library imports and is long."""
+
+    ranks: int = 2
+    """Rank processes, with gloo."""
+    timeout: float = 300.0
+    """Seconds after which rank processes that have not ended are killed."""
+    budgets: bool = False
+    """Count AST nodes alone, and fail where a folder has more than its budget."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise ValueError(f"--ranks {self.ranks}: expected at least 1")
+
+
+def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:
+    """Calls of a step after warm-up."""
+    calls = Calls()  # before the contender, whose threads it is to see
+    batch, *_ = task.batches(device)
+    contender = build(task.contenders[0], task.shape, microbatches=1, seed=task.seed, device=device)
+    for _ in range(task.warmup):
+        contender.step(batch)
+    calls.count(lambda: contender.step(batch))
+    return calls.found()
+
+
+class Calls:
+    """Calls of the library's functions in this process, while `counting`. Made before any thread it is to see."""
+
+    def __init__(self) -> None:
+        self.main: list[str] = []
+        """File of each call of the main thread, in order."""
+        self.files: set[str] = set()
+        """Files of the calls of all threads."""
+        self.counting = False
+        self._thread = threading.get_ident()
+        threading.setprofile(self._seen)
+
+    def count(self, work: Callable[[], object]) -> None:
+        """`work`, with its calls counted."""
+        self.counting = True
+        sys.setprofile(self._seen)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+            self.counting = False
+
+    def _seen(self, frame: Any, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        watches = threading.current_thread().name == "yafsdp-watchdog"  # by the clock, not by steps
+        if event == "call" and self.counting and file.startswith(str(LIBRARY)) and not watches:
+            self.files.add(file)
+            if threading.get_ident() == self._thread:
+                self.main.append(file)
+
+    def found(self) -> dict[str, Any]:
+        changes = sum(a != b for a, b in zip(self.main, self.main[1:], strict=False))
+        return {"calls": len(self.main), "changes": changes, "files": sorted(self.files)}
+
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+"""AST nodes that a folder may have."""
+
+
+class OverBudget(RuntimeError):
+    """Folders have more nodes than their budgets."""
+
+
+def nodes(source: str) -> int:
+    """AST nodes of a text without docstrings."""
+    tree = ast.parse(source)
+    documented = [each for each in ast.walk(tree) if isinstance(each, DOCUMENTED) and ast.get_docstring(each, False)]
+    return sum(1 for _ in ast.walk(tree)) - 2 * len(documented)  # an expression and a constant
+
+
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
+    """Nodes and lines by folder: of the repository, and of the library, whose files at the top count as one folder."""
+    counted: dict[str, Counter[str]] = {}
+    for top in FOLDERS:
+        for path in sorted((root / top).rglob("*.py")):
+            text, inner = path.read_text(), path.relative_to(root).parts
+            own = [top] if top != LIBRARY.name else [top, f"{top}/{inner[1] if len(inner) > 2 else '*.py'}"]
+            for name in own:
+                counted.setdefault(name, Counter()).update(nodes=nodes(text), lines=len(text.splitlines()))
+    return {name: dict(each) for name, each in sorted(counted.items())}
+
+
+FOLDERS = (LIBRARY.name, "models", "train", "benchmarks", "tests")
+
+
+def over_budget(sizes: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> list[str]:
+    """Sentences on folders that have more nodes than their budget, or none of their own."""
+    return [
+        f"{name} has {size['nodes']:,} nodes, and its budget is {budgets.get(name, 0):,}"
+        for name, size in sizes.items()
+        if size["nodes"] > budgets.get(name, 0)
+    ]
+
+
+def show_sizes(sizes: Mapping[str, Mapping[str, int]]) -> Table:
+    budgets = json.loads(BUDGETS.read_text())
+    rows: Rows = {
+        name: {
+            "nodes": f"{size['nodes']:,}",
+            "budget": f"{budgets.get(name, 0):,}",
+            "lines": f"{size['lines']:,}",
+            "nodes a line": f"{size['nodes'] / max(1, size['lines']):.1f}",
+        }
+        for name, size in sizes.items()
+    }
+    return table("folder", rows)
+
+
+def measure(reading: Reading, console: Console) -> dict[str, Any]:
+    """The result. Raises RankFailed, OverBudget."""
+    counted = sizes()
+    if reading.budgets:
+        if over := over_budget(counted, json.loads(BUDGETS.read_text())):
+            raise OverBudget("; ".join(over) + f": make it smaller, or raise it in {BUDGETS.name} and say for what")
+        return {"sizes": counted}
+    found = []
+    for layers in LAYERS:
+        with console.status(f"counting calls of {layers} layers"):
+            shape = dataclasses.replace(SHAPE, layers=layers)
+            how: dict[str, Any] = {"ranks": reading.ranks, "steps": 0, "warmup": 4, "timeout": reading.timeout}
+            found.append(harness.run("benchmarks.reading:rank", ("zero3",), shape=shape, **how))
+    few, many = found
+    further = {key: (many[key] - few[key]) / (LAYERS[1] - LAYERS[0]) for key in ("calls", "changes")}
+    entered = {str(Path(file).relative_to(ROOT)): lines(Path(file)) for file in many["files"]}
+    imports = dict(imported(LIBRARY))
+    folders: dict[str, set[str]] = {}
+    for file, names in imports.items():
+        folders.setdefault(folder(file), set()).update(map(folder, names))
+    circles = {"files": circular(imports), "folders": circular(folders)}
+    lengths: Counter[str] = Counter()
+    for path in LIBRARY.rglob("*.py"):
+        lengths[str(path.relative_to(ROOT).parent)] += lines(path)
+    return {
+        **further,
+        "files": len(entered),
+        "lines": sum(entered.values()),
+        "circles": sum(map(len, circles.values())),
+        "library lines": sum(count for name, count in lengths.items() if not name.startswith("yafsdp_fn/lab")),
+        "entered": entered,
+        "importing each other": circles,
+        "folders": dict(lengths),
+        "sizes": counted,
+    }
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def folder(module: str) -> str:
+    """`yafsdp_fn.runtime` for `yafsdp_fn.runtime.visit`. A module at the top, where the verbs are, is one by itself."""
+    return ".".join(module.split(".")[:2])
+
+
+def imported(library: Path) -> Iterator[tuple[str, set[str]]]:
+    """Yields each module, and the modules of the library that it names in an import anywhere in its text.
+
+    A package's `__init__` counts as what it names, and importing a package as importing its `__init__`.
+    """
+    paths = {".".join(path.relative_to(library.parent).with_suffix("").parts): path for path in library.rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    for name, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                whole = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {each if each in modules else node.module for each in whole}
+        yield name, (found & set(modules)) - {name}
+
+
+def circular(edges: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of more than one node that reach each other."""
+    reached = {node: _reached(edges, node) for node in edges}
+    groups: Iterable[frozenset[str]] = {
+        frozenset(other for other in reached[node] if node in reached.get(other, ())) for node in edges
+    }
+    return sorted(sorted(group) for group in groups if len(group) > 1)
+
+
+def _reached(edges: dict[str, set[str]], start: str) -> set[str]:
+    seen, left = set[str](), [start]
+    while left:
+        for other in edges.get(left.pop(), set()) - seen:
+            seen.add(other)
+            left.append(other)
+    return seen
+
+
+def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
+    """A row for each count."""
+    yield show_sizes(found["sizes"])
+    if reading.budgets:
+        return
+    what = {
+        "calls": "calls per further layer",
+        "changes": "changes of file per further layer",
+        "files": "files that a step enters",
+        "lines": "their lines",
+        "circles": "import circles, of files and of folders",
+        "library lines": "lines of the library without lab/",
+    }
+    rows: Rows = {}
+    for key, text in what.items():
+        met = "reached" if found[key] <= GOALS[key] else "MISSED"
+        rows[text] = {"found": f"{found[key]:,.10g}", "goal": f"{GOALS[key]:,} {met}"}
+    yield (f"a steady step of zero3 with AdamW, {reading.ranks} rank(s), {LAYERS[0]} and {LAYERS[1]} layers")
+    yield table("counted", rows)
+    for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
+        yield table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())})
+    for circle in (each for kind in found["importing each other"].values() for each in kind):
+        yield f"import each other: {', '.join(circle)}"

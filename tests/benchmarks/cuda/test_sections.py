@@ -1,0 +1,225 @@
+"""The sections on tiny models: every figure is there, and says what it says it does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import yafsdp_fn as ya
+from benchmarks.cuda import emulated, gpu, memory, order, sides
+from benchmarks.cuda.gpu import Line, Row, Setting
+from benchmarks.cuda.sides import Plain
+from benchmarks.emulated import emulate
+from models import llama
+from tests.schedules.traces import model
+from yafsdp_fn.planner.cluster import A100
+from yafsdp_fn.schedules import Gather
+from yafsdp_fn.timeline import Span, Timeline
+
+InChild = Callable[..., Any]
+CPU = Setting("cpu")
+
+
+def last(section: Callable[..., None], setting: Setting, *args: str) -> dict[str, Any]:
+    """What a section reports in the end."""
+    found: list[dict[str, Any]] = []
+    try:
+        section(setting, found.append, *args)
+    finally:
+        alone()
+    return found[-1]
+
+
+def alone() -> None:
+    """Ends the process group, since emulating makes one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ---- the plain module
+
+
+def both_ways(name: str) -> tuple[float, float]:
+    """How far a step of ours and one of the plain module go apart, relative, in master weights and in the loss."""
+    config = dataclasses.replace(CPU.config(name), layers=3)
+    batch = CPU.batch(config, 16, rows=2)
+    ends, losses = [], []
+    for plain in (False, True):
+        mine = sides.build(config, ya.mesh(device="cpu"), CPU, {"zero3": ya.schedules.zero3()})["zero3"]
+        them = Plain(config, mine.held, CPU) if plain else mine
+        for _ in range(2):
+            them.turn()
+            losses.append(float(them.step(batch)))
+        store = mine.held.state.memory
+        assert torch.equal(store.working.tensors[1], store.master.tensors[1].bfloat16())
+        ends.append(torch.cat([master.flatten() for master in store.masters()]))
+    start = torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.materialize(llama.params(config)))])
+    moved = float((ends[0].norm() - start.norm()).abs())
+    assert moved > 0
+    alone()
+    return float((ends[0] - ends[1]).abs().max()), abs(losses[1] / losses[3] - 1)
+
+
+@pytest.mark.parametrize("name", ["llama3.2-1b", "llama3-8b"], ids=["tied", "untied"])
+def test_the_plain_module_trains_the_same_weights_alike(in_child: InChild, name: str) -> None:
+    apart, loss = in_child(both_ways, name)
+    assert apart < 1e-4 and loss < 1e-3  # two steps of Adam at 1e-4; bf16 blocks
+
+
+# ---- the emulated network
+
+
+def test_a_published_row_beside_fsdp2(in_child: InChild) -> None:
+    found = in_child(last, emulated.run, CPU, "llama3-8b/64")
+    part = found["network"]
+    assert part["communication over compute, here"] == pytest.approx(part["communication over compute, published"])
+    waiting, depths = found["waiting"], found["depths"]
+    names = {"zero3", "zero3-prefetch2", *sides.settings()}
+    for depth in depths:
+        assert set(waiting[f"{depth} layers"]["step_ms"]) == names
+    assert waiting["published ratio"] == pytest.approx(0.97 / 1.10)
+    assert waiting["whole model, extrapolated"]["layers"] == 32
+
+
+def test_ratios_floors_and_the_whole_model() -> None:
+    """Worked out by hand: ours 1 + 2 L, FSDP2 2 + 3 L, compute L, communication 1 + 1.5 L."""
+    row = Row("any", 64, 2048, layers=10, recomputed=0, ratio=0.8)
+    times = {
+        depth: {"zero3": [1.0 + 2 * depth] * 3, "fsdp2": [4.0 * depth] * 3, "fsdp2-prefetch2": [2.0 + 3 * depth] * 3}
+        for depth in (2, 4)
+    }
+    compute, comm = {2: 2.0, 4: 4.0}, {2: 4.0, 4: 7.0}
+    lines = tuple(Line.through((2, 4), (of[2], of[4])) for of in (compute, comm))
+    found = emulated.compared(times, row, compute, comm, lines)
+    deep, whole = found["4 layers"], found["whole model, extrapolated"]
+    assert deep["best of fsdp2"] == "fsdp2-prefetch2" and deep["communication_ms"] == 7e3
+    assert deep["floor over best of fsdp2"] == 7 / 14 and deep["ours over floor"] == 9 / 7
+    assert deep["over best of fsdp2, by round"]["zero3"]["median"] == pytest.approx(9 / 14)
+    assert whole["ours over best of fsdp2"] == pytest.approx(21 / 32)
+    assert whole["floor over best of fsdp2"] == pytest.approx(16 / 32)
+    assert whole["ours over fsdp2"] == pytest.approx(21 / 40)
+    assert emulated.goals(found, row, "waiting") == {
+        "waiting: within 5% of the floor": False,
+        "waiting: at most 0.800 of FSDP2": True,
+    }
+    alone = emulated.compared({4: times[4]}, row, compute, comm, lines)
+    assert set(alone) == {"published ratio", "4 layers"}
+    assert emulated.goals(alone, row, "moving")["moving: at most 0.800 of FSDP2"]
+    assert not emulated.goals(found, row._replace(ratio=0.49), "waiting").keys() - {"waiting: within 5% of the floor"}
+
+
+def test_published_rows_and_their_depths() -> None:
+    rows = gpu.published()
+    assert set(rows) == {
+        "llama2-7b/64",
+        "llama2-13b/128",
+        "llama2-34b/128",
+        "llama2-34b/256",
+        "llama2-70b/256",
+        "llama3-8b/64",
+    }
+    assert all(0.735 < row.ratio < 0.975 for row in rows.values())
+    assert [row.at(row.depths[1]) for row in rows.values()].count(2) == 1 and rows["llama2-70b/256"].at(8) == 1
+    assert math.isinf(gpu.free().network_bandwidth) and gpu.free().network_latency == 0
+    assert gpu.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
+
+
+def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
+    """Of each contender's module after a turn and a step: whether reductions have a group of their own, their buffers,
+    and how many layers the first one gathers ahead in forward, the last one in backward."""
+    config, out = dataclasses.replace(CPU.config("llama3-8b"), layers=4), []
+    with emulate(gpu.free(), 8):
+        made = sides.build_fsdp2(config, init_device_mesh("cpu", (8,)), CPU, recompute=0)
+        for contender in made.values():
+            contender.turn()
+            contender.step(CPU.batch(config, 16))
+            module: Any = contender.module
+            first, last, root = (each._get_fsdp_state() for each in (module.layers[0], module.layers[-1], module))
+            group = first._fsdp_param_group.mesh_info
+            separate = getattr(group, "reduce_scatter_process_group", None) is not None
+            buffers = getattr(root._comm_ctx, "reduce_scatter_max_input_buffers", 1)
+            ahead = len(first._states_to_forward_prefetch), len(last._states_to_backward_prefetch)
+            out.append((separate, buffers, *ahead))
+    return out
+
+
+def test_fsdp2_is_set_as_its_names_say(in_child: InChild) -> None:
+    expected = [(False, 1, 1, 1), (False, 1, 2, 2), (True, 2, 2, 2)]
+    assert in_child(settings_of_fsdp2) == expected[: len(sides.settings())]
+
+
+# ---- memory and order
+
+
+def test_memory(in_child: InChild) -> None:
+    name = "7B, rank 0 of 64, seq 2048"
+    found = in_child(last, memory.run, CPU, name)[name]
+    assert abs(found["error"]) < 0.05  # a few buffers of 8 KiB count, of models this small
+    assert sum(found["items"].values()) == found["predicted_bytes"]
+
+
+def of_order(folder: str) -> tuple[dict[str, Any], Timeline]:
+    kept: list[Timeline] = []
+    compared = order.compared
+    order.compared = lambda one, two: compared(kept.append(one) or one, two)  # type: ignore[func-returns-value]
+    return last(order.run, dataclasses.replace(CPU, pictures=folder)), kept[0]
+
+
+def test_the_profiler_sees_the_order_that_we_record(in_child: InChild, tmp_path: Path) -> None:
+    found, timeline = in_child(of_order, str(tmp_path))
+    assert found["same order"], found
+    assert found["ops"] == len(timeline.spans) and set(found["same order on"]) == {"gather", "compute", "reduce"}
+    for picture in found.get("pictures", []):
+        assert (tmp_path / picture).stat().st_size > 1000
+    turned = [span._replace(start=-span.start, end=-span.start) for span in timeline.spans]
+    assert not order.compared(timeline, timeline._replace(spans=tuple(turned)))["same order"]
+    assert order.compared(timeline, timeline)["same order"]
+    fewer = order.compared(timeline, timeline._replace(spans=timeline.spans[:-1]))
+    assert not fewer["same order"] and fewer["not in the profile"] == [timeline.spans[-1].number]
+
+
+def test_gpu_ranges_count_on_their_streams_own_track() -> None:
+    """A compute whose range holds the issue of a gather covers that in the gather's track, too."""
+    op = Gather((0,), (0,))
+    where = [(0, "gather", 7, 0), (1, "compute", 3, 20), (2, "gather", 7, 22), (3, "compute", 3, 40)]
+    spans = tuple(Span(number, op, stream, 1e-6 * ts, 1e-6 * (ts + 10)) for number, stream, _, ts in where)
+    timeline = Timeline(model(2), spans, 50e-6, "")
+    events = [
+        {"name": f"op {n} on {stream}", "ph": "X", "cat": "gpu_user_annotation", "tid": tid, "ts": ts, "dur": 10}
+        for n, stream, tid, ts in where
+    ]
+    astray = {**events[1], "tid": 7, "ts": 500}
+    another = {**events[0], "cat": "user_annotation", "ts": 900}  # of the host
+    seen = order.profiled([astray, another, *events], timeline, on_gpu=True)
+    assert [round(1e6 * span.start) for span in seen.spans] == [0, 20, 22, 40]
+    assert order.compared(timeline, seen)["same order"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("section", "args"),
+    [
+        (emulated.run, ("llama3-8b/64",)),
+        (memory.run, ("7B, rank 0 of 64, seq 2048",)),
+        (order.run, ()),
+    ],
+    ids=["emulated", "memory", "order"],
+)
+def test_sections_run_on_a_gpu(
+    in_child: InChild, tmp_path: Path, section: Callable[..., None], args: tuple[str, ...]
+) -> None:
+    found = in_child(last, section, Setting("cuda", str(tmp_path), small=True), *args)
+    if section is order.run:
+        assert found["same order"], found
+    if section is emulated.run:
+        assert found["moving bytes"]["2 layers"]["ours over floor"] > 0

@@ -1,0 +1,71 @@
+"""The model of the links, on a clock that tests move."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmarks.emulated.lanes import Links
+from tests.schedules.cases import SMALL, program
+from yafsdp_fn.planner.cluster import CLUSTERS, Phase
+from yafsdp_fn.planner.simulate import Task, run
+from yafsdp_fn.program.ops import Norm
+
+
+def test_a_transfer_alone_takes_the_sum_of_its_phases() -> None:
+    links = Links(now=10.0)
+    transfer = links.submit("group", [Phase("latency", 1.0), Phase("network", 2.0)])
+    links.advance(12.9)
+    assert transfer.ended is None and links.next_end() == pytest.approx(13.0)
+    links.advance(20.0)
+    assert transfer.ended == pytest.approx(13.0)
+
+
+def test_two_groups_share_a_link_evenly() -> None:
+    links = Links()
+    long = links.submit("a", [Phase("network", 4.0)])
+    links.advance(1.0)
+    short = links.submit("b", [Phase("network", 1.0)])  # each at half speed: it takes 2 s, in which `long` does 1 of 3
+    links.advance(9.0)
+    assert (short.ended, long.ended) == (pytest.approx(3.0), pytest.approx(5.0))
+
+
+def test_latencies_and_different_links_are_not_shared() -> None:
+    links = Links()
+    phases = ([Phase("node", 2.0)], [Phase("network", 2.0)], [Phase("latency", 2.0)], [Phase("latency", 2.0)])
+    every = [links.submit(group, of) for group, of in enumerate(phases)]
+    links.advance(3.0)
+    assert [transfer.ended for transfer in every] == [pytest.approx(2.0)] * 4
+
+
+def test_a_group_does_one_at_a_time_and_goes_on_without_a_gap() -> None:
+    links = Links()
+    first, nothing, last = (links.submit("group", of) for of in ([Phase("node", 1.0)], [], [Phase("node", 1.0)]))
+    links.advance(5.0)  # whoever looks comes late
+    assert [first.ended, nothing.ended, last.ended] == [pytest.approx(at) for at in (1.0, 1.0, 2.0)]
+    assert links.submit("group", [Phase("node", 1.0)]).ended is None
+    links.advance(6.5)
+    assert links.next_end() == float("inf")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_simulation_has_the_same_model(seed: int) -> None:
+    """Streams without waits are groups that were given all their collectives at once."""
+    draw = random.Random(seed)
+    anything = program(SMALL["one unit"], "zero3")
+    phase = lambda: Phase(draw.choice(("node", "network", "latency")), draw.uniform(0.1, 2.0))  # noqa: E731
+    todo = [
+        Task(
+            Norm(()),
+            draw.choice(("gather", "reduce", "replicate")),
+            (),
+            tuple(phase() for _ in range(draw.randrange(4))),
+        )
+        for _ in range(20)
+    ]
+    links = Links()
+    transfers = [links.submit(task.stream, task.phases) for task in todo]
+    links.advance(100.0)
+    spans = run(anything, todo, CLUSTERS["a100-80g"], "").spans
+    assert [t.ended for t in transfers] == [pytest.approx(span.end) for span in spans]

@@ -1,0 +1,155 @@
+"""FSDP2, DDP and this toolkit train as one rank of 64, none of them changed for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import yafsdp_fn as ya
+from benchmarks.emulated import emulate
+from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
+from yafsdp_fn.schedules import Gather, Reduce
+
+RANKS, STEPS, RATE, E = 64, 4, 0.5, 64
+InChild = Callable[..., Any]
+
+
+def module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(E, 2 * E), nn.Tanh(), nn.Linear(2 * E, E)) for _ in range(3)])
+
+
+def steps(model: nn.Module) -> list[float]:
+    """Losses of plain SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    x = torch.randn(8, E, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(STEPS):
+        loss = (model(x) - 0.5).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def tied(loss_of: Callable[[list[Tensor]], Tensor], whole: list[Tensor], ranks: int) -> list[float]:
+    """Losses of weights that are `ranks` times the first slice of `whole`, which learns by its share of the gradient.
+
+    It is what contents say: an all-gather repeats, and a reduce-scatter averages over the slices.
+    """
+    own = [w.detach().flatten()[: w.numel() // ranks].clone().requires_grad_() for w in whole]
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of([w.repeat(ranks).view_as(like) for w, like in zip(own, whole, strict=True)])
+        grads = torch.autograd.grad(loss, own)
+        with torch.no_grad():
+            for w, grad in zip(own, grads, strict=True):
+                w -= RATE * grad / ranks
+        losses.append(loss.item())
+    return losses
+
+
+def tied_module(ranks: int) -> list[float]:
+    model = module()
+    names = [name for name, _ in model.named_parameters()]
+    x = torch.randn(8, E, generator=torch.Generator().manual_seed(1))
+
+    def loss(weights: list[Tensor]) -> Tensor:
+        out = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (x,))
+        return (out - 0.5).square().mean()
+
+    return tied(loss, list(model.parameters()), ranks)
+
+
+def fsdp2(sizes: tuple[int, ...]) -> tuple[list[float], Tensor]:
+    with emulate(cluster(1e-3), RANKS):
+        names = ("replicate", "shard")[-len(sizes) :]
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        model = module()
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        losses = steps(model)
+        weight: Any = model[0][0].weight
+        return losses, weight.full_tensor().detach()
+
+
+@pytest.mark.parametrize("sizes", [(64,), (8, 8)])
+def test_fsdp2_trains_the_model_whose_shards_are_alike(in_child: InChild, sizes: tuple[int, ...]) -> None:
+    losses, whole = in_child(fsdp2, sizes)
+    assert losses == pytest.approx(tied_module(sizes[-1]), rel=1e-4)
+    rows = whole.view(sizes[-1], -1)
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+
+
+def ddp() -> list[float]:
+    with emulate(cluster(1e-3), RANKS):
+        return steps(DistributedDataParallel(module()))
+
+
+def test_ddp_trains_as_on_one_rank(in_child: InChild) -> None:
+    losses = in_child(ddp)
+    assert losses == pytest.approx(steps(module()), rel=1e-5) and losses[-1] < 0.9 * losses[0]
+
+
+SCHEDULES: dict[str, tuple[dict[str, int], ya.schedules.Schedule, int, ya.Precision]] = {
+    "zero3": ({}, ya.schedules.zero3(), 2, ya.Precision()),
+    "hsdp": ({"replicate": 8}, ya.schedules.hsdp(remat=ya.schedules.remat.every(2)), 1, ya.Precision()),
+    "hpz": ({"local": 8}, ya.schedules.hpz(2), 1, ya.Precision()),
+    "ddp": ({"replicate": -1, "shard": 1}, ya.schedules.ddp(), 1, ya.Precision()),
+    "accumulate": ({"local": 8}, ya.schedules.zero3(update=True), 1, ya.Precision(accumulate=torch.float64)),
+    "two ranks": ({"replicate": 32}, ya.schedules.zero2(), 1, ya.Precision()),
+}
+
+
+def ours(name: str) -> tuple[Any, list[float], dict[str, int], int, int]:
+    """The first weights; losses; the collectives of the last step; the gathers and reductions of the program."""
+    mesh_of, schedule, microbatches, precision = SCHEDULES[name]
+    tx = ya.optim.sgd(RATE)
+    with emulate(cluster(1e-3), RANKS) as emulation:
+        mesh = ya.mesh(device="cpu", **mesh_of)
+        state = ya.init(params(), tx, mesh=mesh, precision=precision)
+        first = [weight.clone() for weight in optree.tree_leaves(ya.unshard(state.params))]
+        step = ya.train_step(Loss(), tx, schedule=schedule, microbatches=microbatches)
+        losses = []
+        for _ in range(STEPS):
+            state.memory.comms.drain()  # gathers for the next step, which nobody has waited for
+            before = emulation.issued
+            state, metrics = step(state, batch())
+            losses.append(float(metrics["loss"]))
+        program = step.program(state)
+        assert program is not None
+        state.memory.comms.drain()
+        issued = emulation.issued - before
+        state.memory.comms.must_agree("a text", {"part": "text"})
+    assert not dist.is_initialized()
+    return first, losses, dict(issued), program.count(Gather), program.count(Reduce)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ours_trains_the_model_whose_shards_are_alike(in_child: InChild, name: str) -> None:
+    first, losses, issued, gathers, reductions = in_child(ours, name)
+    embed, head, layers = first
+
+    def loss(weights: list[Tensor]) -> Tensor:
+        tree = {"embed": weights[0], "head": weights[1], "layers": ya.Stacked(torch.stack(weights[2:]))}
+        return Loss()(tree, batch())
+
+    ranks = {"hsdp": 8, "ddp": 1, "two ranks": 2}.get(name, RANKS)
+    assert losses == pytest.approx(tied(loss, [embed, head, *layers], ranks), rel=1e-4)
+    if name == "ddp":
+        assert issued.keys() == {"all_reduce"}
+    elif name == "accumulate":  # within each of 8 nodes, then between them
+        assert (issued["all_gather"], issued["all_to_all"]) == (gathers, 9 * reductions)
+    else:
+        assert (issued["all_gather"], issued["reduce_scatter"]) == (gathers, reductions)

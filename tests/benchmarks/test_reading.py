@@ -1,0 +1,70 @@
+"""What is counted is what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.command import main
+from benchmarks.reading import BUDGETS, Calls, circular, imported, nodes, over_budget, sizes
+from yafsdp_fn.params import tree
+
+
+def test_imports_are_found_wherever_they_stand_and_circles_through_others(tmp_path: Path) -> None:
+    library = tmp_path / "lib"
+    (library / "sub").mkdir(parents=True)
+    texts = {
+        "__init__": "from lib.sub import a",
+        "sub/__init__": "",
+        "sub/a": "import lib.b, torch",
+        "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lib.c import x",
+        "c": "def f():\n    from lib.sub.a import g",
+    }
+    for name, text in texts.items():
+        (library / f"{name}.py").write_text(text)
+    edges = dict(imported(library))
+    assert edges["lib"] == {"lib.sub.a"} and edges["lib.sub.a"] == {"lib.b"} and edges["lib.c"] == {"lib.sub.a"}
+    assert circular(edges) == [["lib.b", "lib.c", "lib.sub.a"]]
+    assert circular({"a": {"b"}, "b": set()}) == []
+
+
+def test_calls_of_the_library_and_changes_of_file_are_counted() -> None:
+    calls = Calls()
+    calls.count(lambda: [tree.named_leaves({"a": 1}) for _ in range(2)])
+    tree.named_leaves({"a": 1})  # not counted
+    found = calls.found()
+    assert found["calls"] >= 2 and found["files"] == [tree.__file__] and found["changes"] == 0
+
+
+def test_nodes_are_counted_without_docstrings() -> None:
+    bare = "def f(x):\n    return x + 1\n"
+    told = '"""A module."""\ndef f(x):\n    """Adds one."""\n    # to what it is given\n    return x + 1\n'
+    assert nodes(bare) == nodes(told) == 10
+
+
+def test_no_folder_has_more_nodes_than_its_budget() -> None:
+    """Else make it smaller, or raise the budget in a commit of its own that says for what, and what went."""
+    assert over_budget(sizes(), json.loads(BUDGETS.read_text())) == []
+
+
+def test_a_folder_over_its_budget_is_named(tmp_path: Path) -> None:
+    for file in ("yafsdp_fn/scan.py", "yafsdp_fn/dist/flat.py", "train/clm.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("x = 1\n")
+    found = sizes(tmp_path)
+    assert found["yafsdp_fn"] == {"nodes": 10, "lines": 2} and found["yafsdp_fn/*.py"] == found["yafsdp_fn/dist"]
+    budgets = {"yafsdp_fn": 10, "yafsdp_fn/*.py": 5, "yafsdp_fn/dist": 4}
+    assert over_budget(found, budgets) == [
+        "train has 5 nodes, and its budget is 0",
+        "yafsdp_fn/dist has 5 nodes, and its budget is 4",
+    ]
+
+
+def test_the_command_counts_a_step(capfd, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    out = tmp_path / "reading.json"
+    assert main(["reading", "--ranks", "1", "--save", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["calls"] > found["changes"] > 10 and found["circles"] == 0
+    assert {"yafsdp_fn/runtime/session.py", "yafsdp_fn/runtime/interpreter.py"} < set(found["entered"])
+    assert found["library lines"] == sum(n for name, n in found["folders"].items() if "/lab" not in name)
+    assert "calls per further layer" in capfd.readouterr().out

@@ -1,5 +1,0 @@
-"""Sections make process groups of their own, so that they run in a process aside."""
-
-from tests.lab.emulated.conftest import in_child
-
-__all__ = ["in_child"]

@@ -1,5 +1,0 @@
-"""One process as a rank of a cluster: a torch.distributed backend whose collectives take the modelled time."""
-
-from yafsdp_fn.lab.emulated.emulate import Emulation, emulate
-
-__all__ = ["Emulation", "emulate"]
