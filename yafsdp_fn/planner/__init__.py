@@ -21,10 +21,12 @@ __all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", 
 __all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
 __all__ += ["calibrate"]
 
+_LATE = {"calibrate": "yafsdp_fn.lab.calibrate"}
+
 
 def __getattr__(name: str) -> Any:
-    if name != "calibrate":
+    if name not in _LATE:
         raise AttributeError(
             f"module 'yafsdp_fn.planner' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
-    return import_module("yafsdp_fn.lab.calibrate").calibrate
+    return getattr(import_module(_LATE[name]), name)
