@@ -287,7 +287,8 @@ def _is_around(entry: optree.PyTreeEntry) -> bool:
 def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
     """Copies what an optimizer state had in this place, if it is alike."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
-        whole, first = _Whole([before]), _Whole([optree.tree_map(torch.clone, node)])
+        begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
+        whole, first = _Whole([before]), _Whole([begun])
         for _, group, leaf in node.group_leaves():
             if whole.names.issuperset(group.layout.names):
                 named = _leaves_of(group)
