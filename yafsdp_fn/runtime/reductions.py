@@ -133,9 +133,9 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
             means = [_checked(leaf, "aux") for leaf in column]
             sums += [sum_up([m.total for m in means]), sum_up([torch.as_tensor(m.weight) for m in means])]
         elif isinstance(column[0], Sum):
-            sums.append(sum_up([leaf.value for leaf in column]))
+            sums.append(sum_up([torch.as_tensor(leaf.value) for leaf in column]))
         elif isinstance(column[0], Max):
-            maxima.append(torch.stack([leaf.value.detach() for leaf in column]).amax(0))
+            maxima.append(torch.stack([torch.as_tensor(leaf.value).detach() for leaf in column]).amax(0))
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
     if _in_order(comms):
@@ -146,10 +146,10 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
             total, weight = next(added), next(added)
             out.append((total / weight).to(column[0].total.dtype))
         elif isinstance(column[0], Sum):
-            dtype = column[0].value.dtype
+            dtype = torch.as_tensor(column[0].value).dtype
             out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
         elif isinstance(column[0], Max):
-            out.append(next(largest).to(column[0].value.dtype))
+            out.append(next(largest).to(torch.as_tensor(column[0].value).dtype))
         elif isinstance(column[0], Tensor):
             out.append(column[0].detach() if len(column) == 1 else torch.stack(column).detach())
         else:

@@ -160,10 +160,10 @@ def neutral(node: Any, device: torch.device) -> Any:
         return torch.full(x.shape, value, dtype=x.dtype, device=device) if isinstance(x, Tensor) else value
 
     if isinstance(node, Max):
-        if node.value.dtype == torch.bool:
+        dtype = torch.as_tensor(node.value).dtype
+        if dtype == torch.bool:
             return Max(filled(node.value, False))
-        floats = node.value.dtype.is_floating_point
-        return Max(filled(node.value, -math.inf if floats else torch.iinfo(node.value.dtype).min))
+        return Max(filled(node.value, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min))
     assert isinstance(node, Mean | Sum)
     return type(node)(*[filled(x, 0) for x in node])
 
