@@ -107,22 +107,3 @@ def room(stream: BinaryIO, size: int) -> mmap.mmap:
     else:
         stream.truncate(size)
     return mmap.mmap(stream.fileno(), size)
-
-
-def try_lock(stream: BinaryIO, *, shared: bool = False) -> bool:
-    """Locks an open file, until `release` or the end of the process. False: somebody else has it, or the file system
-    has no locks."""
-    import fcntl
-
-    try:
-        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def release(stream: BinaryIO) -> None:
-    """Unlocks what `try_lock` has locked, if it has."""
-    import fcntl
-
-    fcntl.flock(stream, fcntl.LOCK_UN)
