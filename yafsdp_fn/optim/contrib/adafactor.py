@@ -5,19 +5,23 @@ is updated whole, by the rank that owns it (owners.py).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import EmptyState, GradientTransformation, State, chain, needed
-from yafsdp_fn.optim.leafwise import assume_leafwise, together
-from yafsdp_fn.optim.muon import mean_momentum
-from yafsdp_fn.optim.partition import add_decayed_weights
-from yafsdp_fn.optim.rules import scale_by_adam
-from yafsdp_fn.optim.scaling import Rate, scale, scale_by_learning_rate
-from yafsdp_fn.params.leaf_mask import LeafRule
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.optim import (
+    EmptyState,
+    GradientTransformation,
+    Rate,
+    add_decayed_weights,
+    assume_leafwise,
+    chain,
+    mean_momentum,
+    needed,
+    scale,
+    scale_by_learning_rate,
+)
 
 
 class FactoredState(NamedTuple):
@@ -43,7 +47,7 @@ def scale_by_factored_rms(
     """Divides by the root of the second moment, which decays by `1 - (count + 1 - step_offset) ** -decay_rate`, and is
     factored over the two longest axes if both have at least `min_dim_size_to_factor` elements.
 
-    >>> update(ya.optim.scale_by_factored_rms())
+    >>> update(ya.optim.contrib.scale_by_factored_rms())
     tensor([ 1., -1.])
     """
 
@@ -52,14 +56,14 @@ def scale_by_factored_rms(
         factors = factored and len(shape) > 1 and shape[order[-2]] >= min_dim_size_to_factor
         return (order[-2], order[-1]) if factors else None
 
-    def init(leaf: Tensor) -> State:
+    def init(leaf: Tensor) -> Any:
         count, factors = leaf.new_zeros(()), axes(leaf.shape)
         if factors is None:
             return FactoredState(count, None, None, torch.zeros_like(leaf))
         of_rows, of_columns = (torch.zeros_like(leaf).sum(axis) for axis in reversed(factors))
         return FactoredState(count, of_rows, of_columns, None)
 
-    def update(updates: Tensor, state: FactoredState, params: Tensor | None = None) -> tuple[Tensor, State]:
+    def update(updates: Tensor, state: FactoredState, params: Tensor | None = None) -> tuple[Tensor, Any]:
         decay = (1 - (state.count + 1 - step_offset) ** -decay_rate).to(updates.dtype)
         squares, factors = updates.square() + epsilon, axes(updates.shape)
         if factors is None or state.v_row is None or state.v_col is None:
@@ -79,11 +83,11 @@ def scale_by_factored_rms(
 def clip_by_block_rms(threshold: float) -> GradientTransformation:
     """Scales each leaf down so that the root of its mean square is at most `threshold`.
 
-    >>> update(ya.optim.clip_by_block_rms(1.0)).square().mean()
+    >>> update(ya.optim.contrib.clip_by_block_rms(1.0)).square().mean()
     tensor(1.)
     """
 
-    def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
+    def update(updates: Tensor, state: Any, params: Tensor | None = None) -> tuple[Tensor, Any]:
         return updates / (_rms(updates) / threshold).clamp(min=1.0), state
 
     return assume_leafwise(GradientTransformation(lambda leaf: EmptyState(), update))
@@ -92,32 +96,14 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
     """Multiplies each leaf's update by the root of the mean square of the parameter, at least `min_scale`.
 
-    >>> update(ya.optim.scale_by_param_block_rms())            # the root of (1 + 4) / 2
+    >>> update(ya.optim.contrib.scale_by_param_block_rms())            # the root of (1 + 4) / 2
     tensor([ 4.7434, -6.3246])
     """
 
-    def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
+    def update(updates: Tensor, state: Any, params: Tensor | None = None) -> tuple[Tensor, Any]:
         return updates * _rms(needed("scale_by_param_block_rms", params)).clamp(min=min_scale), state
 
     return assume_leafwise(GradientTransformation(lambda leaf: EmptyState(), update), params=True)
-
-
-def centralize() -> GradientTransformation:
-    """Subtracts the mean over all axes but the first from the updates of leaves with two axes or more (gradient
-    centralization, Yong et al., 2020).
-
-    >>> tx = ya.optim.centralize()
-    >>> tx.update(torch.tensor([[1.0, 3.0], [2.0, 6.0]]), tx.init(torch.ones(2, 2)))[0]
-    tensor([[-1.,  1.],
-            [-2.,  2.]])
-    """
-
-    def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
-        if updates.ndim < 2:
-            return updates, state
-        return updates - updates.mean(tuple(range(1, updates.ndim)), keepdim=True), state
-
-    return assume_leafwise(GradientTransformation(lambda leaf: EmptyState(), update))
 
 
 def adafactor(
@@ -131,7 +117,7 @@ def adafactor(
     weight_decay_rate: float | None = None,
     eps: float = 1e-30,
     factored: bool = True,
-    weight_decay_mask: LeafRule | Tree | None = None,
+    weight_decay_mask: Any = None,
 ) -> GradientTransformation:
     """Adafactor as Optax composes it. Layers of a stack are leaves of their own, which Optax would factor as one.
 
@@ -142,7 +128,7 @@ def adafactor(
     momentum: of `mean_momentum`, None for none
     weight_decay_rate, weight_decay_mask: of `add_decayed_weights`; the learning rate does not multiply the decay
 
-    >>> update(ya.optim.adafactor(0.1))
+    >>> update(ya.optim.contrib.adafactor(0.1))
     tensor([-0.1581,  0.1581])
     """
     of_leaf = [scale_by_factored_rms(factored, decay_rate, decay_offset, min_dim_size_to_factor, eps)]
@@ -150,7 +136,7 @@ def adafactor(
         of_leaf.append(clip_by_block_rms(clipping_threshold))
     if multiply_by_parameter_scale:
         of_leaf.append(scale_by_param_block_rms())
-    parts = [together(*of_leaf)]  # each leaf travels once
+    parts = [assume_leafwise(chain(*of_leaf), params=multiply_by_parameter_scale)]  # each leaf travels once
     if learning_rate is not None:
         parts.append(scale_by_learning_rate(learning_rate, flip_sign=False))
     if momentum is not None:
@@ -158,54 +144,6 @@ def adafactor(
     if weight_decay_rate is not None:
         parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
     return chain(*parts, scale(-1))
-
-
-def scale_by_trust_ratio(
-    min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
-) -> GradientTransformation:
-    """Multiplies each leaf's update by `trust_coefficient * |parameter| / (|update| + eps)`; by 1 where a norm is zero.
-
-    min_norm: of both norms, at least
-
-    >>> scaled = update(ya.optim.scale_by_trust_ratio())
-    >>> torch.allclose(scaled.norm(), w.norm())
-    True
-    """
-
-    def update(updates: Tensor, state: State, params: Tensor | None = None) -> tuple[Tensor, State]:
-        params = needed("scale_by_trust_ratio", params)
-        of_params, of_updates = (leaf.norm().clamp(min=min_norm) for leaf in (params, updates))
-        ratio = trust_coefficient * of_params / (of_updates + eps)
-        return updates * torch.where((of_params == 0) | (of_updates == 0), 1.0, ratio), state
-
-    return assume_leafwise(GradientTransformation(lambda leaf: EmptyState(), update), params=True)
-
-
-def lamb(
-    learning_rate: float | Rate,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-6,
-    eps_root: float = 0.0,
-    weight_decay: float = 0.0,
-    mask: LeafRule | Tree | None = None,
-) -> GradientTransformation:
-    """Adam whose update of each leaf has a norm in proportion to that of its parameter. Layers of a stack are leaves of
-    their own.
-
-    mask: the leaves that decay, as for `adamw`; default all
-
-    Updates and parameters travel to the owners of leaves, as far as these lack them, and updates back.
-
-    >>> update(ya.optim.lamb(0.1))
-    tensor([-0.1581,  0.1581])
-    """
-    return chain(
-        scale_by_adam(b1, b2, eps, eps_root),
-        add_decayed_weights(weight_decay, mask),
-        scale_by_trust_ratio(),
-        scale_by_learning_rate(learning_rate),
-    )
 
 
 def _rms(leaf: Tensor) -> Tensor:

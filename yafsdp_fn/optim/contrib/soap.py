@@ -8,18 +8,25 @@ update, `Q = qr((L + shift) Q)`. Without a shift, rounding would decide the dire
 Each matrix is updated whole, by the rank that owns it; its state is in flat shards.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import GradientTransformation, State, as_transformation, chain
-from yafsdp_fn.optim.leafwise import assume_leafwise
-from yafsdp_fn.optim.muon import layer_matrices
-from yafsdp_fn.optim.partition import add_decayed_weights, partition
-from yafsdp_fn.optim.rules import adamw
-from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
-from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn import Param
+from yafsdp_fn.optim import (
+    GradientTransformation,
+    Rate,
+    adamw,
+    add_decayed_weights,
+    as_transformation,
+    assume_leafwise,
+    chain,
+    layer_matrices,
+    partition,
+    scale_by_learning_rate,
+)
 
 
 class SoapState(NamedTuple):
@@ -44,13 +51,13 @@ SHIFT = 1e-3
 def scale_by_soap(b1: float = 0.95, b2: float = 0.95, b3: float = 0.95, eps: float = 1e-8) -> GradientTransformation:
     """Scales matrices by SOAP without the learning rate. b1, b2: of Adam's moments; b3: of the preconditioners
 
-    >>> tx = ya.optim.scale_by_soap()
+    >>> tx = ya.optim.contrib.scale_by_soap()
     >>> x = torch.tensor([[3.0, 1.0], [0.0, 0.5]])
     >>> tx.update(x, tx.init(x), x)[0].shape
     torch.Size([2, 2])
     """
 
-    def init(leaf: Tensor) -> State:
+    def init(leaf: Tensor) -> Any:
         if leaf.ndim != 2:
             raise ValueError(
                 f"scale_by_soap: a leaf of shape {tuple(leaf.shape)} is no matrix [m, n]; leave it to `others` of "
@@ -61,7 +68,7 @@ def scale_by_soap(b1: float = 0.95, b2: float = 0.95, b3: float = 0.95, eps: flo
         bases = [torch.eye(n, dtype=leaf.dtype, device=leaf.device) for n in leaf.shape]
         return SoapState(leaf.new_zeros(()), torch.zeros_like(leaf), torch.zeros_like(leaf), *squares, *bases)
 
-    def update(updates: Tensor, state: SoapState, params: Tensor | None = None) -> tuple[Tensor, State]:
+    def update(updates: Tensor, state: SoapState, params: Tensor | None = None) -> tuple[Tensor, Any]:
         left_basis, right_basis = state.left_basis, state.right_basis
         count = state.count + 1
         mu = state.mu.lerp(updates, 1 - b1)
@@ -90,7 +97,7 @@ def soap(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     *,
-    where: LeafRule = layer_matrices,
+    where: Callable[[str, Param], bool] = layer_matrices,
     others: Any = None,
 ) -> GradientTransformation:
     """SOAP for the matrices that `where` chooses, by default those of stacks; `others` for the rest, by default
@@ -99,7 +106,7 @@ def soap(
 
     Memory: for a matrix [m, n], 2 m n + 2 m^2 + 2 n^2 numbers; all of them travel, as far as its owner lacks them.
 
-    >>> tx = ya.optim.soap(3e-3)
+    >>> tx = ya.optim.contrib.soap(3e-3)
     >>> state, metrics = ya.train_step(loss_fn, tx)(ya.init(params, tx, mesh=mesh), batch)
     >>> state.step
     1

@@ -11,29 +11,29 @@ rate so far, raised to `weight_lr_power`. So c is 1 / step if the rate is consta
 """
 
 import math
-from collections.abc import Callable
+from functools import reduce
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import (
+from yafsdp_fn.optim import (
     Around,
     GradientTransformation,
-    State,
+    Rate,
+    add_decayed_weights,
     as_transformation,
     chain,
-    chosen,
+    checked_update,
     needed,
     new_count,
-    updated,
+    scale_by_learning_rate,
+    scale_by_rms,
+    sgd,
+    warmup_constant_schedule,
 )
-from yafsdp_fn.optim.partition import add_decayed_weights
-from yafsdp_fn.optim.rules import scale_by_rms, sgd
-from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate, warmup_constant_schedule
-from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.params.tree import Tree, number_dtype
+from yafsdp_fn.params import map_trainable
 
 
 class ScheduleFreeState(NamedTuple):
@@ -48,8 +48,8 @@ class ScheduleFreeState(NamedTuple):
     weight_sum: Tensor
     step_count: Tensor
     max_lr: Tensor
-    base_optimizer_state: State
-    z: Tree
+    base_optimizer_state: Any
+    z: Any
 
 
 def schedule_free(
@@ -68,7 +68,7 @@ def schedule_free(
 
     Evaluate, and keep, `schedule_free_eval_params(opt_state, params)`. Raises ValueError for another b1.
 
-    >>> tx = ya.optim.schedule_free(ya.optim.sgd(0.1), learning_rate=0.1)
+    >>> tx = ya.optim.contrib.schedule_free(ya.optim.sgd(0.1), learning_rate=0.1)
     >>> updates, opt_state = tx.update(g, tx.init(w), w)
     >>> updates
     tensor([-0.3000,  0.4000])
@@ -79,13 +79,14 @@ def schedule_free(
             f"schedule_free: expected b1 in (0, 1], got {b1}: the average is made from y by dividing by it"
         )
 
-    def init(params: Tree) -> State:
+    def init(params: Any) -> Any:
         z = optree.tree_map(lambda p: p.to(state_dtype or p.dtype, copy=True), params)
-        count, wide = new_count(params) + 1, number_dtype(params)
+        count = new_count(params) + 1
+        wide = reduce(torch.promote_types, (leaf.dtype for leaf in optree.tree_leaves(params)), torch.float32)
         zero = torch.zeros((), dtype=wide, device=count.device)
         return ScheduleFreeState(torch.full_like(zero, b1), zero, count, zero.clone(), base.init(params), z)
 
-    def update(updates: Tree, state: ScheduleFreeState, params: Tree | None = None) -> tuple[Tree, State]:
+    def update(updates: Any, state: ScheduleFreeState, params: Any | None = None) -> tuple[Any, Any]:
         params = needed("schedule_free", params)
         rate = learning_rate(state.step_count) if callable(learning_rate) else learning_rate
         max_lr = torch.maximum(
@@ -96,7 +97,7 @@ def schedule_free(
         # 0 / 0 while a warm-up is at zero; a weight that is not finite stays visible
         share = (weight / weight_sum).nan_to_num(nan=0.0, posinf=math.inf)
         share = torch.where(weight.isnan() | weight_sum.isnan(), math.nan, share)
-        steps, base_state = updated(base, updates, state.base_optimizer_state, params)
+        steps, base_state = checked_update(base, updates, state.base_optimizer_state, params)
         z = optree.tree_map(lambda old, step: (old + step).to(old.dtype), state.z, steps)
 
         def moved(y: Tensor, old_z: Tensor, new_z: Tensor) -> Tensor:
@@ -109,15 +110,15 @@ def schedule_free(
     return GradientTransformation(init, update, base.elementwise, Around(base))
 
 
-def schedule_free_eval_params(state: ScheduleFreeState, params: Tree) -> Tree:
+def schedule_free_eval_params(state: ScheduleFreeState, params: Any) -> Any:
     """Returns x, the parameters to evaluate and to keep, from the state of `schedule_free` and its parameters y. Frozen
     leaves stay as they are.
 
     state: that of `schedule_free` itself: in a chain, it is one of `opt_state`'s parts. Raises TypeError for another.
 
-    >>> tx = ya.optim.schedule_free_sgd(0.1)
+    >>> tx = ya.optim.contrib.schedule_free_sgd(0.1)
     >>> updates, opt_state = tx.update(g, tx.init(w), w)
-    >>> ya.optim.schedule_free_eval_params(opt_state, ya.optim.apply_updates(w, updates))
+    >>> ya.optim.contrib.schedule_free_eval_params(opt_state, ya.optim.apply_updates(w, updates))
     tensor([ 0.7000, -1.6000])
     """
     if not isinstance(state, ScheduleFreeState):
@@ -125,7 +126,7 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Tree) -> Tree:
             f"schedule_free_eval_params: expected a ScheduleFreeState, got {type(state).__name__}; of a chain pass the "
             "part of its state that is schedule_free's, of a sharded state `state.opt_state`"
         )
-    return _in_place_of(params, lambda y, z: _average(y, z, state.b1).to(y.dtype), state.z)
+    return map_trainable(lambda y, z: _average(y, z, state.b1).to(y.dtype), params, state.z)
 
 
 def schedule_free_sgd(
@@ -140,7 +141,7 @@ def schedule_free_sgd(
 
     learning_rate, weight_decay: of `sgd` and `add_decayed_weights`; the others are those of `schedule_free`
 
-    >>> update(ya.optim.schedule_free_sgd(0.1))
+    >>> update(ya.optim.contrib.schedule_free_sgd(0.1))
     tensor([-0.3000,  0.4000])
     """
     rate = _warm(learning_rate, warmup_steps)
@@ -163,99 +164,13 @@ def schedule_free_adamw(
 
     learning_rate, b2, eps, weight_decay: of `adamw`; the others are those of `schedule_free`
 
-    >>> update(ya.optim.schedule_free_adamw(0.1))
+    >>> update(ya.optim.contrib.schedule_free_adamw(0.1))
     tensor([-0.1000,  0.1000])
     """
     rate = _warm(learning_rate, warmup_steps)
     rms = scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
     base = chain(rms, add_decayed_weights(weight_decay), scale_by_learning_rate(rate))
     return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
-
-
-# ---- Lookahead, as in Optax (Zhang et al., 2019, arXiv 1907.08610): k steps forward, one step back.
-#
-# every step       fast += the optimizer's update
-# every k-th one   slow += slow_step_size * (fast - slow);  fast = slow
-#
-# Optax's parameters are a pair. Here they are the fast ones, at which gradients are taken; the state keeps the slow.
-
-
-class LookaheadState(NamedTuple):
-    """The state of `lookahead`.
-
-    fast_state: of the fast optimizer; steps_since_sync: int32 []; slow: the slow parameters, a tree like the parameters
-    """
-
-    fast_state: State
-    steps_since_sync: Tensor
-    slow: Tree
-
-
-def lookahead(
-    fast_optimizer: Any, sync_period: int, slow_step_size: float, reset_state: bool = False
-) -> GradientTransformation:
-    """Moves slow parameters by a part of the way of `sync_period` steps of `fast_optimizer`, which goes on from there.
-
-    slow_step_size: that part; reset_state: of the fast optimizer, too, which then begins anew
-
-    It belongs last in a chain: an update that is changed afterwards parts the fast parameters from the slow ones.
-    Evaluate, and keep, `lookahead_eval_params(opt_state, params)`. Raises ValueError for a period below 1.
-
-    >>> tx = ya.optim.lookahead(ya.optim.sgd(0.1), sync_period=2, slow_step_size=0.5)
-    >>> opt_state = tx.init(w)
-    >>> for _ in range(2):
-    ...     updates, opt_state = tx.update(g, opt_state, w)
-    ...     w = ya.optim.apply_updates(w, updates)
-    >>> w                                                      # half of the way of two steps
-    tensor([ 0.7000, -1.6000])
-    """
-    fast = as_transformation(fast_optimizer)
-    if sync_period < 1:
-        raise ValueError(f"lookahead: expected a sync_period of at least 1, got {sync_period}")
-
-    def init(params: Tree) -> State:
-        return LookaheadState(fast.init(params), new_count(params), optree.tree_map(torch.clone, params))
-
-    def update(updates: Tree, state: LookaheadState, params: Tree | None = None) -> tuple[Tree, State]:
-        params = needed("lookahead", params)
-        steps, fast_state = updated(fast, updates, state.fast_state, params)
-        syncs = state.steps_since_sync == sync_period - 1
-        ahead = optree.tree_map(lambda p, step, slow: p + step - slow, params, steps, state.slow)
-        slow = optree.tree_map(lambda slow, way: slow + slow_step_size * way, state.slow, ahead)
-        back = optree.tree_map(lambda step, way: step - (1 - slow_step_size) * way, steps, ahead)
-        if reset_state:
-            fast_state = chosen(syncs, fast.init(params), fast_state)
-        since = ((state.steps_since_sync + 1) % sync_period).to(state.steps_since_sync.dtype)
-        return chosen(syncs, back, steps), LookaheadState(fast_state, since, chosen(syncs, slow, state.slow))
-
-    return GradientTransformation(init, update, fast.elementwise, Around(fast))
-
-
-def lookahead_eval_params(state: LookaheadState, params: Tree) -> Tree:
-    """Returns the slow parameters, to evaluate and to keep, from the state of `lookahead` and its parameters. Frozen
-    leaves stay as they are.
-
-    state: that of `lookahead` itself, as for `schedule_free_eval_params`. Raises TypeError for another.
-
-    >>> tx = ya.optim.lookahead(ya.optim.sgd(0.1), sync_period=2, slow_step_size=0.5)
-    >>> updates, opt_state = tx.update(g, tx.init(w), w)       # the fast parameters have moved, the slow ones have not
-    >>> ya.optim.lookahead_eval_params(opt_state, ya.optim.apply_updates(w, updates))
-    tensor([ 1., -2.])
-    """
-    if not isinstance(state, LookaheadState):
-        raise TypeError(
-            f"lookahead_eval_params: expected a LookaheadState, got {type(state).__name__}; of a chain pass the part "
-            "of its state that is lookahead's, of a sharded state `state.opt_state`"
-        )
-    return _in_place_of(params, lambda fast, slow: slow.clone(), state.slow)
-
-
-def _in_place_of(params: Tree, made: Callable[[Tensor, Tensor], Tensor], kept: Tree) -> Tree:
-    """Returns `params` with `made` of each trained leaf and of what a state keeps for it."""
-    trained = trainable(params)
-    new = optree.tree_leaves(optree.tree_map(made, trained, kept))
-    by_leaf = {id(old): leaf for old, leaf in zip(optree.tree_leaves(trained), new, strict=True)}
-    return optree.tree_map(lambda leaf: by_leaf.get(id(leaf), leaf), params)
 
 
 def _average(y: Tensor, z: Tensor, b1: Any) -> Tensor:

@@ -19,7 +19,7 @@ from yafsdp_fn import optim
 
 def test_at_a_constant_rate_it_is_the_mean_of_the_base_optimizer() -> None:
     """y, z and x by their definition in the paper."""
-    tx, b1 = optim.schedule_free(optim.sgd(0.1), 0.1, b1=0.7), 0.7
+    tx, b1 = optim.contrib.schedule_free(optim.sgd(0.1), 0.1, b1=0.7), 0.7
     params = tree(0, torch.float64)
     state, z, seen = tx.init(params), params, []
     for step in range(6):
@@ -29,12 +29,12 @@ def test_at_a_constant_rate_it_is_the_mean_of_the_base_optimizer() -> None:
         seen.append(z)
         x = optree.tree_map(lambda *each: sum(each) / len(each), *seen)
         assert_close(state.z, z, 1e-12)
-        assert_close(optim.schedule_free_eval_params(state, params), x, 1e-12)
+        assert_close(optim.contrib.schedule_free_eval_params(state, params), x, 1e-12)
         assert_close(params, optree.tree_map(lambda x, z: b1 * x + (1 - b1) * z, x, z), 1e-12)
 
 
 def test_steps_of_a_rate_of_zero_do_not_count() -> None:
-    tx = optim.schedule_free_sgd(0.1, warmup_steps=2)
+    tx = optim.contrib.schedule_free_sgd(0.1, warmup_steps=2)
     params = tree(0)
     state = tx.init(params)
     # the warm-up's rate is read one step ahead, as in Optax
@@ -45,9 +45,9 @@ def test_steps_of_a_rate_of_zero_do_not_count() -> None:
 
 def test_the_state_is_as_wide_as_it_is_told() -> None:
     params = {"w": torch.zeros(3, dtype=torch.bfloat16)}
-    state = optim.schedule_free_adamw(state_dtype=torch.float32).init(params)
+    state = optim.contrib.schedule_free_adamw(state_dtype=torch.float32).init(params)
     assert state.z["w"].dtype == state.weight_sum.dtype == torch.float32
-    assert optim.schedule_free_eval_params(state, params)["w"].dtype == torch.bfloat16
+    assert optim.contrib.schedule_free_eval_params(state, params)["w"].dtype == torch.bfloat16
 
 
 def with_frozen() -> Model:
@@ -56,7 +56,7 @@ def with_frozen() -> Model:
 
 def evaluated(mesh: Any) -> None:
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    tx = optim.schedule_free_adamw(0.05, 2)
+    tx = optim.contrib.schedule_free_adamw(0.05, 2)
     state = ya.init(with_frozen(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
     expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(with_frozen())), tx)
     step = ya.train_step(loss, tx)
@@ -64,8 +64,8 @@ def evaluated(mesh: Any) -> None:
         each = [batch(ranks * number + r) for r in range(ranks)]
         state, _ = step(state, each[rank])
         expected, _ = step(expected, joined(each))
-    x = optim.schedule_free_eval_params(state.opt_state, state.params)
-    of_plain = optim.schedule_free_eval_params(expected.opt_state, expected.params)
+    x = optim.contrib.schedule_free_eval_params(state.opt_state, state.params)
+    of_plain = optim.contrib.schedule_free_eval_params(expected.opt_state, expected.params)
     compare(ya.unshard(x), of_plain, 1e-12, "the average")
     assert torch.equal(ya.unshard(x).embed["weight"], ya.unshard(state).embed["weight"])
     of_x = ya.eval_step(loss)(x, each[rank])["loss"]
@@ -79,13 +79,17 @@ def test_the_average_of_a_sharded_state_is_evaluated(pools: dict[int, Pool], wor
 
 
 def test_errors() -> None:
-    tx = optim.schedule_free_sgd()
+    tx = optim.contrib.schedule_free_sgd()
     with pytest.raises(ValueError, match=r"expected b1 in \(0, 1\], got 0"):
-        optim.schedule_free(optim.sgd(0.1), 0.1, b1=0.0)
-    of_params = optim.add_decayed_weights(0.1), optim.scale_by_param_block_rms(), optim.scale_by_trust_ratio()
-    for needs in (tx, optim.lookahead(optim.sgd(0.1), 2, 0.5), *of_params):
+        optim.contrib.schedule_free(optim.sgd(0.1), 0.1, b1=0.0)
+    of_params = (
+        optim.add_decayed_weights(0.1),
+        optim.contrib.scale_by_param_block_rms(),
+        optim.contrib.scale_by_trust_ratio(),
+    )
+    for needs in (tx, optim.contrib.lookahead(optim.sgd(0.1), 2, 0.5), *of_params):
         with pytest.raises(ValueError, match=r": needs the parameters: call `tx\.update\(updates, state, params\)`"):
             needs.update(tree(1), needs.init(tree(0)))
     chained = optim.chain(optim.clip_by_global_norm(1.0), tx)
     with pytest.raises(TypeError, match=r"expected a ScheduleFreeState, got tuple; of a chain pass the part"):
-        optim.schedule_free_eval_params(chained.init(tree(0)), tree(0))
+        optim.contrib.schedule_free_eval_params(chained.init(tree(0)), tree(0))

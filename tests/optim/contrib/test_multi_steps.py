@@ -18,7 +18,7 @@ from yafsdp_fn import optim
 
 
 def test_in_between_nothing_moves() -> None:
-    tx = optim.multi_steps(optim.adamw(0.1), 3)
+    tx = optim.contrib.multi_steps(optim.adamw(0.1), 3)
     params, expected = tree(0), tree(0)
     state = tx.init(params)
     for step in range(7):
@@ -37,7 +37,7 @@ def test_in_between_nothing_moves() -> None:
 
 @pytest.mark.parametrize("with_bad", [(1, None, 2, 3, None, None, 4, 5), (None, 1, 2, 3, 4, None, 5)])
 def test_a_skipped_gradient_is_as_if_it_had_not_been(with_bad: tuple[int | None, ...]) -> None:
-    tx = optim.multi_steps(optim.adamw(0.1), 2)
+    tx = optim.contrib.multi_steps(optim.adamw(0.1), 2)
 
     def after(seeds: Sequence[int | None]) -> list[bytes]:
         params = tree(0)
@@ -54,7 +54,7 @@ def microbatches(mesh: Any, dtype: torch.dtype) -> None:
     """Two steps of half a batch are a step of two microbatches."""
     rank, precision = mesh.get_local_rank(), ya.Precision(dtype)
     adam = optim.chain(optim.clip_by_global_norm(0.3), optim.adamw(0.05))
-    accumulated = optim.multi_steps(adam, 2)
+    accumulated = optim.contrib.multi_steps(adam, 2)
     one, other = (ya.init(model(), tx, mesh=mesh, precision=precision) for tx in (adam, accumulated))
     step, half = ya.train_step(loss, adam, microbatches=2), ya.train_step(loss, accumulated)
     for number in range(3):
@@ -74,7 +74,7 @@ def test_is_microbatches_one_by_one(pools: dict[int, Pool], world: int, dtype: t
 
 
 def test_one_gradient_a_step_is_the_optimizer_itself() -> None:
-    tx, params = optim.multi_steps(optim.adamw(0.1), 1), tree(0)
+    tx, params = optim.contrib.multi_steps(optim.adamw(0.1), 1), tree(0)
     grads = tree(1)
     updates, state = tx.update(grads, tx.init(params), params)
     expected, inner = optim.adamw(0.1).update(grads, optim.adamw(0.1).init(params), params)
@@ -83,7 +83,7 @@ def test_one_gradient_a_step_is_the_optimizer_itself() -> None:
 
 
 def test_the_mean_of_low_precision_gradients_is_not() -> None:
-    tx, params = optim.multi_steps(optim.sgd(1.0), 3), {"w": torch.zeros(1, dtype=torch.bfloat16)}
+    tx, params = optim.contrib.multi_steps(optim.sgd(1.0), 3), {"w": torch.zeros(1, dtype=torch.bfloat16)}
     state = tx.init(params)
     for value in (256.0, 1.0, 1.0):  # bfloat16 has no 257
         updates, state = tx.update({"w": torch.full((1,), value, dtype=torch.bfloat16)}, state, params)
@@ -93,4 +93,4 @@ def test_the_mean_of_low_precision_gradients_is_not() -> None:
 
 def test_fewer_than_one_gradient_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        optim.multi_steps(optim.sgd(0.1), 0)
+        optim.contrib.multi_steps(optim.sgd(0.1), 0)

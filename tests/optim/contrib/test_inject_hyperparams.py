@@ -24,7 +24,7 @@ RATES = [0.5, 0.5, 0.01, 0.2, 0.2]
 def changed(mesh: Any, in_program: bool) -> None:
     """A rate that is changed between steps, against SGD with that rate; the program stays, and its bits."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    tx = optim.inject_hyperparams(optim.sgd)(RATES[0], momentum=0.9)
+    tx = optim.contrib.inject_hyperparams(optim.sgd)(RATES[0], momentum=0.9)
     state = ya.init(model(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
     step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=in_program))
     expected = optree.tree_map(torch.Tensor.double, plain(model()))
@@ -49,7 +49,7 @@ def test_a_rate_may_be_changed_between_steps(pools: dict[int, Pool], world: int,
 
 def kept(mesh: Any, folder: str) -> None:
     """Through a checkpoint, and when a state is sharded anew."""
-    tx = optim.inject_hyperparams(optim.adamw)(0.1, b1=lambda count: 0.9 - 0.1 / (count + 1))
+    tx = optim.contrib.inject_hyperparams(optim.adamw)(0.1, b1=lambda count: 0.9 - 0.1 / (count + 1))
     state, step = ya.init(model(), tx, mesh=mesh), ya.train_step(loss, tx)
     state.opt_state.hyperparams["learning_rate"].fill_(0.03)
     state, _ = step(state, batch(mesh.get_rank()))
@@ -67,7 +67,7 @@ def test_changes_are_kept(pools: dict[int, Pool], tmp_path: Path) -> None:
 def test_numbers_may_be_written_over_by_numbers() -> None:
     ends = []
     for write in (lambda at, value: at["b2"].fill_(value), lambda at, value: at.update(b2=value)):
-        tx, params = optim.inject_hyperparams(optim.scale_by_adam)(b2=0.9), tree(0)
+        tx, params = optim.contrib.inject_hyperparams(optim.scale_by_adam)(b2=0.9), tree(0)
         state = tx.init(params)
         for number in range(3):
             write(state.hyperparams, 0.5 + 0.1 * number)
@@ -78,7 +78,7 @@ def test_numbers_may_be_written_over_by_numbers() -> None:
 
 def test_schedules_are_read_at_the_count() -> None:
     rate = optim.linear_schedule(0.1, 0.0, 4)
-    tx, params = optim.inject_hyperparams(optim.sgd)(rate), tree(0)
+    tx, params = optim.contrib.inject_hyperparams(optim.sgd)(rate), tree(0)
     state = tx.init(params)
     for count in range(3):
         assert float(state.hyperparams["learning_rate"]) == pytest.approx(rate(max(count - 1, 0)))
@@ -89,19 +89,21 @@ def test_schedules_are_read_at_the_count() -> None:
 
 
 def test_what_is_injected() -> None:
-    tx = optim.inject_hyperparams(optim.adamw, static_args=("mask", "b1", "b2", "eps"))(0.1, mask=matrices)
+    tx = optim.contrib.inject_hyperparams(optim.adamw, static_args=("mask", "b1", "b2", "eps"))(0.1, mask=matrices)
     params = tree(0)
     state = tx.init(params)
     assert set(state.hyperparams) == {"learning_rate", "weight_decay"}
     assert all(value.shape == () and value.dtype == torch.float32 for value in state.hyperparams.values())
     assert tx.init(tree(0, torch.float64)).hyperparams["learning_rate"].dtype == torch.float64
-    nesterov = optim.inject_hyperparams(optim.sgd, hyperparam_dtype=torch.float64)(0.1, 0.9, nesterov=True)
+    nesterov = optim.contrib.inject_hyperparams(optim.sgd, hyperparam_dtype=torch.float64)(0.1, 0.9, nesterov=True)
     hyperparams = nesterov.init(params).hyperparams
     assert set(hyperparams) == {"learning_rate", "momentum"} and hyperparams["momentum"].dtype == torch.float64
 
 
 def test_the_host_reads_nothing_where_no_factory_looks_at_its_numbers() -> None:
-    tx = optim.inject_hyperparams(optim.adamw, static_args=("b1", "b2", "eps"))(optim.linear_schedule(0.1, 0.0, 4))
+    tx = optim.contrib.inject_hyperparams(optim.adamw, static_args=("b1", "b2", "eps"))(
+        optim.linear_schedule(0.1, 0.0, 4)
+    )
     params, grads, found_inf = tree(0), tree(1), torch.zeros(())
     state = tx.init(params)
     with Watch() as watch:
@@ -113,10 +115,10 @@ def test_errors() -> None:
     with pytest.raises(
         ValueError, match=r"static_args has rate, no argument of sgd, which has learning_rate, momentum"
     ):
-        optim.inject_hyperparams(optim.sgd, static_args="rate")
+        optim.contrib.inject_hyperparams(optim.sgd, static_args="rate")
     with pytest.raises(TypeError, match=r"mask is a function, so it is taken for a schedule.*static_args='mask'"):
-        optim.inject_hyperparams(optim.adamw)(0.1, mask=matrices)
+        optim.contrib.inject_hyperparams(optim.adamw)(0.1, mask=matrices)
     with pytest.raises(ValueError, match=r"b1 and b2 in \[0, 1\)"):
-        optim.inject_hyperparams(optim.adamw)(0.1, b2=1.0)
+        optim.contrib.inject_hyperparams(optim.adamw)(0.1, b2=1.0)
     with pytest.raises(TypeError, match="missing a required argument: 'learning_rate'"):
-        optim.inject_hyperparams(optim.adamw)()
+        optim.contrib.inject_hyperparams(optim.adamw)()
