@@ -172,7 +172,7 @@ def test_equal_bits_through_changes_of_the_number_of_ranks(pools: dict[int, Pool
 
 
 def drawn(number: int) -> Run:
-    """A schedule by chance; the updates come after the program, or at any time inside of it."""
+    """A schedule by chance; the updates come after the program, or inside of it."""
     draw = random.Random(number)
     schedule, remat = draw.choice(["zero3", "zero2"]), draw.choice(["none", "all", "every:2", "first:1", "offload"])
     options = {"prefetch": draw.randrange(4), "update": draw.random() < 0.6}

@@ -80,8 +80,7 @@ class StepFunction:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         whole = None if tx is None else optim.why_not_unitwise(tx)
-        after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
-        when: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
+        when: UpdateWhen = "never" if tx is None else "after norm"
         self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
@@ -221,7 +220,7 @@ class StepFunction:
                     if isinstance(session, OnDemand):
                         comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
                         trace = self.programs.complete(session.trace(), memory)
-                        verified = self.programs.learn(memory, trace, uses_leaves=session.uses_leaves)
+                        verified = self.programs.learn(memory, trace)
                         verified.collectives = known
                     session.finish()
             except BaseException as error:
@@ -363,7 +362,7 @@ class Calls:
         if self._of_stage is not None:
             self._results = Results(self._of_stage.losses, self._of_stage.aux, [])
         if (updates := self._session.step_hooks.updates) is not None:
-            updates.begin(self._results.losses, self._results.aux, self._session.unmeasured)
+            updates.begin(self._results.losses, self._results.aux)
 
     def _backward(self, call: Call) -> None:
         session = self._session

@@ -242,8 +242,9 @@ class Communicators(Groups):
         return values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        if (event := self.start_sum(values)) is not None:
-            self._wait(event)
+        if not self.alone:
+            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
+            self._now(self._of_metrics, work, "all-reduce (sum)")
         return values
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
@@ -252,22 +253,13 @@ class Communicators(Groups):
             self._now(self._of_metrics, work, "all-reduce (max)")
         return values
 
-    def start_sum(self, values: Tensor) -> Event | None:
-        """Starts `all_reduce_sum`; the event waits for it. None with one rank."""
-        if self.alone:
-            return None
-        work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
-        return self._start(self._of_metrics, work, "all-reduce (sum)")
-
     @property
     def _of_metrics(self) -> str:
         """The stream of sums over all ranks. A stage that is early at such a sum must not block its own reductions."""
         return "metrics" if self.stages > 1 else "reduce"
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
-        self._wait(self._start(stream, work, label))
-
-    def _wait(self, event: Event) -> None:
+        event = self._start(stream, work, label)
         try:
             event.wait()
         except CommunicationError as error:
