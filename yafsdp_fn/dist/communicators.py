@@ -319,17 +319,6 @@ class Communicators(Groups):
         with self._checks_consistency(place or f"comparing {what}"):
             return f"ranks disagree on {what}; {agreement.first_difference(parts, group, first)}"
 
-    def must_have_common_version(self, what: str, parts: Mapping[str, Mapping[int, str]], advice: str) -> None:
-        """Raises RanksDisagree on every rank if the ranks that have a part hold no common version of it: see
-        `agreement.first_without_common_version`."""
-        place = f"comparing {what}"
-        if self.same_on_all(repr(sorted((part, sorted(mine)) for part, mine in parts.items())), place):
-            return
-        with self._checks_consistency(place):
-            apart = agreement.first_without_common_version(parts, self.control_group)
-        if apart is not None:
-            raise RanksDisagree(f"ranks disagree on {what}; {apart}\n{advice}")
-
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
         every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())

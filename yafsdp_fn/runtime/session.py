@@ -24,7 +24,6 @@ from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gathe
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter, acquire
 from yafsdp_fn.runtime.memory import Memory, Shards, Use
 from yafsdp_fn.runtime.programs import Verified
@@ -52,7 +51,6 @@ class Step(NamedTuple):
     differentiates: there is a backward; microbatches: calls of the loss
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare each collective before they issue it; step_hooks: the hooks of the step
-    blocks: records the blocks of a first step, so that ranks can compare them
     """
 
     number: int
@@ -62,7 +60,6 @@ class Step(NamedTuple):
     watch: bool = False
     checked: bool = False
     step_hooks: StepHooks = NOTHING
-    blocks: Blocks | None = None
 
 
 NOT_THERE = (
@@ -91,7 +88,7 @@ class Session:
             step.differentiates,
             step.microbatches,
         )
-        self.watch, self.checked, self.step_hooks, self.blocks = step.watch, step.checked, step.step_hooks, step.blocks
+        self.watch, self.checked, self.step_hooks = step.watch, step.checked, step.step_hooks
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.segment: Any = None
@@ -174,11 +171,6 @@ class Session:
             else:
                 self.optimize(following)
             self._cursor += 1
-
-    def has_visited_all(self) -> bool:
-        """Returns whether the forward of the microbatch may end here; if not, an error is to come."""
-        ops = self._ops[self._cursor :]
-        return not (ops and isinstance(ops[0], Forward) and ops[0].microbatch == self.microbatch)
 
     def to_sum(self) -> set[int]:
         """Returns the units whose gradient an op will still sum over replicas."""
@@ -296,17 +288,11 @@ class Session:
         return self._beside
 
     def end_forward(self) -> None:
-        """Checks that every microbatch visits the same units. In a first step ranks compare the blocks that ran."""
+        """Checks that every microbatch visits the same units."""
         if self._beside is not None:
             self._beside.raise_failure()  # before anything is updated, where the loss went on after it
         if self.microbatch == 0:
             self.first_visits = self.visits
-            if self.blocks is not None and self.has_visited_all():
-                place = f"the end of the forward of step {self.number}"
-                if self.checked:
-                    self.memory.comms.must_agree(SAME_VISITS, {"op": place}, place)
-                self.blocks.compare()
-                self.blocks = None
         elif self.visits != self.first_visits:
             raise errors.visits_differ_from_first(self.microbatch, self.visits, self.first_visits)
 

@@ -103,7 +103,6 @@ class Tracer:
         self.untracked: list[str] = []  # visits without grad
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self.visits: list[Visit] = []
-        self.blocks: list[Any] = []  # of the visits
         self.rule = AttentionRule()
         self.results: list[Result] = []  # of visits with grad
         self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
@@ -123,7 +122,6 @@ class Tracer:
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
-        self.blocks.append(call.block)
         track = torch.is_grad_enabled()
         trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
@@ -258,7 +256,7 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
 class Traced(NamedTuple):
     """A trace with the tensors of the loss.
 
-    results, blocks: of each visit, its result without values, and what it ran; out: the loss's result; total: its
+    results: of each visit, without values; out: the loss's result; total: its
     total; made: by which visits each tensor of it was made
 
     untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
@@ -273,7 +271,6 @@ class Traced(NamedTuple):
     untracked: list[str]
     reads_leaves: bool
     rewritten: list[str]
-    blocks: list[Any]
 
 
 def traced(
@@ -306,7 +303,7 @@ def traced(
     loss_of = tuple(sorted(tracer.beside.made(total)))
     calls = tuple(tracer.between)
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
-    return Traced(trace, tracer.results, out, total, made, tracer.untracked, reads, tracer.rewritten(), tracer.blocks)
+    return Traced(trace, tracer.results, out, total, made, tracer.untracked, reads, tracer.rewritten())
 
 
 def not_compiled() -> AbstractContextManager[Any]:
