@@ -74,8 +74,8 @@ def _stuck(pipeline: Program) -> Iterator[Stuck]:
         missing = [other for other in others if other not in waiting]
         rest = [other for other, left in enumerate(firsts) if other != stage and left is not None]
         other = next(iter((*missing, *rest, stage)))
-        end = len(pipeline.stages[other])
-        yield Stuck(stage, first, other, end if firsts[other] is None else firsts[other])
+        last = firsts[other]
+        yield Stuck(stage, first, other, len(pipeline.stages[other]) if last is None else last)
 
 
 _Places = set[tuple[int, int]]
