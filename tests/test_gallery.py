@@ -1,4 +1,4 @@
-"""docs/gallery: what is committed is what its command makes; every program and submission is proved, and ranked."""
+"""docs/gallery: pages are made by its command; every program and submission is proved, and ranked."""
 
 from __future__ import annotations
 
@@ -31,20 +31,29 @@ def shown() -> dict[str, make.Shown]:
     return make.all_shown()
 
 
-def test_what_is_committed_is_what_the_command_makes() -> None:
-    """Pages with their figures, programs; and nothing beside them."""
-    texts = dict(make.files(shown(), make.compared(shown())))
-    assert {name: text for name, text in texts.items() if (make.HERE / name).read_text() != text} == {}
-    pictures = {f"{name}.png" for name in (*shown(), "index")}
-    there = {path.name for path in make.HERE.iterdir() if path.is_file()}
-    assert there == {*texts, *pictures, "make.py"}
-    assert all((make.HERE / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
-    assert sum(path.stat().st_size for path in make.HERE.rglob("*")) < 3e6
+@functools.cache
+def texts() -> dict[str, str]:
+    return dict(make.files(shown(), make.compared(shown())))
+
+
+def test_pages_programs_and_pictures_are_made_where_one_says(tmp_path: Path) -> None:
+    quick = tuple(ENTRIES[name] for name in QUICK)
+    with mock.patch.object(make, "PUBLISHED", quick):
+        make.write(tmp_path / "gallery")
+    there = {path.name: path for path in (tmp_path / "gallery").iterdir()}
+    names = (*QUICK, "every-other")
+    pages, pictures = [f"{name}.md" for name in (*names, "index")], [f"{name}.png" for name in (*names, "index")]
+    assert there.keys() == {*pages, *pictures, *(f"{name}.json" for name in QUICK)}
+    assert all(there[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_no_page_is_kept_beside_it() -> None:
+    assert {path.name for path in Path(make.__file__).parent.iterdir() if path.is_file()} == {"make.py"}
 
 
 @pytest.mark.parametrize("name", ["zero3", "dualpipe-v"])
 def test_a_program_is_read_back_as_it_was(name: str) -> None:
-    program = Program.from_json((make.HERE / f"{name}.json").read_text())
+    program = Program.from_json(texts()[f"{name}.json"])
     assert ya.verify(program) == shown()[name].program == ENTRIES[name].program()
 
 
@@ -56,7 +65,7 @@ def test_every_published_schedule_is_there() -> None:
 
 
 def test_the_page_compares_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (code, _) = re.findall(r"```python\n(.*?)```", (make.HERE / "index.md").read_text(), re.S)
+    (code, _) = re.findall(r"```python\n(.*?)```", texts()["index.md"], re.S)
     exec(code, names := dict[str, Any]())
     assert names["trace"] == make.flat() and names["programs"]["1F1B"] == shown()["1f1b"].program
     assert f"{make.compared(shown()).rows['zero3'].step_s:.3f}" in capsys.readouterr().out
@@ -82,10 +91,10 @@ def test_submissions_are_proved_and_ranked_beside_the_published_ones(folder: Pat
     found = shown() | make.all_shown()
     assert found["mine"].program == program and found["mine"].source == "submitted by Somebody"
     ranked = make.compared(found)
-    texts = dict(make.files(found, ranked))
+    pages = dict(make.files(found, ranked))
     place = [*ranked.rows].index("mine") + 1
-    assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 |" in texts["index.md"]
-    assert "mine.json" not in texts and "proves the program" in texts["mine.md"] and "z3" not in texts["mine.md"]
+    assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 |" in pages["index.md"]
+    assert "mine.json" not in pages and "proves the program" in pages["mine.md"] and "z3" not in pages["mine.md"]
 
 
 def changed(change: Callable[[Any], Any]) -> Any:

@@ -191,16 +191,6 @@ def out_while_training(names: Names, oracle: Plain) -> None:
     assert not torch.equal(ya.unshard(names["state"]).layers["up"], before.layers["up"])
 
 
-def to_a_generator(names: Names, oracle: Plain) -> None:
-    state = trained(oracle, names["loss_fn"])[-1]
-    close(names["state"], state.params, "the trainer")
-    now = ya.unshard(names["state"])
-    assert names["version"] == names["state"].step == 4
-    expected = (now.layers["up"][:2].flatten(0, 1), now.layers["down"][2][:, 3:7], now.embed["weight"])
-    for name, want in zip(("fused", "columns", "embedding"), expected, strict=True):
-        assert torch.equal(names[name], want.bfloat16()), name
-
-
 CHECKS: dict[str, Callable[[Names, Plain], None]] = {
     heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading in SECTIONS
 }

@@ -127,7 +127,7 @@ def test_a_slot_holds_one_unit_at_a_time(update: bool) -> None:
 
 
 def test_what_is_carried_over_is_there_from_the_beginning() -> None:
-    program = zero2(update=True)(on(costed(3, 4), MESH, "any time"))
+    program = zero2(update=True)(on(costed(3, 4), MESH, "after norm"))
     timeline = simulate(program, PLAIN)
     begun = {held.slot: held.unit for held in weight_slots(timeline) if held.start == held.ready == 0.0}
     assert begun == program.carried()

@@ -12,7 +12,6 @@ python -m train bench reading    what a step calls and enters, and what a strang
 python -m train bench saves      steps beside a save; saves and loads
 python -m train bench stages     pipelines against torch.distributed.pipelining
 python -m train bench unlike     steps on which one rule for all layers is wrong: builders against synthesis
-python -m train bench weights    weights for a generator: whole tensors, ranges of shards
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from train.bench import ablate, axes, control, cuda, growth, head, lora, reading, saves, stages, steps, unlike, weights
+from train.bench import ablate, axes, control, cuda, growth, head, lora, reading, saves, stages, steps, unlike
 from train.bench.harness import RankFailed
 from train.bench.options import Bench, Options
 from train.bench.report import LossesDiffer, hand_over, heading
@@ -62,7 +61,6 @@ COMMANDS = {
     "saves": Command(saves.Saves, saves.measure, saves.show),
     "stages": Command(stages.Stages, stages.measure, stages.show),
     "unlike": Command(unlike.Unlike, unlike.measure, unlike.show),
-    "weights": Command(weights.Weights, weights.measure, weights.show),
 }
 
 

@@ -236,12 +236,6 @@ class Program:
         """Tells whether the optimizer's step is part of the program."""
         return any(isinstance(op, ops.Update) for own in self.stages for op in own)
 
-    @property
-    def updates_early(self) -> bool:
-        """Tells whether an update comes before the end of the backward."""
-        found = [index for index, op in enumerate(self.ops) if isinstance(op, ops.Update)]
-        return bool(found) and any(isinstance(op, ops.Forward | ops.Backward) for op in self.ops[found[0] :])
-
     def carried(self) -> dict[int, int]:
         """Slot -> unit that it must hold when the program begins: what is read before anything is put into the slot."""
         found: dict[int, int] = {}

@@ -158,9 +158,9 @@ class OptimizerMemory(NamedTuple):
 #
 # Visits are chained, so backward runs in exactly the reverse of the forward's order.
 
-UpdateWhen = Literal["never", "after norm", "any time"]
-"""The time a unit may be updated: never, since the step has no optimizer; after the norm of the whole gradient is
-known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
+UpdateWhen = Literal["never", "after norm"]
+"""The time a unit may be updated: never, since the step has no optimizer, or when the norm of the whole gradient is
+known, which clips it, or skips a step that is not finite, and is told."""
 
 
 Collectives = tuple[AxisCollective, ...]

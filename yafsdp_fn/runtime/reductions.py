@@ -14,7 +14,6 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.dist.sums import apart, in_order
 from yafsdp_fn.params.tree import Tree, shape_of
@@ -155,27 +154,6 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
         else:
             out.append(column[0])
     return optree.tree_unflatten(flat[0][1], out)
-
-
-def total_of(
-    values: Sequence[Tensor | float], comms: Communicators, device: torch.device
-) -> Callable[[], Callable[[], Tensor]]:
-    """Returns a function that starts the sum of the microbatches' numbers over ranks, as `combine` makes it, with
-    memory that is there; what it returns waits for the sum when called."""
-    numbers = [torch.as_tensor(value, device=device) for value in values]
-    part = _apart(comms, numbers) if _in_order(comms) else _total(numbers)
-
-    def start() -> Callable[[], Tensor]:
-        arrives = comms.start_sum(part)
-
-        def wait() -> Tensor:
-            if arrives is not None:
-                arrives.wait()
-            return in_order(part) if _in_order(comms) else part
-
-        return wait
-
-    return start
 
 
 def _in_order(comms: Ranks | None) -> bool:

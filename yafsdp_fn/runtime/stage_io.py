@@ -18,7 +18,6 @@ from yafsdp_fn.program.split import LINE, Parcel
 from yafsdp_fn.program.text import describe_parcel
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
-from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
@@ -173,14 +172,9 @@ def shapes(tree: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
 
 
-def crossing_of(arguments: Arguments, memory: Memory, programs: Programs, blocks: Blocks | None = None) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
-
-    blocks: compares those of the loss between ranks
-    """
+def crossing_of(arguments: Arguments, memory: Memory, programs: Programs) -> Crossing:
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
     found = traced(arguments, memory, PlaceholderMode(allow_non_fake_inputs=True), every=not programs.trains)
-    if blocks is not None:
-        blocks.compare(found.blocks)
     if found.by_value:
         raise RuntimeError(
             f"{found.by_value[0]} beside the visits, of what one has made: how many random numbers it draws depends on "

@@ -112,7 +112,6 @@ class Tracer:
         self.untracked: list[str] = []  # visits without grad
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self.visits: list[Visit] = []
-        self.blocks: list[Any] = []  # of the visits
         self.rule = AttentionRule()
         self.results: list[Result] = []  # of visits with grad
         self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
@@ -132,7 +131,6 @@ class Tracer:
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
-        self.blocks.append(call.block)
         track = torch.is_grad_enabled()
         trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
@@ -267,7 +265,7 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
 class Traced(NamedTuple):
     """A trace with the tensors of the loss.
 
-    results, blocks: of each visit, its result without values, and what it ran; out: the loss's result; total: its
+    results: of each visit, without values; out: the loss's result; total: its
     total; made: by which visits each tensor of it was made
 
     untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
@@ -283,7 +281,6 @@ class Traced(NamedTuple):
     reads_leaves: bool
     rewritten: list[str]
     by_value: list[str]
-    blocks: list[Any]
 
 
 def traced(
@@ -317,7 +314,7 @@ def traced(
     calls = tuple(tracer.between)
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
     untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value
-    return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value, tracer.blocks)
+    return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value)
 
 
 def not_compiled() -> AbstractContextManager[Any]:
