@@ -22,6 +22,7 @@ from yafsdp_fn.checksum import sum_of_bits
 from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
+from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import (
@@ -345,8 +346,10 @@ def _by_part(opt_state: Tree) -> dict[tuple[Any, ...], list[Any]]:
 
 
 def _is_around(entry: optree.PyTreeEntry) -> bool:
-    around = entry.type in (optim.InjectHyperparamsState, optim.MultiStepsState, optim.ApplyIfFiniteState)
-    return entry.type is tuple or (around and getattr(entry, "field", "").startswith("inner"))
+    """Returns whether a step of a path is a place in a chain, or the state inside one that is around it, for all
+    leaves: of a mask or a partition it is for some of them."""
+    inside = getattr(entry, "field", "") in ("inner_state", "inner_opt_state")
+    return entry.type is tuple or (inside and entry.type is not MaskedState)
 
 
 def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
