@@ -207,7 +207,7 @@ class Functionalized:
 def _straight(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Returns the forward of a plain `nn.Linear` or `nn.Embedding`, by which its gradient goes directly into its slot.
     It holds weights and not the module, which holds it: such a cycle waits for the garbage collector."""
-    weights: Mapping[str, Any] = part._parameters
+    weights: Any = part._parameters
     weight, bias = weights.get("weight"), weights.get("bias")
     if type(part) is nn.Linear:
         return lambda input: linear(input, weight, bias)

@@ -34,11 +34,11 @@ HOOKS = (
 )
 """The attributes in which a module keeps its hooks: the first four hold them, the others say how they are called."""
 
-OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", *HOOKS}
-"""The attributes that a copy has of its own; nn.LSTM and the like list their weights a second time."""
-
 OF_HOOKS = "_output_capturing_hooks_installed"
 """The mark that transformers leaves on a model whose parts its forward gave hooks; those of a copy end with it."""
+
+OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", OF_HOOKS, *HOOKS}
+"""The attributes that a copy has of its own; nn.LSTM and the like list their weights a second time."""
 
 
 class Absent(Tensor):
@@ -107,44 +107,46 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
     Raises RuntimeError at the end if a buffer or an attribute was written, which would be lost, or differ between
     ranks. name: of `module`, for this; weights: replace its parameters, by name; may_note: attributes may be written
     """
-    before = _state(module, may_note)
-    made = _copy(module, {})
+    copies: dict[nn.Module, nn.Module] = {}
+    made = _copy(module, copies)
+    before = {part: _buffers(part) for part in copies}
     for path, weight in weights.items():
-        part, _, key = path.rpartition(".")
-        made.get_submodule(part)._parameters[key] = weight
+        owner, _, key = path.rpartition(".")
+        made.get_submodule(owner)._parameters[key] = weight
     yield made
-    written = {join(path, key) for path, key, *_ in before ^ _state(made, may_note)}
-    if written:
-        raise RuntimeError(
-            f"{name or 'the module'} writes to its {', '.join(sorted(written))} while it runs. A function keeps "
-            "nothing: a recomputation would write again, and ranks differ. Return it instead, or switch it off "
-            "(running statistics, power iterations, positions that grow)"
-        )
+    for part, buffers in before.items():
+        was, now = vars(part), vars(copies[part])
+        written = {key for key, *_ in buffers ^ _buffers(copies[part])}
+        if not may_note:
+            written.update([key for key in now.keys() - OWN if now[key] is not was.get(key)])
+        if written:
+            path = next(path for path, other in module.named_modules() if other is part)
+            raise RuntimeError(
+                f"{join(name, path) or 'the module'} writes to its {', '.join(sorted(written))} while it runs. A "
+                "function keeps nothing: a recomputation would write again, and ranks differ. Return it instead, or "
+                "switch it off (running statistics, power iterations, positions that grow)"
+            )
 
 
-def _copy(part: nn.Module, found: dict[int, nn.Module]) -> nn.Module:
+def _copy(part: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     # not nested in `copied`: a recursive closure would hold the weights until the garbage collector runs
-    if id(part) not in found:
-        found[id(part)] = made = object.__new__(type(part))
+    if part not in copies:
+        copies[part] = made = object.__new__(type(part))
         own = vars(made)
         own.update(vars(part))
         own.update({hooks: OrderedDict() for hooks in HOOKS})
         own["_parameters"] = dict(part._parameters)
         own["_buffers"] = dict(part._buffers)
-        own["_modules"] = {key: None if sub is None else _copy(sub, found) for key, sub in part._modules.items()}
-    return found[id(part)]
+        own["_modules"] = {key: None if sub is None else _copy(sub, copies) for key, sub in part._modules.items()}
+    return copies[part]
 
 
-def _state(module: nn.Module, may_note: bool) -> set[tuple[str, str, int, int]]:
-    """Returns what a call must leave as it is: path and name of buffers and attributes, with what tells a write."""
-    found: set[tuple[str, str, int, int]] = set()
-    for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
-            version = 0 if buffer is None or buffer.is_inference() else buffer._version
-            found.add((path, key, id(buffer), version))
-        if not may_note:
-            found.update([(path, key, id(value), 0) for key, value in vars(part).items() if key not in OWN])
-    return found
+def _buffers(part: nn.Module) -> set[tuple[str, int, int]]:
+    """Returns the names of a module's buffers, each with what tells another tensor, or a write to it."""
+    return {
+        (key, id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version)
+        for key, buffer in part._buffers.items()
+    }
 
 
 def refuse_hooks(module: nn.Module, name: str) -> None:
