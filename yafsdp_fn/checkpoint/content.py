@@ -298,7 +298,7 @@ def _some(keys: Any, most: int = 6) -> str:
 
 MANIFEST = "manifest.json"
 FORMAT, PICKLED = 3, 2
-"""What is written, and what earlier versions have written."""
+"""The format that is written, and that of earlier versions."""
 LARGEST = 2**63
 DEEPEST = 100
 """Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""

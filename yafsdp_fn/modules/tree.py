@@ -181,7 +181,7 @@ Layers = str | Sequence[str]
 
 
 class Places(NamedTuple):
-    """Where the parameters of a module are in its tree.
+    """The places of a module's parameters in its tree.
 
     stacks: the names of the layers of each stack, by unit
     visits: for each layer and each module beside the layers, by dotted name: the place of each parameter, by its name

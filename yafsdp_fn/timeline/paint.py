@@ -34,7 +34,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "inside": {"linewidth": 0.0},
     "thin": {"linewidth": 0.0},
 }
-"""Of boxes, by their kind."""
+"""The styles of boxes, by their kind."""
 
 
 def save(
