@@ -69,6 +69,8 @@ class Playground:
             return json.dumps(getattr(self, method)(*json.loads(given)))
         except (TypeError, ValueError) as error:
             return json.dumps({"error": str(error)})
+        except Exception as error:  # without an answer the page would wait for ever
+            return json.dumps({"error": f"a fault of this page, {error!r}"})
 
     def choices(self) -> dict[str, Any]:
         """The clusters, the builders with their options, the orders of pipelines, and the fields of each kind of op."""
@@ -82,6 +84,7 @@ class Playground:
     def open(self, name: str, text: str, tokens: int = 0) -> dict[str, Any]:
         """Reads a program, or one without ops for its trace. tokens: that a rank reads in a microbatch, 0: unknown"""
         program = Program.from_json(text)
+        _check_names(program.trace)
         self.opened[name] = program, tokens
         trace = program.trace
         return {
@@ -200,6 +203,15 @@ class Playground:
             colour = self.colours[isinstance(op, Backward | Reduce | AllReduce | Fetch)][first]
         self.rows[key] = [op.stream, describe(op, trace), colour]
         return self.rows[key]
+
+
+def _check_names(trace: Trace) -> None:
+    """Raises ValueError for a name that does not stand on one line: all that the page shows it takes by lines."""
+    named = [(f"units[{unit.id}]", unit.name + (unit.stack or "")) for unit in trace.units]
+    named += [(f"visits[{visit.id}]", visit.name) for visit in trace.visits]
+    for place, name in named:
+        if not name.isprintable():
+            raise ValueError(f"trace.{place}.name: expected letters that are seen, on one line, got {name!r:.80}")
 
 
 # ---- Ops as strings.
