@@ -22,7 +22,7 @@ from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import Plan, read_by
 from yafsdp_fn.planner.simulate import check_costs
 from yafsdp_fn.planner.space import Mesh, Order, arrangements
-from yafsdp_fn.program.json import NAMES, kinds, typed
+from yafsdp_fn.program.json import NAMES
 from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
@@ -44,6 +44,7 @@ from yafsdp_fn.timeline.geometry import (
 from yafsdp_fn.timeline.spans import Idle, Span
 from yafsdp_fn.timeline.text import because, idle, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.schema import kinds, typed
 
 Colours = tuple[list[str], list[str]]
 """Of weights, and of gradients, by unit."""

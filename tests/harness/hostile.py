@@ -15,7 +15,12 @@ from yafsdp_fn.program.program import Program
 
 ACT = "window.ran=1"
 MARKUP = (
-    *(f"<script>{ACT}</script>", f"<img src=x onerror={ACT}>", f"<svg onload={ACT}>", f"<a href=javascript:{ACT}>x</a>"),
+    *(
+        f"<script>{ACT}</script>",
+        f"<img src=x onerror={ACT}>",
+        f"<svg onload={ACT}>",
+        f"<a href=javascript:{ACT}>x</a>",
+    ),
     *(f'" onmouseover="{ACT}', f"' onmouseover='{ACT}", f'"><img src=x onerror={ACT}>', f"'><svg/onload='{ACT}'>"),
     *(f'" autofocus tabindex=0 onfocus={ACT} x="', f"` onmouseover=`{ACT}", f'"/><rect onclick="{ACT}"/><rect x="'),
     *(f"</{tag}><script>{ACT}</script>" for tag in ("title", "style", "pre", "text", "textarea", "details", "code")),
@@ -23,16 +28,29 @@ MARKUP = (
     *("<iframe srcdoc='<script>parent.ran=1</script>'>", f"<svg><animate onbegin={ACT} attributeName=x>"),
     *(f"[x](javascript:{ACT})", f"![x](x){{: onerror={ACT} }}", f"\n\n<img src=x onerror={ACT}>\n\n", "```\n\n<b>"),
     *(f"&lt;script&gt;{ACT}&lt;/script&gt;", f"&quot; onclick=&quot;{ACT}", f"${{{ACT}}}", f"{{{{{ACT}}}}}", "{% x %}"),
-    *("%TABLE%", "$\\frac{$", "$a$", "__proto__", "constructor", "\u202e\u2028", "\x00\x02\x03", "\r\r# x", "", "x" * 5000),
+    *(
+        "%TABLE%",
+        "$\\frac{$",
+        "$a$",
+        "__proto__",
+        "constructor",
+        "\u202e\u2028",
+        "\x00\x02\x03",
+        "\r\r# x",
+        "",
+        "x" * 5000,
+    ),
 )
 """What is put in, before, behind or in place of a name. `ACT` must never run."""
 
 LOOK = """(() => {
   const all = [...document.querySelectorAll('*')];
-  const made = document.querySelectorAll('script:not([src="app.js"]), iframe, object, embed, base, animate, b > img');
-  const bad = ({ name, value }) => /^on/i.test(name) || (/^(xlink:)?(href|src|action)$/i.test(name) && /^\\s*javascript:/i.test(value));
+  const made = document.querySelectorAll('script:not([src="app.js"]), iframe, object, embed, base, animate');
+  const leads = (name) => /^(xlink:)?(href|src|action)$/i.test(name);
+  const bad = ({ name, value }) => /^on/i.test(name) || (leads(name) && /^\\s*javascript:/i.test(value));
+  const said = (each) => [...each.attributes].filter(bad).map(({ name, value }) => `${each.tagName} ${name}=${value}`);
   return [...(window.ran ? ['script ran'] : []), ...[...made].map((each) => each.outerHTML.slice(0, 200)),
-    ...all.flatMap((each) => [...each.attributes].filter(bad).map(({ name, value }) => `${each.tagName} ${name}=${value}`))];
+    ...all.flatMap(said)];
 })()"""
 
 
