@@ -79,6 +79,6 @@ def renamed(program: Program, rng: Random) -> Program:
 
 
 def injected(browser: Browser) -> list[str]:
-    """Says what a page holds that no page of ours does: handlers, scripts, frames; empty where it is as it should be."""
+    """Says what a page holds that none of ours does: handlers, scripts, frames. Empty where all is right."""
     found: list[str] = browser.evaluate(LOOK)
     return found
