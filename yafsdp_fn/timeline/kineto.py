@@ -100,6 +100,8 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
         times = window if not found.kernels else _on_gpu(found.kernels, op, window)
         if times is not None:
             start, end = (1e-6 * (time - found.start) for time in times)
+            if start < 0:
+                raise ValueError(f"read_kineto: {path}: op {number} runs {-start:.3g} s before its step begins")
             spans.append(Span(number, op, op.stream, start, end))
     seconds = 1e-6 * (max([found.end, *(event.end for _, event in found.kernels)]) - found.start)
     return Timeline(program.trace, tuple(spans), seconds, f"{MEASURED} by torch.profiler: {Path(path).name}")
@@ -130,7 +132,7 @@ class Timed(NamedTuple):
 
 def _recorded(path: Path, step: int | None) -> Recording:
     try:
-        timed = list(_timed(json.loads(_unpacked(path))))
+        timed = list(_timed(json.loads(_unpacked(path).decode())))
     except (OSError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"read_kineto: {path}: expected a recording of torch.profiler in JSON: {error}") from error
     steps = {int(of[1]): e for e in timed if (of := STEP.fullmatch(e.name)) and not e.cat.startswith("gpu")}

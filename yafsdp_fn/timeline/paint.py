@@ -6,6 +6,7 @@ Lengths are inches until they are drawn. Needs matplotlib, which is imported whe
 import functools
 import io
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from yafsdp_fn.timeline.spans import Span, Spans
 from yafsdp_fn.timeline.text import unit_of
 
 SUFFIXES = (".pdf", ".png", ".svg")
+NOT_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\xef\xbf[\xbe\xbf]")
+"""Characters of which a name may be and a file of XML may not."""
 NARROWEST, WIDEST = 9.0, 18.0  # of a figure
 MARGIN, LEFT = 0.12, 1.0
 AXIS, BETWEEN = 0.46, 0.18  # below the last panel; between two
@@ -173,7 +176,9 @@ def write(figure: Callable[[], Any], path: str | Path | io.BytesIO, timelines: S
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
-        figure().savefig(path, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
+        figure().savefig(drawn := io.BytesIO(), format=suffix[1:], dpi=120, metadata=dated.get(suffix))
+    data = drawn.getvalue() if suffix != ".svg" else NOT_XML.sub(b"?", drawn.getvalue())
+    path.write(data) if isinstance(path, io.BytesIO) else path.write_bytes(data)
 
 
 # ---- The legend of a picture of timelines: swatches with words, in rows.
