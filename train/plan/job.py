@@ -216,7 +216,7 @@ class Job:
 
     def schedule(self, fsdp2: Callable[..., Schedule] = ya.schedules.fsdp2) -> Schedule:
         """The schedule of the step. fsdp2: of the weights of a stage, `peers.fsdp2` to be predicted"""
-        if self.shard * self.context == 1:
+        if self.shard * self.context * self.tensor == 1:
             return self._ordered(ya.schedules.ddp(remat=self.remat))
         held = self.reshard == "never" or (self.reshard == "default" and self.stages > 1)
         more = {"reshard_after_forward": not held, "wrap": "all", "remat": self.remat, "defer": self.stages > 1}
