@@ -170,6 +170,8 @@ def test_copies_of_the_state(tmp_path: Path) -> None:
     assert dict(alone.trace.mesh) == {"replicate": 16, "shard": 1} and alone.wire_bytes()["gather"] == 0
     held, _ = planned(job_of(tmp_path, 16, fsdp_reshard_after_forward="never"))
     assert held.count(Gather) == 10
+    staged, _ = planned(job_of(tmp_path, 4, pipeline_parallel_degree=2, tensor_parallel_degree=2))
+    assert dict(staged.trace.mesh) == {"stage": 2, "shard": 1, "tensor": 2}
     both, _ = planned(job_of(tmp_path, 16, context_parallel_degree=2, tensor_parallel_degree=2))
     assert dict(both.trace.mesh) == {"shard": 4, "context": 2, "tensor": 2}
 

@@ -34,7 +34,7 @@ ALIGN = 8
 
 
 MOST_RANKS = 2**17
-"""Of a mesh: more GPUs than anybody trains on."""
+"""The most ranks of a mesh: more GPUs than anybody trains on."""
 
 
 def round_up(n: int, multiple: int = ALIGN) -> int:

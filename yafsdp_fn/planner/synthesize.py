@@ -47,7 +47,7 @@ Report = Callable[[str], None]
 Rows = Sequence[Sequence[Call]]
 Moves, Seconds = Annotated[int, Within(0, 10**6)], Annotated[float, Within(0, 1e12)] | None
 Peaks = tuple[Annotated[int, Within(0, 2**60)], ...]
-"""What a file of a search holds."""
+"""Fields of a file of a search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +241,7 @@ class Synthesis:
             raise ValueError(f"{path}: {error}") from error
 
     def _read(self, place: str, row: Any) -> Seen:
-        """What a program came to: the file's seconds, null where it does not fit, and bytes of each stage."""
+        """Reads what a program came to: the file's seconds, null where it does not fit, and bytes of each stage."""
         order = self.points[0].order
         stages = 1 if order is None else order.stages
         if not isinstance(row, list) or len(row) not in (1, 1 + stages) or (len(row) == 1 and row[0] is not None):

@@ -135,7 +135,7 @@ def _recorded(path: Path, step: int | None) -> Recording:
         timed = list(_timed(json.loads(_unpacked(path).decode())))
     except (OSError, zlib.error, ValueError, RecursionError) as error:
         raise ValueError(f"read_kineto: {path}: expected a recording of torch.profiler in JSON: {error}") from error
-    steps = {int(of[1]): e for e in timed if (of := STEP.fullmatch(e.name)) and not e.cat.startswith("gpu")}
+    steps = {int(named[1]): e for e in timed if (named := STEP.fullmatch(e.name)) and not e.cat.startswith("gpu")}
     if step is not None and step not in steps:
         raise ValueError(f"read_kineto: {path}: there is no ProfilerStep#{step}, but {sorted(steps) or 'none'}")
     of = steps[max(steps) if step is None else step] if steps else None
