@@ -26,7 +26,7 @@ from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
 
 SIZES = {"parameters": 0.01, "FLOPs of forward products": 0.01, "FLOPs of forward attention": 0.2}
-"""Figures that steps of one batch share, and how nearly: attention of parts of a sequence is counted as a little more."""
+"""Figures that steps of one batch share, and how nearly: attention of parts of a sequence counts as a little more."""
 
 
 class Row(NamedTuple):
