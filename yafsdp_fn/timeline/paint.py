@@ -38,7 +38,11 @@ def wide(text: str, size: float) -> float:
 
     if not text:
         return 0.0
-    return float(TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents().width) / 72
+    try:
+        path = TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans"))
+    except AttributeError:  # of spaces and marks alone matplotlib makes no path
+        return 0.0
+    return float(path.get_extents().width) / 72
 
 
 # ---- Panels: axes as large as a part of a picture.
