@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 
 import yafsdp_fn as ya
 from docs.gallery import make
+from tests.harness import hostile
+from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
@@ -123,6 +127,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no object": (lambda data: [data], "mine.json: expected an object of name, author, note and program"),
     "keys": (lambda data: data | {"more": 1}, "mine.json: expected an object of name, author, note and program"),
     "note": (put("<b>fast</b>", "note"), "mine.json: note: expected a line of plain text"),
+    "lines": (put("fast\r\r# A heading", "note"), "mine.json: note: expected a line of plain text"),
+    "attributes": (put("fast {: onclick=x }", "note"), "mine.json: note: expected a line of plain text"),
+    "names": (put("<script>", "program", "trace", "units", 1, 1), "mine.json: trace.units: not that of the gallery's"),
     "name": (put("other", "name"), "mine.json: name: expected that of the file, 'mine'"),
     "version": (put(2, "program", "version"), "mine.json: not a program in JSON: version: expected 1, got 2"),
     "ranks": (put([["stage", 4], ["shard", 2]], "program", "trace", "mesh"), "mine.json: expected 16 ranks and 32 mic"),
@@ -180,3 +187,41 @@ def run(mesh: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
     pools[4].run(run, name)
+
+
+# ---- names of other people, as the site shows them, in a real browser
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_words_of_submissions_are_text(folder: Path, tmp_path: Path, count: int) -> None:
+    """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
+    not refused, the names in its program."""
+    mkdocs, markdown = pytest.importorskip("mkdocs.config"), pytest.importorskip("markdown")
+    site = mkdocs.load_config(str(make.HERE.parents[1] / "mkdocs.yml"))
+    ranked, each, found = make.compared(shown()), shown()["zero3"], Counter[str]()
+    good = entry(each.program)
+    with served(tmp_path) as url, Browser() as browser:
+        for number in range(count):
+            rng = random.Random(f"gallery {number}")
+            said = {key: hostile.name(rng, good[key]) for key in rng.sample(["author", "note"], rng.choice((1, 2)))}
+            (folder / "mine.json").write_text(json.dumps(good | said))
+            what, source = "A note.", "submitted by Somebody"
+            try:
+                mine = make.submitted(folder / "mine.json")
+                what, source = f"{mine.note}.", f"submitted by {mine.author}"
+                found["accepted"] += 1
+            except ValueError as error:
+                assert re.match(r"mine\.json: (author|note): expected a line of plain text", str(error)), error
+                found["refused"] += 1
+            foreign = each._replace(what=what, source=source, program=hostile.renamed(each.program, rng), small=0)
+            texts = make.page("zero3", foreign, ranked, [["", ""]]), make.index(shown() | {"zero3": foreign}, ranked)
+            for text in texts:
+                made = markdown.Markdown(extensions=site.markdown_extensions, extension_configs=site.mdx_configs)
+                page = f"<!doctype html><meta charset=utf-8>{made.convert(text)}"
+                (tmp_path / "page.html").write_text(page, encoding="utf-8", errors="replace")
+                browser.open(f"{url}page.html?{number}")
+                assert hostile.injected(browser) == [], (number, said)
+    print(f"gallery: {count} submissions: {dict(found)}")
+    assert 0 < found["accepted"] < count

@@ -308,7 +308,7 @@ PUBLISHED = (
 
 # ---- Submissions.
 
-WORDS = re.compile(r"[^<>|\[\]`\n]{1,300}")
+WORDS = re.compile(r"[^<>|\[\]`{}]{1,300}")
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -329,7 +329,7 @@ def submitted(path: Path) -> Submission:
         if not isinstance(data, dict) or data.keys() != {"name", "author", "note", "program"}:
             raise ValueError("expected an object of name, author, note and program")
         for key in ("name", "author", "note"):
-            if not isinstance(data[key], str) or not WORDS.fullmatch(data[key]):
+            if not isinstance(data[key], str) or not WORDS.fullmatch(data[key]) or not data[key].isprintable():
                 raise ValueError(f"{key}: expected a line of plain text of at most 300 characters")
         if data["name"] != path.stem or not NAME.fullmatch(path.stem):
             raise ValueError(f"name: expected that of the file, {path.stem!r}, of small letters, digits and dashes")

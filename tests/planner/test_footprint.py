@@ -522,6 +522,20 @@ def test_what_does_not_fit_says_what_would(few: int) -> None:
     assert hopeless is not None and "would not fit on any number of ranks" in hopeless
 
 
+@pytest.mark.parametrize(
+    "precision", [("int3", "bfloat16", "float32", ""), ("float32", "", "float32", ""), ("float32",)]
+)
+def test_a_dtype_that_is_not_known_is_named(precision: tuple[str, ...]) -> None:
+    traced = trace(loss, model(), batch(), ranks=2)._replace(precision=precision)
+    with pytest.raises(ValueError, match=r"trace.precision: expected 3 or 4 of float64, .*, got \('"):
+        predict_memory(ya.schedules.zero3()(traced))
+
+
+def test_a_mesh_larger_than_any_is_refused() -> None:
+    with pytest.raises(ValueError, match="mesh: 10,000,000 ranks, expected at most 131,072"):
+        trace(loss, model(), batch(1), ranks=10_000_000)
+
+
 def test_a_trace_without_costs_is_refused() -> None:
     state = ya.init(model(), TX, mesh=one_rank())
     step = ya.train_step(loss, TX)

@@ -384,3 +384,12 @@ def test_pipelines_beside_each_other(tmp_path: Path) -> None:
     for name, suffix in (("save", "svg"), ("perfetto", "json")):
         with pytest.raises(TypeError, match=rf"{name}\(beside=\): expected a Timeline, got str"):
             getattr(one, name)(tmp_path / f"x.{suffix}", beside="two")
+
+
+@pytest.mark.parametrize("name", [" ", "\u202e", "\u200b\u00a0", "\x00", "$\\frac{$", "</text>"])
+def test_any_name_is_drawn(name: str, tmp_path: Path) -> None:
+    """Names without ink, and those of which no XML can be; what is drawn is read back as XML."""
+    drawn = simulated(3, title=name)
+    units = tuple(unit._replace(name=name, stack=unit.stack and name) for unit in drawn.trace.units)
+    drawn._replace(trace=drawn.trace._replace(units=units)).save(tmp_path / "step.svg")
+    ElementTree.parse(tmp_path / "step.svg")
