@@ -251,6 +251,7 @@ def test_a_wrong_field_is_named(tmp_path: Path, data: Any, says: str) -> None:
         (gzip.compress(b"[" + b"{}," * 2**23), "unpacks to 16,777,216 bytes or more"),
         (gzip.compress(b"[]") * 2, "goes on behind its end"),
     ],
+    ids=["nested", "digits", "packed", "twice"],
 )
 def test_a_file_that_would_fill_the_memory(tmp_path: Path, text: bytes, says: str) -> None:
     path = tmp_path / ("x.json.gz" if text[:2] == b"\x1f\x8b" else "x.json")

@@ -173,8 +173,13 @@ def shapes(tree: Any) -> Hashable:
 
 
 def crossing_of(arguments: Arguments, memory: Memory, programs: Programs) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
-    found = traced(arguments, memory, PlaceholderMode(allow_non_fake_inputs=True), every=not programs.trains)
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
+
+    What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
+    """
+    first = programs.peek(memory, arguments.parts) is None
+    mode = PlaceholderMode(allow_non_fake_inputs=True)
+    found = traced(arguments, memory, mode, every=not programs.trains, counts=first)
     if found.by_value:
         raise RuntimeError(
             f"{found.by_value[0]} beside the visits, of what one has made: how many random numbers it draws depends on "
