@@ -10,9 +10,10 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from yafsdp_fn.dist.ranks import AxisCollective, inside_of
+from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
-from yafsdp_fn.program.trace import KERNELS, Trace, UnitSpec
+from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util import strict_json
 
 # ---- Schema of programs in JSON: values are what the annotations say, and numbers name what is there.
