@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 import yafsdp_fn
 
 LIBRARY = Path(yafsdp_fn.__file__).parent
