@@ -369,6 +369,10 @@ class Program:
 
     def fingerprint(self) -> str:
         """A hash of what ranks must agree on: ops, units and visits, without measured costs."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return json.fingerprint(self.trace, self.stages)
 
     def to_json(self) -> str:
