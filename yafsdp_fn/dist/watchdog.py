@@ -258,9 +258,7 @@ class Watchdog:
 
     def _post(self) -> RankStatus:
         sight, seconds, waited = self._sight, time.monotonic() - self._since, self._waited
-        post = RankStatus(
-            self._number, sight.place, seconds, late=waited > self._patience, shown=self._shown is not None
-        )
+        post = RankStatus(self._number, sight.place, seconds, shown=self._shown is not None)
         if self._waits:
             post = post._replace(waits=", ".join(label for (label,), _ in self._waits), waited=waited)
         if self._is_stalled(seconds) or self._is_stalled(waited):
@@ -282,12 +280,11 @@ class Watchdog:
             self._settled.set()
 
     def _show(self, heard: PeerStatus) -> None:
-        """Prints the table once per stall, on one rank: the lowest of those that have waited for too long."""
+        """Prints the table once per stall, on one rank: the lowest of those that wait, as soon as it has for too long,
+        or one that was too late before that one had stalled."""
         able = {rank: post for rank, post in heard.posts.items() if rank not in heard.silent}
-        if self._rank != min((rank for rank, post in able.items() if post.late), default=None):
-            return
-        turn = (2 + min(self._rank, 8)) * self._beat  # lower ranks that are late, too, come first
-        if self._waited > self._patience + turn and not any(post.shown for post in able.values()):
+        lowest = min((rank for rank, post in able.items() if self._is_stalled(post.waited)), default=None)
+        if self._waited > self._patience and self._rank == lowest and not any(post.shown for post in able.values()):
             self._shown = self._sight.place
             what = f"rank {self._rank} has waited for {self._waited:.0f} s. Where ranks are:\n{self.table}"
             print(what, file=sys.stderr, flush=True)

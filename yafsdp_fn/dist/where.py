@@ -22,7 +22,7 @@ class RankStatus(NamedTuple):
     beat: how often it has looked; place: its position, for so many `seconds`
     waits: the communication under way, the longest for `waited` seconds; op: "op 21 of 96"
     program: its fingerprint; line: of the user's Python, "model.py:41 in block"
-    late: it has waited for too long; shown: it has printed the table
+    shown: it has printed the table
     """
 
     beat: int
@@ -33,7 +33,6 @@ class RankStatus(NamedTuple):
     op: str = ""
     program: str = ""
     line: str = ""
-    late: bool = False
     shown: bool = False
 
 
