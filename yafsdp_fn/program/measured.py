@@ -1,4 +1,4 @@
-"""What was measured of a step on fake tensors, for predictions: the cost of each visit, and the optimizer's memory.
+"""Costs, for predictions: of each visit and of the optimizer, as they were measured on fake tensors.
 
     Visit.cost         FLOPs, bytes through memory, what is held until the backward
     Trace.optimizer    bytes of the optimizer's state, and of its update

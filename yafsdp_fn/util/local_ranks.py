@@ -1,4 +1,5 @@
-"""What every launcher of ranks on this machine needs, by the standard library alone: none of them waits for imports.
+"""Ranks on this machine, as every launcher starts and awaits them: of the standard library alone, so that none of them
+waits for imports.
 
 bind = dies_with(os.getpid())
 for rank in range(ranks):
