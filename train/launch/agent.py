@@ -21,7 +21,7 @@ def waits_as_told() -> None:
         told = isinstance(sys.exception(), SignalException)
         close(context, death_sig, patience if told else timeout)
 
-    PContext.close = close_in_time  # type: ignore[method-assign]
+    PContext.close = close_in_time  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
