@@ -26,8 +26,8 @@ from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.micro_shards import micro_shard_seed
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree, must_be_function
+from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.program.trace import OptimizerMemory
 from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
 from yafsdp_fn.runtime.graph_walks import depends

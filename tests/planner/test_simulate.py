@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.schedules.traces import layers, trace_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3
 from yafsdp_fn.timeline import Timeline
 

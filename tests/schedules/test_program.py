@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedules.traces import cut, model, on, together
+from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.text import describe
-from yafsdp_fn.program.trace import Cost, Value
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,

@@ -16,7 +16,7 @@ from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.schedules.traces import model, on
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.program.trace import Value
+from yafsdp_fn.program.measured import Value
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, remat, zero1, zero2, zero3
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b
 from yafsdp_fn.timeline import Span, Timeline

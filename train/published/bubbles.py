@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, get_type_hints
 from train.machine import ROOT
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.orders import Calls, Search, evaluate, least
-from yafsdp_fn.program.split import Call, Flow, Split
-from yafsdp_fn.program.trace import Argument, Cost, UnitSpec, Visit
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.split import Argument, Call, Flow, Split
+from yafsdp_fn.program.trace import UnitSpec, Visit
 from yafsdp_fn.schedules import Program, Trace, chained_order, pipelines, staged, verify, zero1
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_bubbles.csv"

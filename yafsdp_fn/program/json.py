@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from yafsdp_fn.dist.ranks import MOST_RANKS, AxisCollective, inside_of
+from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
-from yafsdp_fn.program.trace import KERNELS, Trace, UnitSpec
+from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util import strict_json
 from yafsdp_fn.util.schema import kinds, typed_at
 

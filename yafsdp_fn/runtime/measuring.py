@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.dist.ranks import AxisCollective, Ranks
 from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
-from yafsdp_fn.program.trace import Collectives, Cost
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter

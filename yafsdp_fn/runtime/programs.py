@@ -13,7 +13,7 @@ from typing import Any
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.trace import Cost, Lent, Trace, UnitSpec, UpdateWhen, arguments
+from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.placement import Placement
@@ -202,11 +202,10 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         if mine != other:
             shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
             return f"{field}{shown}"
-    costless = [
-        [(v._replace(cost=Cost(), collectives=(), adjoints=()), trace.called_by(v.id)[:2]) for v in trace.visits]
-        for trace in (ours, theirs)
+    visits = [
+        [(v.id, v.name, v.units, v.trained, each.called_by(v.id)[:2]) for v in each.visits] for each in (ours, theirs)
     ]
-    return "visits" if costless[0] != costless[1] else None
+    return "visits" if visits[0] != visits[1] else None
 
 
 def _unlike(unit: UnitSpec | None, other: UnitSpec | None) -> str:

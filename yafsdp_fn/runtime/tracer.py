@@ -15,7 +15,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.program.trace import Argument, Between, Trace, Value, Visit, chained_order
+from yafsdp_fn.program.measured import Value
+from yafsdp_fn.program.split import Argument
+from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.block_call import BlockCall, movable
