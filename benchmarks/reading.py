@@ -201,8 +201,9 @@ def lines(path: Path) -> int:
 
 
 def folder(module: str) -> str:
-    """`yafsdp_fn.runtime` for `yafsdp_fn.runtime.visit`. A module at the top, where the verbs are, is one by itself."""
-    return ".".join(module.split(".")[:2])
+    """`yafsdp_fn.runtime` for `yafsdp_fn.runtime.visit`. A module at the top, where the verbs are, is one by itself;
+    so is `optim.contrib`, which stands on public names of the whole library."""
+    return ".".join(module.split(".")[: 3 if ".contrib" in module else 2])
 
 
 def imported(library: Path) -> Iterator[tuple[str, set[str]]]:

@@ -1,16 +1,14 @@
-"""Makes docs/cli.md out of `--help`: `python docs/cli.py`."""
+"""Prints the page of the command line, made of `--help`, when the site is built: `python -m docs.cli`."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
-from pathlib import Path
 
 from train.__main__ import main
 from train.subcommands import SUBCOMMANDS
 
-PAGE = Path(__file__).with_suffix(".md")
 TOLD = {
     "clm": "running",
     "sft": "data",
@@ -33,7 +31,7 @@ plans, runs and other libraries. `make train` is `launch clm`, `report` and `sam
 |---|---|---|
 {rows}
 
-What follows is their `--help`; `python docs/cli.py` makes this page.
+What follows is their `--help`.
 """
 
 
@@ -57,4 +55,4 @@ def usage(name: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    print(page(), end="")

@@ -7,8 +7,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from yafsdp_fn.program.json import NAMES, VERSION, kinds
+from yafsdp_fn.program.json import NAMES, VERSION
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.util.schema import kinds
 
 FILE = Path(__file__).with_name(f"program-{VERSION}.schema.json")
 

@@ -2,6 +2,7 @@
 
     README.md, CONTRIBUTING.md, ...   a page each, README the first
     a linked *.py or *.ipynb          a page with its source, or its cells
+    gallery/, cli.md                  pages that are made here: git does not hold them
     ::: ya.scan                       mkdocstrings' directive for where that name is defined
     "shape: ..." in a docstring       an entry of a list; ">>> ..." a block of code
     `ya.scan(...)` in prose           a link to its entry of the reference
@@ -16,6 +17,9 @@ import functools
 import json
 import posixpath
 import re
+import subprocess
+import sys
+import tempfile
 from base64 import b64decode
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,13 +36,15 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.S | re.M)
 DIRECTIVE = re.compile(r"^::: (ya\.[\w.]+)$", re.M)
 NAMED = re.compile(r"<(?:a|pre|h\d)\b.*?</(?:a|pre|h\d)>|<code>(ya\.[\w.]+)[^<]*</code>", re.S)
 PICTURE = re.compile(r'(?<=<p>)<img ([^>]*?)src="([^"]+)"([^>]*)>')
+STANDS_FOR = {"README.md": "index.md", "docs/gallery/make.py": "gallery/index.md"}
+"""The page of a file, where it is not the file itself."""
 LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".toml": "toml"}
 
 
 def page_of(path: str) -> str:
     """Returns the page, or the file of the site, that stands for a file of the repository."""
-    if path == "README.md":
-        return "index.md"
+    if path in STANDS_FOR:
+        return STANDS_FOR[path]
     if path.endswith(".ipynb"):
         path = path.removesuffix(".ipynb") + ".md"
     elif Path(path).suffix in (".py", ".cff", ""):
@@ -59,7 +65,11 @@ def rewritten(text: str, path: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of files that have none in docs/: those beside README.md, and all that pages link to."""
+    """Adds the pages of files that have none in docs/: those that are made, those beside README.md, and all that pages
+    link to."""
+    pages = made()
+    for uri, content in pages.items():
+        files.append(File.generated(config, uri, content=content))
     config.extra["paths"] = paths = {file.src_uri: f"docs/{file.src_uri}" for file in files}
     todo = {path for path in paths.values() if path.endswith(".md")} | {path.name for path in ROOT.glob("*.md")}
     done: set[str] = set()
@@ -70,10 +80,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             for uri, content in contents(path, page).items():
                 files.append(File.generated(config, uri, content=content))
         if path.endswith((".md", ".ipynb")):
-            links = LINK.findall(CODE.sub("", source(path)))
+            links = LINK.findall(CODE.sub("", str(pages.get(path.removeprefix("docs/"), "")) or source(path)))
             linked = {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for link in links}
             todo |= {target for target in linked - done if (ROOT / target).is_file()}
     return files
+
+
+def made() -> dict[str, str | bytes]:
+    """Returns the pages of the gallery, its pictures and programs, and the page of commands: address -> content."""
+    from docs.gallery import make
+
+    found: dict[str, str | bytes] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        make.write(Path(folder))
+        for path in sorted(Path(folder).iterdir()):
+            found[f"gallery/{path.name}"] = path.read_bytes() if path.suffix == ".png" else path.read_text()
+    said = subprocess.run([sys.executable, "-m", "docs.cli"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found | {"cli.md": said.stdout}
 
 
 def source(path: str) -> str:

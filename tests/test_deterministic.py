@@ -40,10 +40,10 @@ TXS = {
     "sgd, masked decay": ya.optim.chain(
         CLIP, ya.optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 2), ya.optim.sgd(0.1, 0.9)
     ),
-    "schedule_free_adamw": ya.optim.schedule_free_adamw(0.05, 2, weight_decay=0.1),
-    "adafactor": ya.optim.adafactor(1e-2),
+    "schedule_free_adamw": ya.optim.contrib.schedule_free_adamw(0.05, 2, weight_decay=0.1),
+    "adafactor": ya.optim.contrib.adafactor(1e-2),
     "muon": ya.optim.muon(1e-2, others=ya.optim.adamw(1e-2)),
-    "soap": ya.optim.soap(1e-2),
+    "soap": ya.optim.contrib.soap(1e-2),
 }
 
 
@@ -172,7 +172,7 @@ def test_equal_bits_through_changes_of_the_number_of_ranks(pools: dict[int, Pool
 
 
 def drawn(number: int) -> Run:
-    """A schedule by chance; the updates come after the program, or at any time inside of it."""
+    """A schedule by chance; the updates come after the program, or inside of it."""
     draw = random.Random(number)
     schedule, remat = draw.choice(["zero3", "zero2"]), draw.choice(["none", "all", "every:2", "first:1", "offload"])
     options = {"prefetch": draw.randrange(4), "update": draw.random() < 0.6}

@@ -71,7 +71,7 @@ def examples(name: str) -> list[doctest.Example]:
 
 def may_do_without(name: str) -> bool:
     error = inspect.isclass(named(name)) and issubclass(named(name), Exception)
-    return error or name in NO_EXAMPLE or re.fullmatch(r"optim\.\w+State", name) is not None
+    return error or name in NO_EXAMPLE or re.fullmatch(r"optim\.(contrib\.)?\w+State", name) is not None
 
 
 DOCUMENTED = [each for name in SHOWN for each in documented(name)]

@@ -1,10 +1,12 @@
-"""docs/gallery: what is committed is what its command makes; every program and submission is proved, and ranked."""
+"""docs/gallery: pages are made by its command; every program and submission is proved, and ranked."""
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import pytest
 
 import yafsdp_fn as ya
 from docs.gallery import make
+from tests.harness import hostile
+from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
@@ -31,20 +35,29 @@ def shown() -> dict[str, make.Shown]:
     return make.all_shown()
 
 
-def test_what_is_committed_is_what_the_command_makes() -> None:
-    """Pages with their figures, programs; and nothing beside them."""
-    texts = dict(make.files(shown(), make.compared(shown())))
-    assert {name: text for name, text in texts.items() if (make.HERE / name).read_text() != text} == {}
-    pictures = {f"{name}.png" for name in (*shown(), "index")}
-    there = {path.name for path in make.HERE.iterdir() if path.is_file()}
-    assert there == {*texts, *pictures, "make.py"}
-    assert all((make.HERE / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
-    assert sum(path.stat().st_size for path in make.HERE.rglob("*")) < 3e6
+@functools.cache
+def texts() -> dict[str, str]:
+    return dict(make.files(shown(), make.compared(shown())))
+
+
+def test_pages_programs_and_pictures_are_made_where_one_says(tmp_path: Path) -> None:
+    quick = tuple(ENTRIES[name] for name in QUICK)
+    with mock.patch.object(make, "PUBLISHED", quick):
+        make.write(tmp_path / "gallery")
+    there = {path.name: path for path in (tmp_path / "gallery").iterdir()}
+    names = (*QUICK, "every-other")
+    pages, pictures = [f"{name}.md" for name in (*names, "index")], [f"{name}.png" for name in (*names, "index")]
+    assert there.keys() == {*pages, *pictures, *(f"{name}.json" for name in QUICK)}
+    assert all(there[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_no_page_is_kept_beside_it() -> None:
+    assert {path.name for path in Path(make.__file__).parent.iterdir() if path.is_file()} == {"make.py"}
 
 
 @pytest.mark.parametrize("name", ["zero3", "dualpipe-v"])
 def test_a_program_is_read_back_as_it_was(name: str) -> None:
-    program = Program.from_json((make.HERE / f"{name}.json").read_text())
+    program = Program.from_json(texts()[f"{name}.json"])
     assert ya.verify(program) == shown()[name].program == ENTRIES[name].program()
 
 
@@ -56,7 +69,7 @@ def test_every_published_schedule_is_there() -> None:
 
 
 def test_the_page_compares_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (code, _) = re.findall(r"```python\n(.*?)```", (make.HERE / "index.md").read_text(), re.S)
+    (code, _) = re.findall(r"```python\n(.*?)```", texts()["index.md"], re.S)
     exec(code, names := dict[str, Any]())
     assert names["trace"] == make.flat() and names["programs"]["1F1B"] == shown()["1f1b"].program
     assert f"{make.compared(shown()).rows['zero3'].step_s:.3f}" in capsys.readouterr().out
@@ -82,10 +95,10 @@ def test_submissions_are_proved_and_ranked_beside_the_published_ones(folder: Pat
     found = shown() | make.all_shown()
     assert found["mine"].program == program and found["mine"].source == "submitted by Somebody"
     ranked = make.compared(found)
-    texts = dict(make.files(found, ranked))
+    pages = dict(make.files(found, ranked))
     place = [*ranked.rows].index("mine") + 1
-    assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 |" in texts["index.md"]
-    assert "mine.json" not in texts and "proves the program" in texts["mine.md"] and "z3" not in texts["mine.md"]
+    assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 |" in pages["index.md"]
+    assert "mine.json" not in pages and "proves the program" in pages["mine.md"] and "z3" not in pages["mine.md"]
 
 
 def changed(change: Callable[[Any], Any]) -> Any:
@@ -114,6 +127,9 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no object": (lambda data: [data], "mine.json: expected an object of name, author, note and program"),
     "keys": (lambda data: data | {"more": 1}, "mine.json: expected an object of name, author, note and program"),
     "note": (put("<b>fast</b>", "note"), "mine.json: note: expected a line of plain text"),
+    "lines": (put("fast\r\r# A heading", "note"), "mine.json: note: expected a line of plain text"),
+    "attributes": (put("fast {: onclick=x }", "note"), "mine.json: note: expected a line of plain text"),
+    "names": (put("<script>", "program", "trace", "units", 1, 1), "mine.json: trace.units: not that of the gallery's"),
     "name": (put("other", "name"), "mine.json: name: expected that of the file, 'mine'"),
     "version": (put(2, "program", "version"), "mine.json: not a program in JSON: version: expected 1, got 2"),
     "ranks": (put([["stage", 4], ["shard", 2]], "program", "trace", "mesh"), "mine.json: expected 16 ranks and 32 mic"),
@@ -171,3 +187,41 @@ def run(mesh: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
     pools[4].run(run, name)
+
+
+# ---- names of other people, as the site shows them, in a real browser
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_words_of_submissions_are_text(folder: Path, tmp_path: Path, count: int) -> None:
+    """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
+    not refused, the names in its program."""
+    mkdocs, markdown = pytest.importorskip("mkdocs.config"), pytest.importorskip("markdown")
+    site = mkdocs.load_config(str(make.HERE.parents[1] / "mkdocs.yml"))
+    ranked, each, found = make.compared(shown()), shown()["zero3"], Counter[str]()
+    good = entry(each.program)
+    with served(tmp_path) as url, Browser() as browser:
+        for number in range(count):
+            rng = random.Random(f"gallery {number}")
+            said = {key: hostile.name(rng, good[key]) for key in rng.sample(["author", "note"], rng.choice((1, 2)))}
+            (folder / "mine.json").write_text(json.dumps(good | said))
+            what, source = "A note.", "submitted by Somebody"
+            try:
+                mine = make.submitted(folder / "mine.json")
+                what, source = f"{mine.note}.", f"submitted by {mine.author}"
+                found["accepted"] += 1
+            except ValueError as error:
+                assert re.match(r"mine\.json: (author|note): expected a line of plain text", str(error)), error
+                found["refused"] += 1
+            foreign = each._replace(what=what, source=source, program=hostile.renamed(each.program, rng), small=0)
+            texts = make.page("zero3", foreign, ranked, [["", ""]]), make.index(shown() | {"zero3": foreign}, ranked)
+            for text in texts:
+                made = markdown.Markdown(extensions=site.markdown_extensions, extension_configs=site.mdx_configs)
+                page = f"<!doctype html><meta charset=utf-8>{made.convert(text)}"
+                (tmp_path / "page.html").write_text(page, encoding="utf-8", errors="replace")
+                browser.open(f"{url}page.html?{number}")
+                assert hostile.injected(browser) == [], (number, said)
+    print(f"gallery: {count} submissions: {dict(found)}")
+    assert 0 < found["accepted"] < count

@@ -195,6 +195,8 @@ def test_no_rank_is_left_by_an_interrupt_anywhere(second: str, monkeypatch: pyte
     def wait() -> None:
         (tmp_path / "new").write_text(str(os.getpid()))
         (tmp_path / "new").rename(files[int(os.environ["RANK"])])
+        while not files[0].exists():
+            time.sleep(0.01)
         if second != "start" and os.environ["RANK"] == "1":
             os.kill(os.getppid(), signal.SIGINT)
         time.sleep(600)

@@ -6,19 +6,23 @@ python -m tests.test_playground      first paint, and changes of a program of 32
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import util
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
 from tests.schedules.test_scoreboard import EVERY_OP
 
@@ -234,6 +238,12 @@ class Page(Browser):
         script += "input.dispatchEvent(new Event('change', {bubbles: true})) })({})"
         return self.changed(lambda: self.evaluate(script))
 
+    def opened(self, path: Path) -> dict[str, str]:
+        """Imports a file, and waits for what the page says of it."""
+        document = self.call("DOM.getDocument")["root"]["nodeId"]
+        found = self.call("DOM.querySelector", nodeId=document, selector="#file")["nodeId"]
+        return self.changed(lambda: self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=found))
+
     def row(self, words: str) -> int:
         """The number of the last op with these words."""
         rows: list[str] = self.evaluate("[...document.querySelectorAll('li.op')].map((row) => row.textContent)")
@@ -328,9 +338,7 @@ def test_a_pipeline_and_an_address_that_opens_what_was_seen(page: Page) -> None:
 def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask, tmp_path: Path) -> None:
     built = ask("build", settings(stages=2, microbatches=2, builder="zero2"))
     (tmp_path / "mine.json").write_text(ask("save", built["stages"]))
-    found = page.call("DOM.querySelector", nodeId=page.call("DOM.getDocument")["root"]["nodeId"], selector="#file")
-    opened = {"files": [str(tmp_path / "mine.json")], "nodeId": found["nodeId"]}
-    said = page.changed(lambda: page.call("DOM.setFileInputFiles", **opened))
+    said = page.opened(tmp_path / "mine.json")
     assert said["state"] == "right" and page.order() == [words for _, words, _ in built["rows"][0]]
     assert page.text("#figures dd") == built["figures"]["step"]
     assert page.evaluate("[document.forms.settings.builder.value, document.forms.settings.gpus.disabled]") == ["", True]
@@ -338,6 +346,37 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
     assert said["state"] == "error" and "has been cut into stages already" in page.text("#verdict")
     said = page.choose("trace", SMALL["file"])
     assert said["state"] == "right" and page.evaluate("document.forms.settings.builder.value") == "zero3"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: Path, count: int) -> None:
+    """In the list of ops, the picture, the editor, what is said of a refusal, and the name of the file."""
+    shown: Counter[str] = Counter()
+    for number in range(count):
+        rng = Random(f"playground {number}")
+        stages = rng.choice((1, 1, 2))
+        built = ask("build", settings(stages=stages, microbatches=stages, builder=rng.choice(("zero2", "zero3"))))
+        program = hostile.renamed(ya.Program.from_json(ask("save", built["stages"])), rng)
+        path = tmp_path / f"{hostile.name(rng)[:80]}{number}.json".replace("/", "").replace("\0", "").replace("\n", "")
+        path.write_text(program.to_json())
+        said = page.opened(path)
+        if said["state"] == "error":
+            assert re.search(r"trace\.(units|visits)\[\d+\]\.name: expected letters", page.text("#verdict"))
+            shown["refused by name"] += 1
+            continue
+        words = program.parts[0].words()
+        assert said["state"] == "right" and page.order() == words, number
+        assert page.evaluate("[...document.querySelectorAll('li.op')].map((row) => row.title)") == words
+        assert hostile.injected(page) == [], number
+        page.evaluate("document.getElementById('edit').click()")
+        assert hostile.injected(page) == [], number
+        page.evaluate("document.querySelector('.editor form').requestSubmit()")
+        shown[page.changed(lambda: page.evaluate("document.getElementById('delete').click()"))["state"]] += 1
+        assert hostile.injected(page) == [], number
+        assert float(page.said["changeMs"]) < 10_000 and page.call("Runtime.getHeapUsage")["usedSize"] < 500e6, number
+        path.unlink()
+    print(f"playground: {count} programs; shown, and then without their first op: {dict(shown)}")
 
 
 def report(picture: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -226,6 +227,23 @@ def test_both_are_exact(pools: dict[int, Pool], check: Any) -> None:
     pools[2].run(check)
 
 
+def handed_out(mesh: Any, path: str) -> None:
+    """A process of its own reads what the trainer has."""
+    of, (params, _) = recipe("generator"), ya.functionalize(recipe("grpo").made(), layers="model.layers")
+    of.publish(ya.shard(params, mesh=mesh).params, path, mesh.get_rank() == 0)
+
+
+@nightly
+def test_the_generator_reads_the_weights_of_the_trainer(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(handed_out, str(tmp_path / "weights"))
+    of, engine = recipe("generator"), recipe("grpo").made()
+    expected = {name: weight.bfloat16() for name, weight in engine.named_parameters()}
+    found = of.load_file(tmp_path / "weights")
+    assert found.keys() == expected.keys() and [path.name for path in tmp_path.iterdir()] == ["weights"]
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+
+
 # ---- what each says when it is run
 
 BETTER: dict[str, tuple[float, float]] = {
@@ -256,6 +274,8 @@ def test_it_runs_as_it_stands_and_learns(pools: dict[int, Pool], name: str) -> N
         assert found[0][0] > above and found[0][-1] < below, found[0]
     elif name == "grpo":  # of each rank its own answers
         assert all(rewards[0] < 0.7 and rewards[-1] > 0.8 for rewards in found), found
+    elif name == "generator":  # it is the first rank's
+        assert found[0][0] < 0.2 and found[0][-1] > 0.8 and not found[1], found
     elif name == "influence":  # the row that is the test speaks most for it
         assert found[0] == found[1] and min(found[0]) == found[0][0] < 0, found
     else:

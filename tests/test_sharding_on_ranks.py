@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -162,3 +163,105 @@ def of_rank_0(_: Any, stages: bool) -> None:
 @pytest.mark.parametrize("stages", [False, True])
 def test_the_values_of_rank_0_are_sent_to_all(pools: dict[int, Pool], stages: bool) -> None:
     pools[2].run(of_rank_0, stages)
+
+
+# ---- another optimizer, and a larger vocabulary
+
+
+def states_of(tree: Any, kind: type) -> list[Any]:
+    found = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
+
+
+SLOW = ya.optim.linear_schedule(1e-3, 1e-2, 10)
+OTHERS = {
+    "clipping": ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3)),
+    "a schedule": ya.optim.adamw(SLOW),
+    "both, nested": ya.optim.chain(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(SLOW)), ya.optim.scale(0.5)),
+    "several gradients": ya.optim.contrib.multi_steps(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(1e-3)), 2),
+    "hyperparameters": ya.optim.contrib.inject_hyperparams(ya.optim.adamw)(1e-3),
+    "finite": ya.optim.contrib.apply_if_finite(ya.optim.adamw(1e-3), 3),
+}
+
+
+def carried_over(mesh: Any, name: str, folder: str) -> None:
+    plain, other = ya.optim.adamw(1e-3), OTHERS[name]
+    state, step = ya.init(base_params(3), plain, mesh=mesh), ya.train_step(base_loss, plain)
+    for _ in range(2):
+        state, _ = step(state, batch_of(mesh.get_rank()))
+    ya.checkpoint.save(f"{folder}/{name}", state)
+    with pytest.raises(ya.errors.CheckpointError, match=r"the optimizer that saved it.*ya\.shard\(state, tx\)"):
+        ya.checkpoint.load(f"{folder}/{name}", ya.init(base_params(3), ya.optim.chain(ya.optim.trace(0.9), plain)))
+    loaded, _ = ya.checkpoint.load(f"{folder}/{name}", ya.init(base_params(3), plain, mesh=mesh))
+    (want,) = states_of(state.opt_state, ya.optim.ScaleByAdamState)
+    for begun in (ya.shard(loaded, other), ya.shard(ya.shard(loaded, other), plain)):  # there, and back
+        (got,) = states_of(begun.opt_state, ya.optim.ScaleByAdamState)
+        compare(ya.unshard(got), ya.unshard(want), 0.0, name)
+        assert begun.step == 2 and want.count == got.count == 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_moments_are_carried_over_to_another_optimizer(pools: dict[int, Pool], name: str, tmp_path: Path) -> None:
+    pools[2].run(carried_over, name, str(tmp_path))
+
+
+def unclear(mesh: Any) -> None:
+    one, two = (ya.optim.chain(*[ya.optim.trace(0.9)] * count, ya.optim.scale_by_adam()) for count in (1, 2))
+    state, _ = ya.train_step(base_loss, one)(ya.init(base_params(3), one, mesh=mesh), batch_of(mesh.get_rank()))
+    with pytest.warns(UserWarning, match="more or fewer parts of a kind than the state's, .* begin anew: TraceState$"):
+        other = ya.shard(state, two)
+    assert not any(leaf.any() for leaf in optree.tree_leaves(other.opt_state[:2]))
+    compare(ya.unshard(other.opt_state[2]), ya.unshard(state.opt_state[1]), 0.0, "Adam's")
+
+
+def test_parts_that_cannot_be_told_apart_begin_anew_with_a_warning(pools: dict[int, Pool]) -> None:
+    pools[2].run(unclear)
+
+
+def vocabulary(size: int) -> Any:
+    layers = ya.Stacked({"w": ya.Param((2, 6, 6)), "of": ya.Param((2, size, 3))})
+    return {"embed": {"table": ya.Param((size, 6)), "gain": ya.Param((6,))}, "layers": layers}
+
+
+def read(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    x = ya.apply(lambda w, tokens: w["table"][tokens] * w["gain"], params["embed"], tokens)
+    return ya.scan(lambda x, w: (x @ w["w"] + w["of"][tokens].sum(-1, True), None), x, params["layers"])[0].sin().mean()
+
+
+GROWN = ("embed.table", "layers.of")
+
+
+def grown(mesh: Any) -> None:
+    tx = ya.optim.chain(ya.optim.scale_by_rms(initial_scale=0.5), ya.optim.scale_by_adam())
+    state, step = ya.init(vocabulary(7), tx, mesh=mesh), ya.train_step(read, tx)
+    for _ in range(2):
+        state, _ = step(state, torch.arange(7))
+    begun = ya.init(vocabulary(10), tx, mesh=mesh, seed=5)
+    larger = ya.shard(state, tx, like=vocabulary(10), grow=GROWN, seed=5)
+    for new, old, first in (
+        (larger.params, state.params, begun.params),
+        (larger.opt_state[0].nu, state.opt_state[0].nu, begun.opt_state[0].nu),
+        (larger.opt_state[1].mu, state.opt_state[1].mu, begun.opt_state[1].mu),
+    ):
+        new, old, first = ya.unshard(new), ya.unshard(old), ya.unshard(first)
+        assert torch.equal(new["embed"]["table"], torch.cat([old["embed"]["table"], first["embed"]["table"][7:]]))
+        assert torch.equal(new["layers"]["of"], torch.cat([old["layers"]["of"], first["layers"]["of"][:, 7:]], 1))
+        assert torch.equal(new["embed"]["gain"], old["embed"]["gain"])
+        assert torch.equal(new["layers"]["w"], old["layers"]["w"])
+    assert larger.opt_state[1].count == 2
+    after, _ = step(larger, torch.arange(7))
+    same, _ = step(state, torch.arange(7))
+    compare(ya.unshard(after.params)["embed"]["table"][:7], ya.unshard(same.params)["embed"]["table"], 0.0, "a step")
+    with pytest.raises(ValueError, match=r"embed\.table: the state has shape \(7, 6\).*, the tree \(10, 6\)"):
+        ya.shard(same, tx, like=vocabulary(10), grow=["layers.of"])
+    with pytest.raises(ValueError, match=r"embed\.table: the state has shape \(7, 6\).*, the tree \(5, 6\)"):
+        ya.shard(same, tx, like=vocabulary(5), grow=GROWN)
+    with pytest.raises(ValueError, match=r"shard\(grow=...\): `like` has no table; it has embed\.gain, embed\.table"):
+        ya.shard(same, tx, like=vocabulary(10), grow=["table"])
+    with pytest.raises(ValueError, match="leaves of a state grow; give tensors"):
+        ya.shard(ya.unshard(same.params), tx, like=vocabulary(10), grow=GROWN, mesh=mesh)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_vocabulary_grows_with_its_moments(pools: dict[int, Pool], ranks: int) -> None:
+    pools[ranks].run(grown)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 from urllib.parse import unquote
 
 import pytest
@@ -17,6 +15,7 @@ from markdown_it import MarkdownIt
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from docs.gallery import make
 from train.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,26 +54,17 @@ class Site(NamedTuple):
     warnings: list[str]
 
 
-def test_the_page_of_commands_has_each() -> None:
-    assert re.findall(r"^## (.*)$", (ROOT / "docs" / "cli.md").read_text(), re.M) == list(SUBCOMMANDS)
-
-
-@pytest.mark.nightly
-def test_the_page_of_commands_is_what_they_say() -> None:
-    """`python docs/cli.py` makes it."""
-    code = "from docs import cli; print(cli.page(), end='')"
-    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert made.stdout == (ROOT / "docs" / "cli.md").read_text()
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The site, with a gallery of few schedules."""
     folder, warnings = tmp_path_factory.mktemp("site"), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("mkdocs").addHandler(handler)
+    few = tuple(entry for entry in make.PUBLISHED if entry.name in ("zero3", "hpz", "1f1b"))
     try:
-        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False))
+        with mock.patch.object(make, "PUBLISHED", few):
+            build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=False))
     finally:
         logging.getLogger("mkdocs").removeHandler(handler)
     files = {str(path.relative_to(folder)): path for path in folder.rglob("*.html")}
@@ -84,6 +74,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 def test_it_is_built_without_a_warning(site: Site) -> None:
     assert not site.warnings, "\n".join(site.warnings)
     assert {"index.html", "design.html", "CONTRIBUTING.html", "recipes/dpo.py.html"} <= set(site.pages)
+
+
+def test_the_page_of_commands_has_each(site: Site) -> None:
+    assert set(SUBCOMMANDS) <= site.pages["cli.html"].anchors
+
+
+def test_the_gallery_is_made_with_it(site: Site) -> None:
+    assert {f"gallery/{name}.html" for name in ("index", "zero3", "hpz", "1f1b", "every-other")} <= set(site.pages)
+    assert (site.folder / "gallery" / "zero3.json").is_file() and (site.folder / "gallery" / "index.png").is_file()
 
 
 def test_every_link_leads_to_a_file_and_an_anchor_that_are_there(site: Site) -> None:

@@ -85,7 +85,7 @@ def test_a_program_of_something_else_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "field"),
     [
-        ({"update_when": "any time"}, "update_when: it has .any time., here it is .after norm."),
+        ({"update_when": "never"}, "update_when: it has .never., here it is .after norm."),
         ({"mesh": (("shard", 4),)}, "mesh: it has"),
         ({"microbatches": 2}, "microbatches: it has 2, here it is 1"),
     ],

@@ -37,8 +37,6 @@ if TYPE_CHECKING or find_spec("torch"):
     from yafsdp_fn.params.sharded import Precision, Sharded
     from yafsdp_fn.params.sources import Lazy, materialize
     from yafsdp_fn.params.tree import Param, Pinned, Stacked, Unit, frozen
-    from yafsdp_fn.publish_weights import publish_weights
-    from yafsdp_fn.pull_weights import pull_weights
     from yafsdp_fn.runtime.arguments import shard_batch
     from yafsdp_fn.runtime.reductions import Max, Mean, Sum
     from yafsdp_fn.runtime.state import PlainState, ShardedState
@@ -74,7 +72,7 @@ __all__ = [
     "checkpoint", "checksum", "chunk", "embedding", "errors", "eval_step", "frozen", "functional_loss", "functionalize",
     "global_norm", "grad", "init", "launch", "linear", "linear_cross_entropy", "load_into", "lora", "map_whole_layers",
     "materialize", "merge_lora", "mesh", "named_weights", "normal_like", "optim", "params", "planner", "pmax",
-    "ppermute", "psum", "psum_scatter", "publish_weights", "pull_weights", "scan", "schedules", "shard", "shard_batch",
+    "ppermute", "psum", "psum_scatter", "scan", "schedules", "shard", "shard_batch",
     "timeline", "train_step", "unshard", "value_and_grad", "vdot", "verify",
 ]
 # fmt: on

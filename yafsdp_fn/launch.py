@@ -15,13 +15,12 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_fn.dist.store import rendezvous_store
-from yafsdp_fn.util.torch_private import cuda_is_lost, end_with_parent, forget_groups
+from yafsdp_fn.util import local_ranks
+from yafsdp_fn.util.torch_private import cuda_is_lost, forget_groups
 
 Result = TypeVar("Result")
 
@@ -104,14 +104,15 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     started: list[_Rank] = []
     try:
-        answers = _answers_of(function, args, [_environment(rank, ranks, store.port) for rank in range(ranks)], started)
+        _run_to_the_end(function, args, [_environment(rank, ranks, store.port) for rank in range(ranks)], started)
         _finish([printed for each in started for printed in each.prints])
     finally:
         for each in started:
             each.close()
-    if any(answer.result is None for answer in answers.values()):
-        raise _failure(answers, ranks)
-    return _loaded([answers[rank].result or b"" for rank in range(ranks)])
+    answers = [each.answer for each in started]
+    if any(answer is None or answer.result is None for answer in answers):
+        raise _failure(answers)
+    return _loaded([answer.result or b"" for answer in answers if answer is not None])
 
 
 def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> list[bytes]:
@@ -166,12 +167,31 @@ class _Printed:
                     self.passed.set()
 
 
-class _Rank(NamedTuple):
-    """A process, the pipe of its answer, and what it prints into its two files."""
+class _Rank:
+    """A process, the pipe of its answer, what it prints into its two files; and its answer, once it has come."""
 
-    process: Any
-    pipe: Any
-    prints: tuple[_Printed, _Printed]
+    def __init__(self, process: Any, pipe: Any, prints: tuple[_Printed, _Printed]) -> None:
+        self.process, self.pipe, self.prints = process, pipe, prints
+        self.answer: Answer | None = None
+
+    def poll(self) -> bool | None:
+        """Returns whether it has failed, None while it runs."""
+        self.answer = self.answer or self._look()
+        return None if self.answer is None else self.answer.result is None
+
+    def _look(self) -> Answer | None:
+        alive = self.process.is_alive()  # asked first: what it has said before its end is in the pipe
+        with contextlib.suppress(EOFError, OSError):
+            if self.pipe.poll():
+                answer: Answer = self.pipe.recv()
+                return answer
+            if alive:
+                return None
+        self.process.join()
+        code = self.process.exitcode
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        memory = ", as by the system where memory is short" * (code == -signal.SIGKILL)
+        return Answer(time.monotonic(), None, "", f"its process was ended by {how}{memory}")
 
     def close(self) -> None:
         """Closes this process's ends, but for those that threads read to their end."""
@@ -181,16 +201,8 @@ class _Rank(NamedTuple):
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """The environment that torchrun gives to a rank, whose agent keeps the store, as this process does."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    return {
-        **({"GLOO_SOCKET_IFNAME": loopback} if loopback and "GLOO_SOCKET_IFNAME" not in os.environ else {}),
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return local_ranks.environment(rank, ranks, port) | agent
 
 
 @contextlib.contextmanager
@@ -214,18 +226,24 @@ def _no_interrupts() -> Iterator[Callable[[], None]]:
     let_interrupt()
 
 
-def _answers_of(
+def _run_to_the_end(
     function: Callable[..., Any], args: tuple[Any, ...], environments: Sequence[dict[str, str]], started: list[_Rank]
-) -> dict[int, Answer]:
-    """Starts a rank in each environment, and returns answers by rank, as `_wait` does. All have ended then."""
+) -> None:
+    """Starts a rank in each environment, and waits for the answers of all, or for those that come soon after one has
+    failed. All have ended then."""
     with _no_interrupts() as let_interrupt:
+
+        def pause() -> None:
+            connection.wait([each.pipe for each in started if each.answer is None], LOOK)
+            let_interrupt()
+
         try:
             for environment in environments:
                 started.append(_start(function, args, environment, started))
                 let_interrupt()
             for printed in (printed for each in started for printed in each.prints):
                 threading.Thread(target=printed.pass_on, daemon=True).start()
-            return _wait(started, let_interrupt)
+            local_ranks.wait(started, GRACE, pause=pause)
         finally:
             for each in started:
                 each.process.kill()
@@ -242,7 +260,8 @@ def _start(
     inherited: list[Any] = [ours, *(each.pipe for each in before)]
     for printed in (*prints, *(printed for each in before for printed in each.prints)):
         inherited += [printed.read, printed.write]
-    every = (function, args, environment, os.getpid(), theirs, prints, inherited)
+    bind = local_ranks.dies_with(os.getpid())
+    every = (function, args, environment, bind, theirs, prints, inherited)
     process = multiprocessing.get_context("fork").Process(target=_run, args=every)
     with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -264,51 +283,22 @@ def _finish(prints: Sequence[_Printed]) -> None:
         )
 
 
-def _wait(started: Sequence[_Rank], let_interrupt: Callable[[], None]) -> dict[int, Answer]:
-    """Returns the answers by rank, of all, or of those that come soon after one has failed."""
-    answers: dict[int, Answer] = {}
-    until = float("inf")
-    while len(answers) < len(started) and time.monotonic() < until:
-        connection.wait([each.pipe for rank, each in enumerate(started) if rank not in answers], LOOK)
-        let_interrupt()
-        for rank, each in enumerate(started):
-            if rank not in answers and (answer := _look(each)) is not None:
-                answers[rank] = answer
-                until = until if answer.result is not None else min(until, time.monotonic() + GRACE)
-    return answers
-
-
-def _look(rank: _Rank) -> Answer | None:
-    """Returns its answer, or None while it runs."""
-    alive = rank.process.is_alive()  # asked first: what it has said before its end is in the pipe
-    with contextlib.suppress(EOFError, OSError):
-        if rank.pipe.poll():
-            answer: Answer = rank.pipe.recv()
-            return answer
-        if alive:
-            return None
-    rank.process.join()
-    code = rank.process.exitcode
-    how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-    memory = ", as by the system where memory is short" * (code == -signal.SIGKILL)
-    return Answer(time.monotonic(), None, "", f"its process was ended by {how}{memory}")
-
-
-def _failure(answers: Mapping[int, Answer], ranks: int) -> RankFailed:
+def _failure(answers: Sequence[Answer | None]) -> RankFailed:
     """The error for the rank that failed first: a killed one before others, since these miss it sooner than it is seen
-    here, and one that lost the others last."""
+    here, and one that lost the others last. answers: None of those that were ended"""
+    failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None and answer.result is None}
 
     def order(rank: int) -> tuple[int, float]:
-        error = answers[rank].error
-        return (0 if not error else 2 if error == "CommunicationError" else 1), answers[rank].at
+        error = failed[rank].error
+        return (0 if not error else 2 if error == "CommunicationError" else 1), failed[rank].at
 
-    first, *others = sorted((rank for rank, answer in answers.items() if answer.result is None), key=order)
-    _, _, error, text = answers[first]
-    head = [f"rank {first} of {ranks} {f'raised {error}' if error else 'was lost'}"]
+    first, *others = sorted(failed, key=order)
+    _, _, error, text = failed[first]
+    head = [f"rank {first} of {len(answers)} {f'raised {error}' if error else 'was lost'}"]
     for rank in others:
-        alike = answers[rank][2:] == (error, text)
-        head.append(f"rank {rank} {'the same' if alike else 'then ' + (answers[rank].error or 'was lost, too')}")
-    head += [f"rank {rank} was ended" for rank in range(ranks) if rank not in answers]
+        alike = failed[rank][2:] == (error, text)
+        head.append(f"rank {rank} {'the same' if alike else 'then ' + (failed[rank].error or 'was lost, too')}")
+    head += [f"rank {rank} was ended" for rank, answer in enumerate(answers) if answer is None]
     return RankFailed(first, f"{'; '.join(head)}\n{text}")
 
 
@@ -319,7 +309,7 @@ def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     environment: dict[str, str],
-    parent: int,
+    bind: Callable[[], None],
     pipe: Any,
     prints: Sequence[_Printed],
     inherited: Sequence[Any],
@@ -327,7 +317,7 @@ def _run(
     """Runs the function as a rank. Never returns, into what is the parent's. inherited: to be closed here"""
     status = 1
     try:
-        end_with_parent(parent)
+        bind()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its ranks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for at, printed in enumerate(prints, start=1):

@@ -41,7 +41,7 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     >>> [(name, tuple(weight.shape)) for name, weight in ya.named_weights(state.params)][:4]
     [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
     """
-    handles, comms = checked(tree, "named_weights")
+    handles, comms = _handles(tree)
     must_be_one("named_weights", handles)
     for number, handle in enumerate(handles):
         pinned: dict[int, list[Tensor]] = {}
@@ -57,15 +57,15 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     _compare(comms, len(handles) << 32, "")
 
 
-def checked(tree: Tree, verb: str) -> tuple[list[Sharded], Communicators]:
+def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
     """Returns the handles of a tree and their communicators. Raises TypeError for a tree without a state's memory."""
     handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
     if odd := [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)] or not handles:
         has = f"one with a {odd[0]}" if isinstance(odd, list) else "nothing"
-        raise TypeError(f"{verb}: expected a sharded tree such as state.params, got {has}")
+        raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
     memory = handles[0].owner
     if not isinstance(memory, Memory):
-        raise TypeError(f"{verb}: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
+        raise TypeError(f"named_weights: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
     return handles, memory.comms
 
 

@@ -9,7 +9,7 @@ Nothing larger than one unit, or one leaf of a layer, is whole at a time.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import optree
@@ -22,6 +22,7 @@ from yafsdp_fn.checksum import sum_of_bits
 from yafsdp_fn.dist.communicators import Communicators, communicators
 from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
+from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import (
@@ -81,22 +82,27 @@ def shard(
     precision: Precision | None = None,
     stages: Assignment | None = None,
     from_rank_0: bool = False,
+    grow: Collection[str] = (),
 ) -> ShardedState:
     """Makes a state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another
     state.
 
     params: a tree of tensors or `Lazy` leaves; or a state, or all of its params, which are resharded: mesh, seed and
-        precision default to the old state's. A state keeps its step, and of its optimizer's state all that `tx` has in
-        the same place
+        precision default to the old state's. A state keeps its step, and of its optimizer's state each part that `tx`
+        has, too, wherever in its chain: clipping and schedules may come and go, and `multi_steps`, `apply_if_finite`
+        and `inject_hyperparams` be put around it. Parts of one kind are told apart by their order
     tx: None for a state that is only evaluated, such as a teacher
     like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
     stages: as for `init`; defaults to the state's own, with unchanged units
     from_rank_0: rank 0's values are taken, and sent to all: others need no values of their own, only shapes and dtypes
+    grow: leaves of a state that are larger in `like`, such as those of a vocabulary. The old values come first along
+        each axis; the others are drawn by the initializer in `like`, and their moments are those before the first step
 
     Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape;
     RanksDisagree, naming leaf and ranks, if values in memory (tensors, the parameters of a module) differ between
-    ranks, for which all of them are read once. `Lazy` leaves from elsewhere are not compared.
+    ranks, for which all of them are read once. `Lazy` leaves from elsewhere are not compared. Warns of parts of an
+    optimizer that begin anew, since there were more or fewer of their kind.
 
     >>> state = ya.shard(plain, tx, like=params, mesh=mesh)
     >>> torch.equal(ya.unshard(state.params)["head"]["out"], plain["head"]["out"])
@@ -105,6 +111,8 @@ def shard(
     state = params if isinstance(params, ShardedState) else None
     tree: Tree = state.check().params if state is not None else params
     found = handles(tree)
+    if not found and grow:
+        raise ValueError("shard(grow=...): leaves of a state grow; give tensors in the shapes that they are to have")
     if not found:
         return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like, from_rank_0)
     if from_rank_0:
@@ -118,6 +126,11 @@ def shard(
     must_be_one("shard", found)
     layout = old.layout if like is None else tree_layout(like)[0]
     mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
+    described = {} if like is None else dict(named_leaves(like))
+    if unknown := sorted(set(grow).difference(described)):
+        raise ValueError(f"shard(grow=...): `like` has no {', '.join(unknown)}; it has {', '.join(described)}"[:500])
+    device = communicators(mesh).device
+    larger = {name: source(name, described[name], seed, device) for name in grow}
     whole = _Whole(found)
     if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
         raise ValueError(
@@ -126,13 +139,13 @@ def shard(
         )
 
     def sources(group: Group) -> list[Source]:
-        return [whole.source(*leaf) for leaf in _leaves_of(group)]
+        return [whole.source(name, shape, larger.get(name)) for name, shape in _leaves_of(group)]
 
     stages = old.assignment if stages is None and like is None else stages
     made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
     new = _first_state(made, tx, seed, 0 if state is None else state.step)
     if state is not None:
-        _keep(state.opt_state, new.opt_state)
+        _keep(state.opt_state, new.opt_state, grow)
     return new
 
 
@@ -279,12 +292,14 @@ class _Whole:
         self.names = set(self._at)
         self._last: tuple[Any, list[Tensor]] = (None, [])
 
-    def source(self, name: str, shape: tuple[int, ...]) -> Source:
+    def source(self, name: str, shape: tuple[int, ...], larger: Source | None = None) -> Source:
+        """Returns the source of a leaf. larger: of one that may be larger, in whose first places it is put"""
         if name not in self._at:
             raise ValueError(f"{name}: the state has no such leaf; it has {', '.join(sorted(self._at)[:6])} and so on")
         handle, group, shards, position = self._at[name]
         own = group.layer_shapes[position]
-        if own != shape:
+        grows = larger is not None and len(own) == len(shape) and all(n <= m for n, m in zip(own, shape, strict=True))
+        if own != shape and not grows:
             raise ValueError(f"{name}: the state has shape {own} (of a layer, if stacked), the tree {shape}")
 
         def give(layer: int | None) -> Tensor:
@@ -293,24 +308,62 @@ class _Whole:
             if self._last[0] != key:
                 row = unit_shard(handle, group, shards, 0 if group.pinned else at)
                 self._last = key, whole_leaves(handle.owner.comms, group, row)
-            return group.of_layer(self._last[1], at)[position]
+            leaf = group.of_layer(self._last[1], at)[position]
+            if larger is None:
+                return leaf
+            grown = larger(layer).clone()
+            grown[tuple(map(slice, leaf.shape))] = leaf
+            return grown
 
         return give
 
 
-def _keep(old: Tree, new: Tree) -> None:
-    """Copies to the optimizer state `new` everything that `old` has in the same place."""
-    there = dict(handles_and_leaves(old))
-    for accessor, node in handles_and_leaves(new):
-        kept = there.get(accessor)
-        if isinstance(node, Sharded) and isinstance(kept, Sharded):
-            whole = _Whole([kept])
-            for _, group, leaf in node.group_leaves():
-                if whole.names.issuperset(group.layout.names):
-                    sources = [whole.source(*named) for named in _leaves_of(group)]
-                    fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
-        elif isinstance(node, Tensor) and isinstance(kept, Tensor) and node.shape == kept.shape:
-            node.copy_(kept)
+def _keep(old: Tree, new: Tree, grow: Collection[str]) -> None:
+    """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
+    there, unclear = _by_part(old), set[str]()
+    for part, nodes in _by_part(new).items():
+        kept = there.get(part, [])
+        if len(kept) == len(nodes):
+            for before, node in zip(kept, nodes, strict=True):
+                _copy(before, node, grow)
+        elif kept:
+            unclear.add(part[0][0].__name__)
+    if unclear:
+        warnings.warn(
+            f"shard: the optimizer has more or fewer parts of a kind than the state's, so that they begin anew: "
+            f"{', '.join(sorted(unclear))}",
+            stacklevel=3,
+        )
+
+
+def _by_part(opt_state: Tree) -> dict[tuple[Any, ...], list[Any]]:
+    """Returns handles and tensors by their part: their path without places in chains, and transformations around."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for accessor, node in handles_and_leaves(opt_state):
+        path = [(entry.type, entry.entry) for entry in accessor if not _is_around(entry)]
+        found.setdefault(tuple(path), []).append(node)
+    return found
+
+
+def _is_around(entry: optree.PyTreeEntry) -> bool:
+    """Returns whether a step of a path is a place in a chain, or the state inside one that is around it, for all
+    leaves: of a mask or a partition it is for some of them."""
+    inside = getattr(entry, "field", "") in ("inner_state", "inner_opt_state")
+    return entry.type is tuple or (inside and entry.type is not MaskedState)
+
+
+def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
+    """Copies what an optimizer state had in this place, if it is alike."""
+    if isinstance(before, Sharded) and isinstance(node, Sharded):
+        begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
+        whole, first = _Whole([before]), _Whole([begun])
+        for _, group, leaf in node.group_leaves():
+            if whole.names.issuperset(group.layout.names):
+                named = _leaves_of(group)
+                sources = [whole.source(*of, first.source(*of) if of[0] in grow else None) for of in named]
+                fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
+    elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
+        node.copy_(before)
 
 
 @torch.no_grad()

@@ -26,11 +26,10 @@ from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.micro_shards import micro_shard_seed
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree, must_be_function
+from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.program.trace import OptimizerMemory
 from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
-from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.on_demand import OnDemand
@@ -81,13 +80,11 @@ class StepFunction:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         whole = None if tx is None else optim.why_not_unitwise(tx)
-        after_norm = skip_nonfinite or (tx is not None and optim.needs_norm(tx))
-        when: UpdateWhen = "never" if tx is None else "after norm" if after_norm else "any time"
+        when: UpdateWhen = "never" if tx is None else "after norm"
         self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
-        self._same_blocks: WeakSet[Communicators] = WeakSet()
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
         return Arguments(self.fun, args, kwargs, argnums, self.microbatches)
@@ -159,17 +156,18 @@ class StepFunction:
         observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
         carries = MessageBuffers if comms.stages > 1 else _activation_buffers
         step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
-        blocks = self._new_blocks(comms)
-        if blocks is not None:
+        first = comms not in self._agreed  # run of this function on this mesh
+        if first:
+            consistency.compare(comms, self.fun, self._tx)
+            self._agreed.add(comms)
             comms.named.clear()
-        results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks, blocks)
-        if blocks is not None and comms.axes:
-            first = programs.peek(memory, arguments.parts)
-            assert first is not None
-            visited = {unit for visit in first.whole.trace.visits for unit in visit.units}
-            split = {name for unit in visited for name in first.whole.trace.units[unit].over}
+        results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks)
+        if first and comms.axes and not comms.alone:
+            verified = programs.peek(memory, arguments.parts)
+            assert verified is not None
+            visited = {unit for visit in verified.whole.trace.visits for unit in visit.units}
+            split = {name for unit in visited for name in verified.whole.trace.units[unit].over}
             consistency.warn_of_axes(comms, split, arguments.rest, axes_dealt(memory.mesh))
-        self._same_blocks.add(comms)
         if observer is not None:
             learnt = programs.peek(memory, arguments.parts)
             assert learnt is not None
@@ -184,7 +182,6 @@ class StepFunction:
         shards: Shards | None,
         seed: Seed,
         step_hooks: StepHooks,
-        blocks: Blocks | None,
     ) -> Results:
         """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
 
@@ -197,10 +194,10 @@ class StepFunction:
         if comms.deterministic and track and arguments.plain:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
-            verified = self._known_program(arguments, memory, blocks)
+            verified = self._known_program(arguments, memory)
             watch = track and (verified is None or not verified.watched)
             checked = verified is None  # nothing has proved yet what ranks issue
-            step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks, blocks)
+            step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks)
             untracked = Step(seed.step, checked=True)  # no program says what visits without grad issue
             beside = partial(OnDemand, memory, untracked) if track and comms.stages == 1 else None
             comms.check()
@@ -222,7 +219,7 @@ class StepFunction:
                     if isinstance(session, OnDemand):
                         comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
                         trace = self.programs.complete(session.trace(), memory)
-                        verified = self.programs.learn(memory, trace, uses_leaves=session.uses_leaves)
+                        verified = self.programs.learn(memory, trace)
                         verified.collectives = known
                     session.finish()
             except BaseException as error:
@@ -236,7 +233,7 @@ class StepFunction:
             verified.watched |= watch
             return results
 
-    def _known_program(self, arguments: Arguments, memory: Memory, blocks: Blocks | None) -> Verified | None:
+    def _known_program(self, arguments: Arguments, memory: Memory) -> Verified | None:
         """Returns the program to run; None in the first run without stages."""
         if memory.comms.stages == 1:
             return self.programs.get(memory, arguments.parts)
@@ -244,15 +241,8 @@ class StepFunction:
         if (found := self.programs.get(memory, arguments.parts, batch)) is not None:
             return found
         must_be_same(arguments.rest, memory.comms)
-        crossing = crossing_of(arguments, memory, self.programs, blocks)
+        crossing = crossing_of(arguments, memory, self.programs)
         return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
-
-    def _new_blocks(self, comms: Communicators) -> Blocks | None:
-        """Returns what compares blocks across ranks in the first run on a mesh, once settings have been compared."""
-        if comms not in self._agreed:
-            consistency.compare(comms, self.fun, self._tx)
-            self._agreed.add(comms)
-        return None if comms in self._same_blocks or comms.alone else Blocks(comms)
 
     def _replays_on(self, device: torch.device) -> Replays | None:
         if self._graphs and self._replays is None:
@@ -369,7 +359,7 @@ class Calls:
         if self._of_stage is not None:
             self._results = Results(self._of_stage.losses, self._of_stage.aux, [])
         if (updates := self._session.step_hooks.updates) is not None:
-            updates.begin(self._results.losses, self._results.aux, self._session.unmeasured)
+            updates.begin(self._results.losses, self._results.aux)
 
     def _backward(self, call: Call) -> None:
         session = self._session

@@ -35,7 +35,8 @@ from yafsdp_fn.planner import CLUSTERS, Cluster, simulate, trace
 from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
 from yafsdp_fn.planner.space import Order
-from yafsdp_fn.program.trace import Cost, Visit
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.schedules import Program, Trace, pipelines, remat
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_axes.csv"

@@ -27,7 +27,7 @@ from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
 from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.space import Order
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
 
 CARD = {

@@ -1,6 +1,7 @@
-"""Makes this folder: every published schedule, and every submission, as a page, a picture and a program in JSON.
+"""Makes the gallery: every published schedule, and every submission, as a page, a picture and a program in JSON.
 
-    python docs/gallery/make.py        # from the root of a checkout, with '.[dev]'; a minute of CPU
+    python docs/gallery/make.py             # proves and ranks them; from the root of a checkout, with '.[dev]'
+    python docs/gallery/make.py FOLDER      # and writes all pages; `make site` does so, in a minute of CPU
 
 One step, on one cluster: what differs is the schedule alone. A submission is a program of that very step, proved by
 `verify` and simulated by us; what it says of itself is a name, an author and a note.
@@ -28,8 +29,7 @@ from yafsdp_fn.proof.verify import RULES
 from yafsdp_fn.schedules import Assignment, Program, Refused, Trace, chained_order, cut
 from yafsdp_fn.util import strict_json
 
-HERE = Path(__file__).resolve().parent
-SUBMISSIONS = HERE / "submissions"
+SUBMISSIONS = Path(__file__).resolve().parent / "submissions"
 
 # ---- The step: eight layers as wide as Llama 2 70B's, 32 sequences of 2048 tokens, one in each microbatch.
 
@@ -308,7 +308,7 @@ PUBLISHED = (
 
 # ---- Submissions.
 
-WORDS = re.compile(r"[^<>|\[\]`\n]{1,300}")
+WORDS = re.compile(r"[^<>|\[\]`{}]{1,300}")
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -329,7 +329,7 @@ def submitted(path: Path) -> Submission:
         if not isinstance(data, dict) or data.keys() != {"name", "author", "note", "program"}:
             raise ValueError("expected an object of name, author, note and program")
         for key in ("name", "author", "note"):
-            if not isinstance(data[key], str) or not WORDS.fullmatch(data[key]):
+            if not isinstance(data[key], str) or not WORDS.fullmatch(data[key]) or not data[key].isprintable():
                 raise ValueError(f"{key}: expected a line of plain text of at most 300 characters")
         if data["name"] != path.stem or not NAME.fullmatch(path.stem):
             raise ValueError(f"name: expected that of the file, {path.stem!r}, of small letters, digits and dashes")
@@ -477,7 +477,7 @@ INDEX = """\
 
 Every published schedule that is here, on one step and one cluster: with its picture, its figures, its program and
 its proof. The figures are predictions of [the planner](../planner.md), on the preset `%CLUSTER%`: nothing here has
-run on these GPUs. `python docs/gallery/make.py` makes all of it, and a test makes it again.
+run on these GPUs. `docs/gallery/make.py` makes all of it when the site is built.
 
 ## The step
 
@@ -527,11 +527,10 @@ Path("docs/gallery/submissions/my-name.json").write_text(json.dumps(entry) + "\\
 the same sequences in microbatches of one. Its trace must be this one to the last number, since what is predicted
 follows from it. Then
 
-    python docs/gallery/make.py                # proves it, makes its page and its picture, ranks it
+    python docs/gallery/make.py                # proves it and ranks it
     pytest tests/test_gallery.py
 
-and commit what has changed in `docs/gallery`. A program that is wrong fails both, with the file's name, the op and the
-rule. Submitted so far:
+and commit the file. A program that is wrong fails both, with the file's name, the op and the rule. Submitted so far:
 
 %SUBMISSIONS%
 """
@@ -571,20 +570,22 @@ def picture(draw: Any, path: Path) -> None:
         image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
-def main() -> None:
+def write(folder: Path) -> ya.planner.Comparison:
+    """Writes all pages, programs and pictures."""
     shown = all_shown()
     found = compared(shown)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in files(shown, found):
-        (HERE / name).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
     for name, timeline in found.timelines.items():
         title = f"{shown[name].title}, simulated on {RANKS} GPUs ({CLUSTER})"
-        picture(timeline._replace(title=title).save, HERE / f"{name}.png")
-    picture(found.save, HERE / "index.png")
-    print(found)
+        picture(timeline._replace(title=title).save, folder / f"{name}.png")
+    picture(found.save, folder / "index.png")
+    return found
 
 
 if __name__ == "__main__":
     try:
-        main()
+        print(write(Path(sys.argv[1])) if sys.argv[1:] else compared(all_shown()))
     except ValueError as error:
         sys.exit(f"gallery: {error}")

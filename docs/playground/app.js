@@ -74,7 +74,7 @@ async function begin() {
   const given = await opened(location.hash);
   const first = given ? given.settings : { trace: listed[0].file, builder: "zero3", order: "one_f_one_b", stages: 1, microbatches: 1 };
   if (!given) first.gpus = listed[0].gpus;
-  for (const [name, value] of Object.entries(first)) if (form[name] && name !== "mesh") form[name].value = value;
+  for (const name of ["trace", "cluster", "builder", "order", "gpus", "microbatches", "stages"]) if (name in first) form[name].value = first[name];
   showOptions(given ? given.settings.options : {});
   await build(given ? given.settings.mesh : "");
   if (given && given.stages) await edited(given.stages);
@@ -404,13 +404,15 @@ function showOps() {
   $("streams").replaceChildren(...streams.map((name) => element("span", {}, name)));
   const { refused } = state.result;
   const here = refused && refused.stage === state.stage ? refused : null;
-  const html = rows.map(([stream, words, colour], number) => {
+  const items = rows.map(([stream, words, colour], number) => {
     const mark = number === here?.op ? " refused" : number === here?.against ? " against" : "";
-    return `<li role="option" id="op-${number}" class="op${mark}" data-op="${number}" title="${escaped(words)}" aria-selected="${number === state.chosen}"><b>${number}</b><i style="background:${colour};margin-left:${streams.indexOf(stream) * indent}px"></i><span>${escaped(words)}</span></li>`;
+    const style = `background:${colour};margin-left:${streams.indexOf(stream) * indent}px`;
+    const of = { role: "option", id: `op-${number}`, class: `op${mark}`, "data-op": number, title: words, "aria-selected": number === state.chosen };
+    return element("li", of, element("b", {}, number), element("i", { style }), element("span", {}, words));
   });
   const { scrollTop } = $("ops");
   const active = document.activeElement;
-  $("ops").innerHTML = html.join("");
+  $("ops").replaceChildren(...items);
   $("ops").scrollTop = scrollTop;
   $("ops").setAttribute("aria-activedescendant", `op-${state.chosen}`);
   if (editor) {
@@ -423,7 +425,6 @@ function showOps() {
   if (here?.op >= 0 && Math.abs(here.op - state.chosen) < $("ops").clientHeight / 22 - 4) reveal(here.op);
 }
 
-const escaped = (text) => text.replace(/[&<>]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;" })[sign]);
 const rowOf = (number) => $("ops").querySelector(`[data-op="${number}"]`);
 
 function reveal(number) {
@@ -645,27 +646,30 @@ function showPicture(picture) {
   const x = (part) => LEFT + part * across;
   const y = (inches) => 4 + inches * INCH;
   const high = y(picture.height) + 34;
-  const out = [`<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><line y2="6" stroke="#1b1f24" stroke-opacity=".45" stroke-width="1.4"/></pattern></defs>`];
+  const stripe = svg("line", { y2: 6, stroke: "#1b1f24", "stroke-opacity": 0.45, "stroke-width": 1.4 });
+  const pattern = { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" };
+  const out = [svg("defs", {}, svg("pattern", pattern, stripe))];
   for (const { at, text } of ticks(picture.seconds, across)) {
-    out.push(`<line class="grid" x1="${x(at)}" x2="${x(at)}" y1="0" y2="${y(picture.height)}"/><text class="tick" x="${x(at)}" y="${y(picture.height) + 14}" text-anchor="${at ? "middle" : "start"}">${text}</text>`);
+    out.push(svg("line", { class: "grid", x1: x(at), x2: x(at), y1: 0, y2: y(picture.height) }));
+    out.push(svg("text", { class: "tick", x: x(at), y: y(picture.height) + 14, "text-anchor": at ? "middle" : "start" }, text));
   }
-  const names = [`<rect class="side" width="${LEFT}" height="${high}"/>`]; // beside the lanes, wherever that scrolls to
+  const names = [svg("rect", { class: "side", width: LEFT, height: high })]; // beside the lanes, wherever that scrolls to
   for (const [name, top, height, large] of picture.lanes) {
-    out.push(`<rect class="floor" x="${LEFT}" y="${y(top)}" width="${across}" height="${height * INCH}"/>`);
-    names.push(`<text class="name${large ? " big" : ""}" x="${LEFT - 7}" y="${y(top + height / 2) + 3.5}" text-anchor="end">${name}</text>`);
+    out.push(svg("rect", { class: "floor", x: LEFT, y: y(top), width: across, height: height * INCH }));
+    names.push(svg("text", { class: large ? "name big" : "name", x: LEFT - 7, y: y(top + height / 2) + 3.5, "text-anchor": "end" }, name));
   }
   const labels = [];
   const until = new Map(); // row -> where its last label ends: labels do not run into each other
   for (const [at, [kind, start, end, top, height, colour, text, op, stage]] of picture.boxes.entries()) {
     const width = (end - start) * across;
     if (width <= 0) continue;
-    const place = `x="${x(start).toFixed(2)}" y="${y(top).toFixed(2)}" width="${width.toFixed(2)}" height="${(height * INCH).toFixed(2)}"`;
-    const edge = width > 8 ? "" : ` style="stroke-width:${width > 3 ? 0.3 : 0}"`;
-    if (kind === "filling" || kind === "idle") out.push(`<rect class="${kind}" ${place} fill="${colour}"/>`);
+    const place = { x: x(start).toFixed(2), y: y(top).toFixed(2), width: width.toFixed(2), height: (height * INCH).toFixed(2) };
+    if (kind === "filling" || kind === "idle") out.push(svg("rect", { class: kind, ...place, fill: colour }));
     else {
-      const of = op === null ? "" : ` data-op="${op}" data-stage="${stage ?? 0}"`;
-      out.push(`<rect class="box" ${place} fill="${colour}" data-text="${escaped(text)}" data-start="${start}" data-end="${end}"${of}${edge}/>`);
-      if (kind === "again") out.push(`<rect ${place} fill="url(#hatch)" pointer-events="none"/>`);
+      const of = op === null ? {} : { "data-op": op, "data-stage": stage ?? 0 };
+      const edge = width > 8 ? {} : { style: `stroke-width:${width > 3 ? 0.3 : 0}` };
+      out.push(svg("rect", { class: "box", ...place, fill: colour, "data-text": text, "data-start": start, "data-end": end, ...of, ...edge }));
+      if (kind === "again") out.push(svg("rect", { ...place, fill: "url(#hatch)", "pointer-events": "none" }));
     }
     const size = text ? wide(text) : 0;
     const left = x((start + end) / 2) - size / 2;
@@ -675,22 +679,23 @@ function showPicture(picture) {
     const row = `${kind === "idle"} ${top}`;
     if (text && height * INCH >= 9 && fits && left > (until.get(row) ?? 0) + CLEAR) {
       until.set(row, left + size);
-      labels.push(`<text class="${kind === "idle" ? "idle-text" : ""}" x="${x((start + end) / 2).toFixed(1)}" y="${(y(top + height / 2) + 3.7).toFixed(1)}" text-anchor="middle">${escaped(text)}</text>`);
+      const middle = { x: x((start + end) / 2).toFixed(1), y: (y(top + height / 2) + 3.7).toFixed(1), "text-anchor": "middle" };
+      labels.push(svg("text", { class: kind === "idle" ? "idle-text" : "", ...middle }, text));
     }
   }
   let before = null;
   for (const [start, end, top, height] of picture.path) {
-    out.push(`<rect class="path" x="${x(start)}" y="${y(top)}" width="${(end - start) * across}" height="${height * INCH}"/>`);
+    out.push(svg("rect", { class: "path", x: x(start), y: y(top), width: (end - start) * across, height: height * INCH }));
     if (before) {
       const [, then, above, tall] = before;
       const [from, to] = above < top ? [above + tall, top] : [above, top + height];
-      out.push(`<line class="path" x1="${x(then)}" x2="${x(start)}" y1="${y(from)}" y2="${y(to)}"/>`);
+      out.push(svg("line", { class: "path", x1: x(then), x2: x(start), y1: y(from), y2: y(to) }));
     }
     before = [start, end, top, height];
   }
   $("drawing").setAttribute("width", LEFT + across + 8);
   $("drawing").setAttribute("height", high);
-  $("drawing").innerHTML = out.join("") + labels.join("") + `<rect class="chosen" visibility="hidden"/><g id="names">${names.join("")}</g>`;
+  $("drawing").replaceChildren(...out, ...labels, svg("rect", { class: "chosen", visibility: "hidden" }), svg("g", { id: "names" }, ...names));
   $("title").textContent = picture.title;
   keepNames();
   showLegend(picture);
@@ -774,6 +779,7 @@ $("file").addEventListener("change", async ({ target }) => {
     lock(model);
     if (model.program) form.builder.value = "";
     showOptions();
+    state.built = []; // edits of another program with the same ops are not this one's
     await build("");
   } catch (error) {
     refuseSettings(error.message, begun);
@@ -807,12 +813,15 @@ async function opened(hash) {
   }
 }
 
-// ---- elements
+// ---- elements: names come from other people, so nothing here is ever parsed as HTML
 
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+const element = (name, attributes = {}, ...children) => filled(document.createElement(name), attributes, children);
+const svg = (name, attributes = {}, ...children) => filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+
+function filled(made, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) {
-    if (typeof value === "boolean" && key in made) made[key] = value;
+    if (key === "style") made.style.cssText = value; // the policy of the page refuses the attribute
+    else if (typeof value === "boolean" && key in made) made[key] = value;
     else made.setAttribute(key, value);
   }
   made.append(...children);

@@ -20,7 +20,7 @@ from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import Plan, read_by
 from yafsdp_fn.planner.simulate import check_costs
 from yafsdp_fn.planner.space import Mesh, Order, arrangements
-from yafsdp_fn.program.json import NAMES, kinds, typed
+from yafsdp_fn.program.json import NAMES
 from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
@@ -31,6 +31,7 @@ from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.timeline.layout import GREY, Colour, Palette, Row, of_stage, of_stages
 from yafsdp_fn.timeline.text import because, idle, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.schema import kinds, typed
 
 Colours = tuple[list[str], list[str]]
 """Of weights, and of gradients, by unit."""
@@ -56,6 +57,8 @@ class Playground:
             return json.dumps(getattr(self, method)(*json.loads(given)))
         except (TypeError, ValueError) as error:
             return json.dumps({"error": str(error)})
+        except Exception as error:  # without an answer the page would wait for ever
+            return json.dumps({"error": f"a fault of this page, {error!r}"})
 
     def choices(self) -> dict[str, Any]:
         """The clusters, the builders with their options, the orders of pipelines, and the fields of each kind of op."""
@@ -69,6 +72,7 @@ class Playground:
     def open(self, name: str, text: str, tokens: int = 0) -> dict[str, Any]:
         """Reads a program, or one without ops for its trace. tokens: that a rank reads in a microbatch, 0: unknown"""
         program = Program.from_json(text)
+        _check_names(program.trace)
         self.opened[name] = program, tokens
         trace = program.trace
         return {
@@ -187,6 +191,15 @@ class Playground:
             colour = self.colours[isinstance(op, Backward | Reduce | AllReduce | Fetch)][first]
         self.rows[key] = [op.stream, describe(op, trace), colour]
         return self.rows[key]
+
+
+def _check_names(trace: Trace) -> None:
+    """Raises ValueError for a name that does not stand on one line: all that the page shows it takes by lines."""
+    named = [(f"units[{unit.id}]", unit.name + (unit.stack or "")) for unit in trace.units]
+    named += [(f"visits[{visit.id}]", visit.name) for visit in trace.visits]
+    for place, name in named:
+        if not name.isprintable():
+            raise ValueError(f"trace.{place}.name: expected letters that are seen, on one line, got {name!r:.80}")
 
 
 # ---- Ops as strings.

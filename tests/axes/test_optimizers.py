@@ -46,9 +46,11 @@ CLIP = optim.clip_by_global_norm(0.5)
 TXS: dict[str, Any] = {
     "muon": optim.chain(CLIP, optim.muon(0.02, dtype=None, others=optim.adamw(0.01))),
     "muon by heads": optim.muon(0.02, dtype=None, blocks=lambda path, param: HEADS.get(path), others=optim.adamw(0.01)),
-    "soap": optim.chain(CLIP, optim.soap(0.02, where=lambda path, param: len(param.shape) == 2)),
-    "adafactor": optim.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
-    "two rounds": optim.chain(optim.centralize(), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)),
+    "soap": optim.chain(CLIP, optim.contrib.soap(0.02, where=lambda path, param: len(param.shape) == 2)),
+    "adafactor": optim.contrib.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
+    "two rounds": optim.chain(
+        optim.contrib.centralize(), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)
+    ),
     "some leaves": optim.chain(optim.assume_leafwise(rows(), params=True, where=some), optim.sgd(0.01)),
     "foreign, whole trees": optim.chain(CLIP, sizes(), optim.scale(-0.1)),
     "foreign, elementwise": optim.chain(CLIP, optim.assume_elementwise(signs()), optim.scale(-0.01)),

@@ -15,6 +15,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
+from tests.harness.oracle import plain
 from tests.harness.pool import Pool
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import Saver, load, save
@@ -225,8 +226,8 @@ def test_programs_know_the_ranks_of_units(pools: dict[int, Pool]) -> None:
 
 def noise(_: Any) -> None:
     state = made(shard=2, tensor=2)
-    for tree in (state.params, ya.materialize(params(OF))):
-        tx = ya.optim.add_noise(0.1, 0.5, key=1)
+    for tree in (state.params, plain(params(OF))):  # marked: drawn layer by layer
+        tx = ya.optim.contrib.add_noise(0.1, 0.5, key=1)
         updates, _ = tx.update(optree.tree_map(torch.zeros_like, tree), tx.init(tree), tree)
         if tree is state.params:
             got = ya.unshard(updates)

@@ -85,7 +85,7 @@ RUNS: dict[str, Run] = {
     "one microbatch, graphs": Run(
         {"stage": 2, "shard": 2}, s.one_f_one_b(s.zero3(remat=remat.all)), 1, graphs=True, steps=4
     ),
-    "updates any time": Run({"stage": 3, "shard": 1}, s.one_f_one_b(s.zero2(update=True)), 4, "units"),
+    "updates": Run({"stage": 3, "shard": 1}, s.one_f_one_b(s.zero2(update=True)), 4, "units"),
     "interleaved, graphs": Run(
         {"stage": 2, "shard": 1}, s.interleaved(s.zero3(remat=remat.all)), 3, graphs=True, per_stage=2, steps=4
     ),

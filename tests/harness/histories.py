@@ -222,8 +222,6 @@ def skipped(life: Life) -> Any:
 
 
 def regularised(life: Life) -> Any:
-    if not life.setting.clips:
-        return None
     patch = life.told(regularises=True)
     out = life.take(life.step)
     patch.undo()

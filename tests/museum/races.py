@@ -9,8 +9,8 @@ from tests.schedules.cases import program
 from tests.schedules.traces import model
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Offload, Reduce, Update
 
-HYBRID = program(model(3), "hsdp, update any time")
-UPDATED = program(model(3), "zero3, update any time")
+HYBRID = program(model(3), "hsdp, update after norm")
+UPDATED = program(model(3), "zero3, update after norm")
 
 RACES = [
     Order(
@@ -44,20 +44,21 @@ RACES = [
         "The gradient shard belonged to another stream than the one that reduced into it, so that its memory "
         "could be used "
         "before the reduce-scatter had ended. Silently wrong.",
-        "slots and shards are made once and belong to no stream; the update, and the reduction whose result it reads",
-        UPDATED,
-        (0, find(UPDATED, Update, "head")),
-        (0, find(UPDATED, Reduce, "head")),
+        "slots and shards are made once and belong to no stream; a sum over replicas, and the reduction whose result "
+        "it reads",
+        HYBRID,
+        (0, find(HYBRID, AllReduce, "head")),
+        (0, find(HYBRID, Reduce, "head")),
     ),
     Order(
         f"{TORCH}/pull/180665",
         "HSDP with gradients on the host: the reduce-scatter's result was given away before the stream of "
         "all-reduces had "
         "copied it.",
-        "an all-reduce over replicas, and the update that reads its result",
+        "an all-reduce over replicas, and the reduce-scatter whose result it reads",
         HYBRID,
-        (0, find(HYBRID, Update, "a[2]")),
         (0, find(HYBRID, AllReduce, "a[2]")),
+        (0, find(HYBRID, Reduce, "a[2]")),
     ),
     Order(
         VERIFIER + "#RB4a",

@@ -31,13 +31,13 @@ VERIFIER = (
 )
 
 PLAIN = zero3()(model(3))
-UPDATED = program(model(3), "zero3, update any time")
+UPDATED = program(model(3), "zero3, update after norm")
 DEFERRED = zero3(defer=True)(model(1, 2))
 TWO = zero3()(model(1, 2))
 HYBRID = hsdp()(on(model(1, 2), "replicas"))
 COPIES = program(model(2), "ddp, update after norm")
 NODES = program(model(3), "hpz")
-TWICE = program(LARGER["scanned twice"], "zero3, update any time")
+TWICE = program(LARGER["scanned twice"], "zero3, update after norm")
 OFFLOADED = zero3(remat=remat.offload(ahead=1))(model(3))
 
 

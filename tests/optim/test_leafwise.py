@@ -70,16 +70,16 @@ MUON = optim.muon(0.02, dtype=None, others=optim.adamw(0.01))
 TXS: dict[str, Any] = {
     "muon": optim.chain(optim.clip_by_global_norm(0.5), MUON),
     "muon, no clip": optim.muon(0.02, dtype=None, adjust="match_rms_adamw", nesterov=False, where=optim.layer_matrices),
-    "soap": optim.soap(0.02),
-    "adafactor": optim.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
-    "lamb": optim.lamb(0.02, weight_decay=0.1),
+    "soap": optim.contrib.soap(0.02),
+    "adafactor": optim.contrib.adafactor(0.02, min_dim_size_to_factor=2, momentum=0.9, weight_decay_rate=1e-3),
+    "lamb": optim.contrib.lamb(0.02, weight_decay=0.1),
     "two rounds": optim.chain(
-        optim.centralize(), optim.trace(0.9), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)
+        optim.contrib.centralize(), optim.trace(0.9), optim.assume_leafwise(rows(), params=True), optim.scale(-0.01)
     ),
     "some leaves": optim.chain(optim.assume_leafwise(rows(), params=True, where=some), optim.sgd(0.01)),
     "partition": optim.partition(
         {
-            "matrices": optim.chain(optim.centralize(), optim.sgd(0.1)),
+            "matrices": optim.chain(optim.contrib.centralize(), optim.sgd(0.1)),
             "gains": optim.adam(0.01),
             "rest": optim.sgd(0.1, 0.9),
         },
@@ -90,12 +90,14 @@ TXS: dict[str, Any] = {
         Model("rest", "layers", "rest"),
     ),
     "partition, scaled": optim.chain(
-        optim.partition({"matrices": optim.centralize(), "gains": optim.identity(), "rest": optim.scale(0.5)}, by_kind),
+        optim.partition(
+            {"matrices": optim.contrib.centralize(), "gains": optim.identity(), "rest": optim.scale(0.5)}, by_kind
+        ),
         optim.sgd(0.1),
     ),
-    "masked": optim.chain(optim.masked(optim.centralize(), some), optim.sgd(0.1)),
+    "masked": optim.chain(optim.masked(optim.contrib.centralize(), some), optim.sgd(0.1)),
     "foreign": optim.chain(optim.trace(0.5), sizes(), optim.scale(-0.1)),
-    "clipped later": optim.chain(optim.centralize(), optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
+    "clipped later": optim.chain(optim.contrib.centralize(), optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
 }
 IN_PROGRAMS = [name for name in TXS if optim.why_not_unitwise(TXS[name]) is None]
 
@@ -261,9 +263,9 @@ def experts(mesh: Any) -> None:
     with pytest.raises(
         ValueError, match=r"shape \(2, 5, 7\) is no matrix \[m, n\]; leave it to `others` of `soap`"
     ) as error:
-        ya.init(tree, optim.soap(0.02), mesh=mesh)
+        ya.init(tree, optim.contrib.soap(0.02), mesh=mesh)
     (said,) = re.findall(r"where=(lambda .*?), or to", str(error.value))
-    tx = optim.soap(0.02, where=eval(said))
+    tx = optim.contrib.soap(0.02, where=eval(said))
     precision = ya.Precision(torch.float64)
     state, expected = ya.init(tree, tx, mesh=mesh, precision=precision), ya.PlainState.create(tree, tx)
     expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, expected.params), tx)

@@ -32,7 +32,7 @@ TXS: dict[str, Any] = {
         optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 1),
         optim.sgd(lambda count: 0.1 / (count + 1), momentum=0.9),
     ),
-    "lookahead of clip, ema, rmsprop": optim.lookahead(
+    "lookahead of clip, ema, rmsprop": optim.contrib.lookahead(
         optim.chain(
             optim.clip(0.05),
             optim.ema(0.8),
@@ -66,7 +66,7 @@ def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Po
 
 def left_out(mesh: Any) -> None:
     """Two steps in a row have one infinite element, which one rank holds: the first is left out, the second is not."""
-    tx = optim.apply_if_finite(optim.chain(optim.clip(1.0), optim.sgd(0.1, momentum=0.9)), 1)
+    tx = optim.contrib.apply_if_finite(optim.chain(optim.clip(1.0), optim.sgd(0.1, momentum=0.9)), 1)
     state, expected = ya.init(model(), tx, mesh=mesh), ya.PlainState.create(model(), tx)
     for number in range(4):
         grads = ya.normal_like(number, expected.params)
@@ -91,19 +91,19 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pools: dict[int, Poo
 def slow(mesh: Any) -> None:
     """The slow parameters are evaluated, and frozen ones stay; one step of two leaves them where they began."""
     params = {"layers": ya.Stacked({"w": param(3, 5, 7)}), "head": ya.frozen({"w": param(5, 7)})}
-    tx = optim.lookahead(optim.sgd(0.1), 2, 0.5)
+    tx = optim.contrib.lookahead(optim.sgd(0.1), 2, 0.5)
     state, other = ya.init(params, tx, mesh=mesh), ya.init(params, optim.sgd(0.1), mesh=mesh)
     first = ya.unshard(state.params)
     for number in range(2):
         grads = ya.normal_like(number, state.params)
         state, other = state.apply_gradients(grads, tx), other.apply_gradients(clone(grads), optim.sgd(0.1))
-        found = ya.unshard(optim.lookahead_eval_params(state.opt_state, state.params))
+        found = ya.unshard(optim.contrib.lookahead_eval_params(state.opt_state, state.params))
         ahead = ya.unshard(other.params)
         halfway = optree.tree_map(lambda a, b: (a + b) / 2, first, ahead)
         compare(found, halfway if number else first, 1e-6, "slow parameters")
         compare(ya.unshard(state.params), halfway if number else ahead, 1e-6, "fast parameters")
     with pytest.raises(TypeError, match="expected a LookaheadState, got tuple; of a chain pass the part"):
-        optim.lookahead_eval_params((state.opt_state,), state.params)  # type: ignore[arg-type]
+        optim.contrib.lookahead_eval_params((state.opt_state,), state.params)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -117,7 +117,7 @@ RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
 def at_rates(mesh: Any, injected: bool) -> None:
     """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
     rank, ranks, tx = mesh.get_local_rank(), mesh.size(), optim.sgd(RATE, momentum=0.9)
-    tx = optim.inject_hyperparams(optim.sgd)(RATE, momentum=0.9) if injected else tx
+    tx = optim.contrib.inject_hyperparams(optim.sgd)(RATE, momentum=0.9) if injected else tx
     state, step = ya.init(model(), tx, mesh=mesh, precision=F64), ya.train_step(loss, tx)
     expected = optree.tree_map(torch.Tensor.double, plain(model()))
     trace = optree.tree_map(torch.zeros_like, expected)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,7 @@ def test_equals_clip_grad_norm() -> None:
 # ---- Optax
 
 
+ALL = SimpleNamespace(**{name: getattr(of, name) for of in (optim, optim.contrib) for name in of.__all__})
 OURS = {name: case for name, case in OPTAX.items() if name not in ELSEWHERE}
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 """Relative to the largest element of a leaf, and of a total to the leaf's norm."""
@@ -97,7 +99,7 @@ def like_optax(case: Case, dtype: torch.dtype, in_place: bool) -> dict[str, Any]
     def tensors(of: Any) -> Any:
         return optree.tree_map(lambda leaf: torch.from_numpy(leaf).to(dtype), of)
 
-    tx, params, shown = case.make(optim), tensors(tree(0, case.shapes, case.apart)), {}
+    tx, params, shown = case.make(ALL), tensors(tree(0, case.shapes, case.apart)), {}
     state = tx.init(params)
     for step in range(1, SHOWN[-1] + 1):
         case.edit(state, step)
@@ -107,7 +109,7 @@ def like_optax(case: Case, dtype: torch.dtype, in_place: bool) -> dict[str, Any]
         else:
             params, state = defined_step(tx, params, grads, state)
         if step in SHOWN:
-            shown[str(step)] = clone(dict(named(case.read(optim, state, params))))
+            shown[str(step)] = clone(dict(named(case.read(ALL, state, params))))
     return shown
 
 
@@ -119,7 +121,7 @@ def in_float32(first: float, peak: float, steps: int) -> optim.Rate:
 @pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
 @pytest.mark.parametrize("name", OURS)
 def test_equals_optax(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("yafsdp_fn.optim.schedule_free")  # the function has its name
+    module = importlib.import_module("yafsdp_fn.optim.contrib.schedule_free")  # the function has its name
     monkeypatch.setattr(module, "warmup_constant_schedule", in_float32)
     for dtype, tolerance in TOLERANCE.items():
         tolerance = LOOSER.get((dtype, name), tolerance)

@@ -17,8 +17,9 @@ from typing import NamedTuple, get_type_hints
 
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.orders import Calls, Search, evaluate
-from yafsdp_fn.program.split import Call, Flow, Split
-from yafsdp_fn.program.trace import Argument, Cost, UnitSpec, Visit
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.split import Argument, Call, Flow, Split
+from yafsdp_fn.program.trace import UnitSpec, Visit
 from yafsdp_fn.schedules import Program, Trace, chained_order, pipelines, staged, verify, zero1
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "published_bubbles.csv"

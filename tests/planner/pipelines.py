@@ -6,7 +6,8 @@ import math
 
 from tests.planner.test_simulate import FREE
 from tests.schedules.traces import layers, trace_of
-from yafsdp_fn.program.trace import Argument, Cost
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.split import Argument
 from yafsdp_fn.schedules import Program, Schedule, Trace
 from yafsdp_fn.schedules.cut import Shape, assign, cut
 

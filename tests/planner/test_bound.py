@@ -18,8 +18,9 @@ from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Bound, Cluster, Plan, bound, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import arrangements
+from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.ops import Gather, Update
-from yafsdp_fn.program.trace import Cost, UnitSpec, Visit, chained_order
+from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
 from yafsdp_fn.schedules import Program, Trace, alternating_slots, build, own_slots, pipelines, remat, verify, zero1
 from yafsdp_fn.timeline.text import shown
 

@@ -26,7 +26,8 @@ from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.footprint import Dtype, Dtypes, Memory, predict_memory
-from yafsdp_fn.program.trace import Cost, UnitSpec, Value, Visit, chained_order
+from yafsdp_fn.program.measured import Cost, Value
+from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
 from yafsdp_fn.runtime.interpreter import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
@@ -520,6 +521,20 @@ def test_what_does_not_fit_says_what_would(few: int) -> None:
     assert ranks > few and predicted(ranks).peak_bytes <= budget
     hopeless = found.why_not(2**20)
     assert hopeless is not None and "would not fit on any number of ranks" in hopeless
+
+
+@pytest.mark.parametrize(
+    "precision", [("int3", "bfloat16", "float32", ""), ("float32", "", "float32", ""), ("float32",)]
+)
+def test_a_dtype_that_is_not_known_is_named(precision: tuple[str, ...]) -> None:
+    traced = trace(loss, model(), batch(), ranks=2)._replace(precision=precision)
+    with pytest.raises(ValueError, match=r"trace.precision: expected 3 or 4 of float64, .*, got \('"):
+        predict_memory(ya.schedules.zero3()(traced))
+
+
+def test_a_mesh_larger_than_any_is_refused() -> None:
+    with pytest.raises(ValueError, match="mesh: 10,000,000 ranks, expected at most 131,072"):
+        trace(loss, model(), batch(1), ranks=10_000_000)
 
 
 def test_a_trace_without_costs_is_refused() -> None:

@@ -20,7 +20,7 @@ from yafsdp_fn.planner.costs import groups, phases
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.search import Sweep
 from yafsdp_fn.planner.space import Point, arrangements
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.schedules import Gather, Trace, one_f_one_b, verify
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=6)

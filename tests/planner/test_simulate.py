@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.schedules.traces import layers, trace_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3
 from yafsdp_fn.timeline import Timeline
 
@@ -203,7 +203,7 @@ def program_of(schedule: str, gathers: list[int], microbatches: int = 1) -> Prog
     trace = trace_of(units, [(unit.id,) for unit in units], microbatches)
     costs = (Cost(flops=n * 10**10, bwd_flops=n * 2 * 10**10) for n in gathers[::-1])
     visits = tuple(visit._replace(cost=cost) for visit, cost in zip(trace.visits, costs, strict=True))
-    trace = trace._replace(visits=visits, mesh=(("shard", 4),), update_when="any time")
+    trace = trace._replace(visits=visits, mesh=(("shard", 4),), update_when="after norm")
     return SCHEDULES[schedule](trace)  # type: ignore[no-any-return]
 
 

@@ -17,8 +17,8 @@ from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
 from tests.planner.test_simulate import GB
 from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
+from yafsdp_fn.program.measured import Cost, OptimizerMemory, Value
 from yafsdp_fn.program.ops import Backward, Receive, Send
-from yafsdp_fn.program.trace import Cost, OptimizerMemory, Value
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble

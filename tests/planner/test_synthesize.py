@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import random
+import re
+import time
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.damage import json_damage
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
 from yafsdp_fn.planner import Found, Written, drafts, predict_memory, search, simulate
 from yafsdp_fn.planner.drafts import Draft
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import Point, arrangements
+from yafsdp_fn.planner.synthesize import Synthesis
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
 
@@ -130,3 +138,71 @@ def test_z3_finds_nothing_wrong() -> None:
     from tests.schedules.z3_orders import opinion
 
     assert opinion(written(moves=30).program) is None
+
+
+def kept(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"moves": 10**12}, r"moves: expected 0 to 1,000,000, got 1000000000000"),
+        ({"moves": "5"}, r"moves: expected an int of 64 bits, got '5'"),
+        ({"moves": 1000}, r"seen: expected as many programs as its moves look at"),
+        ({"seed": None}, r"seed: expected an int of 64 bits, got None"),
+        ({"seen": {}}, r"seen: expected a list, got \{\}"),
+        ({"seen": [[1.0]]}, r"seen\[0\]: expected seconds and the bytes of 1 stages, got \[1.0\]"),
+        ({"seen": [["1", 5]]}, r"seen\[0\]\[0\]: expected a finite number, got '1'"),
+        ({"seen": [[1.0, -5]]}, r"seen\[0\]\[1:\]\[0\]: expected 0 to .*, got -5"),
+        ({"seen": [[1e-9, 5]], "moves": 0}, r"seen: its best program takes .* s and .* bytes, not 1e-09 s and 5"),
+    ],
+)
+def test_a_wrong_field_of_a_file_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    written(moves=5).save(file := tmp_path / "search.json")
+    kept(file, **changes)
+    with pytest.raises(ValueError, match=f"search.json: {says}"):
+        written(moves=5, resume=file)
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = written(moves=5)
+    made.save(file := tmp_path / "search.json")
+    before = file.read_bytes()
+    monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        made.more(3).save(file)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_damaged_files(tmp_path: Path, count: int) -> None:
+    """Each goes on as the right one would, or is refused by a field's name; none keeps on for ever."""
+    trace = traced(microbatches=2)
+    room, found = budgets(trace)["tight"], Counter[str]()
+    points = [search(trace, SLOW, memory=room).best.point]
+    good = Synthesis(trace, points, SLOW, room)
+    good.run(12)
+    good.save(file := tmp_path / "search.json")
+    data = json.loads(file.read_text())
+    for number in range(count):
+        rng = random.Random(f"resume {number}")
+        file.write_bytes(json_damage(data, rng))
+        began = time.process_time()
+        tracemalloc.start()
+        try:
+            went_on = Synthesis(trace, points, SLOW, room, resume=file)
+            made = went_on.run(0)
+            assert verify(made.program) and simulate(made.program, SLOW).seconds == made.step_s
+            found["gone on with"] += 1
+        except ValueError as error:
+            assert re.search(
+                r"search\.json( is of another search, whose '|: (seed|moves|seen|expected|a search))", str(error)
+            )
+            found["refused"] += 1
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert time.process_time() - began < 10 and peak < 500e6, number
+    print(f"resume: {count} files: {dict(found)}")
+    assert 0 < found["refused"] < count

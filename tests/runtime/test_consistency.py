@@ -30,7 +30,7 @@ def scheduled(peak: float = 3e-4, clip: float = 1.0, decay: float = 0.1, steps: 
 
 def injected(rate: float = 1e-3, steps: int = 100) -> Any:
     schedule = o.cosine_decay_schedule(rate, steps)
-    return o.inject_hyperparams(o.adamw)(learning_rate=schedule, weight_decay=torch.tensor(0.1))
+    return o.contrib.inject_hyperparams(o.adamw)(learning_rate=schedule, weight_decay=torch.tensor(0.1))
 
 
 def foreign(scale: float = 1.0, device: str = "cuda:0", path: str = "/data/a", seed: int = 0) -> Any:
@@ -43,7 +43,7 @@ def ours(scale: float = 1.0) -> Any:
     return o.chain(o.partition({"a": o.muon(0.1 * scale), "b": o.sgd(0.1)}, lambda path, p: "ab"[len(p.shape) % 2]))
 
 
-SAME: list[Callable[..., Any]] = [scheduled, injected, foreign, ours, lambda: o.multi_steps(o.lion(1e-3), 4)]
+SAME: list[Callable[..., Any]] = [scheduled, injected, foreign, ours, lambda: o.contrib.multi_steps(o.lion(1e-3), 4)]
 OTHERS: list[tuple[Any, Any]] = [
     *((scheduled(), scheduled(**{name: 3})) for name in ("peak", "clip", "decay", "least")),
     (scheduled(), scheduled(steps=200)),
@@ -53,8 +53,8 @@ OTHERS: list[tuple[Any, Any]] = [
     (injected(), injected(steps=200)),
     (foreign(), foreign(scale=2.0)),
     (ours(), ours(2.0)),
-    (o.multi_steps(o.lion(1e-3), 4), o.multi_steps(o.lion(1e-3), 5)),
-    (o.schedule_free_sgd(0.1), o.schedule_free_sgd(0.1, b1=0.8)),
+    (o.contrib.multi_steps(o.lion(1e-3), 4), o.contrib.multi_steps(o.lion(1e-3), 5)),
+    (o.contrib.schedule_free_sgd(0.1), o.contrib.schedule_free_sgd(0.1, b1=0.8)),
 ]
 
 

@@ -89,7 +89,6 @@ class Host:
         self._begun: dict[tuple[int, int], dict[int, Buffer]] = {}  # (visit, microbatch) -> unit -> where
         self._normed = False
         self._turns: Counter[int] = Counter()
-        self._weighed = not self.program.has_updates  # whether the weight of all losses is known
         self._steps_optimizer = self.program.has_updates and trace.update_when != "never"
         last = max((at for at, op in enumerate(ops) if isinstance(op, Forward | Backward)), default=-1)
         over = not trace.trains
@@ -216,9 +215,6 @@ class Host:
             for unit, slot in zip(trained, op.early, strict=False):
                 begun[unit] = ("grad shard", unit) if self.mode.grads_alias else ("grad slot", 0, slot)
                 saved[begun[unit]] = ("begun", step, visit, microbatch, unit)
-        self._weighed |= not any(isinstance(op, Norm) for op in self.program.ops) and not any(
-            compute.kind == "forward" for compute in self.trace.order[self._done :]
-        )
         return lambda memory: {
             ("forward", step, visit, microbatch): tuple(memory.get(place) for place in places),
             **saved,
@@ -304,7 +300,7 @@ class Host:
     def _norm(self, units: tuple[int, ...]) -> Callable[[Memory], Memory]:
         if not self._steps_optimizer:
             raise Stops("no optimizer")
-        self._normed = self._weighed = True
+        self._normed = True
         shards, step = [(unit, self._shard(unit), unit in self._touched) for unit in units], self.step
 
         def act(memory: Memory) -> Memory:
@@ -335,18 +331,17 @@ class Host:
             raise Stops("no optimizer")
         for unit in units:
             self._turn(unit, 2 * part)
-        clips, step = self.trace.update_when == "after norm", self.step
-        divided = "divided by the weight" if self._weighed else "not divided"
+        step = self.step
         jobs = [(unit, self._shard(unit), unit in self._touched) for unit in units]
         normed, parts = self._normed, self.trace.parts
         self._touched.update(units)
 
         def act(memory: Memory) -> Memory:
             out: Memory = {}
-            norm = memory.get(("norm",)) if clips and normed else None
+            norm = memory.get(("norm",)) if normed else None
             for unit, shard, touched in jobs:
                 before, grad = memory["shard", unit], memory.get(shard) if touched else Counter()
-                taken = (before, grad, norm, divided)
+                taken = (before, grad, norm)
                 if part > 0:
                     held = memory.get(("optimizer", unit))
                     taken = held[3] if held and held[:3] == ("travelled", step, part - 1) else ("wrong", held)
@@ -400,8 +395,8 @@ def run(program: Program, mode: Mode = SHARDED, leaves: bool = False) -> Result 
 
 
 def right(program: Program) -> bool:
-    """Whether `program` computes what it must in every mode, with leaves beside visits unless it updates too early."""
-    for leaves in (False,) if program.updates_early else (False, True):
+    """Whether `program` computes what it must in every mode, with leaves beside visits and without."""
+    for leaves in (False, True):
         want = expected(program, leaves)
         if any(run(program, mode, leaves) != want for mode in MODES):
             return False

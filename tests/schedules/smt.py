@@ -177,8 +177,8 @@ class SmtProgram(SmtTerms):
         self.begun: dict[tuple[int, int], dict[int, Buffer]] = {}
         self.unreduced: dict[int, int] = {}  # gradient slot -> unit
         self.touched: set[int] = set()  # units whose gradient shard this step has written: others count as zero
-        # a loss may read leaves beside its visits; on stages, and where units are updated earlier, it must not
-        self.leaves = trace.trains and not self.program.updates_early and trace.split is None
+        # a loss may read leaves beside its visits; on stages it must not
+        self.leaves = trace.trains and trace.split is None
         last = max((at for at, op in enumerate(ops) if isinstance(op, Forward | Backward)), default=-1)
         over = False
         for at, op in enumerate(ops):
@@ -389,9 +389,8 @@ class SmtProgram(SmtTerms):
             self._turn(event, unit, 2 * op.part)
             if op.part == 0:
                 self._complete(event, unit)
-                if self.trace.update_when == "after norm":
-                    norm = self.find(event, ("norm",))
-                    self.must(event, "it has no norm of this step", norm, number(self.step))
+                norm = self.find(event, ("norm",))
+                self.must(event, "it has no norm of this step", norm, number(self.step))
             if op.part + 1 == self.trace.parts(unit):
                 shard = self.find(event, ("shard", unit))
                 self.must(event, "it updates weights of another step", shard, weights(unit, self.step))

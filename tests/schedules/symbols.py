@@ -10,13 +10,13 @@ from collections import Counter
 from typing import Any
 
 from yafsdp_fn.program.ops import Buffer
-from yafsdp_fn.schedules import Norm, Program, Trace
+from yafsdp_fn.schedules import Program, Trace
 
 STEPS = 3
 Memory = dict[Buffer, Any]
 Result = dict[Buffer, Any]
 """`("forward" or "backward", step, visit, microbatch)`: the weights that it read; `("update", step, unit)`: shard,
-gradient, norm where the step clips, and whether the weight of losses was known; `("measured", step)`: norm, of each
+gradient and norm; `("measured", step)`: norm, of each
 unit's gradient; `("shard", unit)`: at the end."""
 RESULTS = ("forward", "backward", "update", "measured", "shard")
 
@@ -27,7 +27,6 @@ def expected(program: Program, leaves: bool = False) -> Result:
     leaves: whether the loss reads leaves beside its visits, of all trainable units, visited or not
     """
     trace, result = program.trace, Result()
-    measured = not program.has_updates or any(isinstance(op, Norm) for op in program.ops)
 
     def weights(visit: int, step: int) -> tuple[Any, ...]:
         return tuple((unit, step * trace.units[unit].trainable) for unit in trace.visits[visit].units)
@@ -43,11 +42,9 @@ def expected(program: Program, leaves: bool = False) -> Result:
             if leaves and trace.trains:
                 grad["leaf", unit] += trace.replicas
         norm = norm_of(grads)
-        if measured:
-            result["measured", step] = norm
+        result["measured", step] = norm
         for unit, grad in grads.items():
-            clip = norm if trace.update_when == "after norm" else None
-            result["update", step, unit] = ((unit, step), grad, clip, "divided by the weight")
+            result["update", step, unit] = ((unit, step), grad, norm)
     return result | {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in trace.units}
 
 

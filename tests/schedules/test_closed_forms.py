@@ -71,7 +71,7 @@ FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("update", ["", "after norm", "any time"])
+@pytest.mark.parametrize("update", ["", "after norm"])
 def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None:
     """The next step's first gathers take the place of this step's: with `update` there are as many."""
     factory, mesh, form = FORMS[name]

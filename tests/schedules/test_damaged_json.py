@@ -19,7 +19,7 @@ from tests.schedules.test_program import PROGRAMS
 from tests.schedules.traces import model, on
 from yafsdp_fn.schedules import Program, verify, zero3
 
-SMALL = zero3(update=True)(on(model(2, 2), "replicas and nodes", "any time", parts=3))
+SMALL = zero3(update=True)(on(model(2, 2), "replicas and nodes", "after norm", parts=3))
 
 
 def searched(folder: Path, numbers: range) -> Counter[str]:

@@ -57,7 +57,6 @@ def alphabet(trace: Trace, slots: int, carries: int) -> list[Op]:
     if trace.update_when != "never":
         ops += [Update((u,), part) for u in units for part in range(trace.parts(u))]
         ops += [Exchange((u,), part) for u in units for part in range(trace.parts(u) - 1)]
-    if trace.update_when == "after norm":
         ops.append(Norm(tuple(units)))
     return ops
 
@@ -72,9 +71,8 @@ def alive(start: Program) -> bool:
 TWO = [unit(0, "a"), unit(1, "b")]
 WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
     "one visit": (on(trace_of(TWO[:1], [[0]]), "ranks"), 2, 0, 5),
-    "one visit, update": (on(trace_of(TWO[:1], [[0]]), "ranks", "any time"), 1, 0, 8),
-    "one visit, update after the norm": (on(trace_of(TWO[:1], [[0]]), "ranks", "after norm"), 1, 0, 8),
-    "one visit, replicas": (on(trace_of(TWO[:1], [[0]]), "replicas", "any time"), 1, 0, 8),
+    "one visit, update": (on(trace_of(TWO[:1], [[0]]), "ranks", "after norm"), 1, 0, 8),
+    "one visit, replicas": (on(trace_of(TWO[:1], [[0]]), "replicas", "after norm"), 1, 0, 8),
     "one visit, nodes": (on(trace_of(TWO[:1], [[0]]), "nodes"), 1, 0, 6),
     "two microbatches": (on(trace_of(TWO[:1], [[0]], 2), "ranks"), 1, 0, 7),
     "two visits of one unit": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 0, 7),

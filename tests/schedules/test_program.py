@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.schedules.traces import cut, model, on, together
+from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.text import describe
-from yafsdp_fn.program.trace import Cost, Value
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -117,7 +117,7 @@ def test_every_op_in_words() -> None:
         "lend a[0]",
         "return a[0], a[1]",
     ]
-    in_parts = on(trace, "ranks", "any time", parts=3)
+    in_parts = on(trace, "ranks", "after norm", parts=3)
     assert describe(Update((4,), 1), in_parts) == "update head, part 1"
 
 
@@ -169,17 +169,9 @@ def test_carried_slots_are_those_that_are_read_before_a_gather() -> None:
     assert Program(trace, (*forwards, Gather((3,), (0,)), Forward(3, (0,), True))).carried() == {5: 0, 0: 1}
 
 
-def test_whether_updates_come_before_the_end_of_the_backward() -> None:
-    trace = on(model(4), "ranks", "any time")
-    assert (zero3()(trace).has_updates, zero3()(trace).updates_early) == (False, False)
-    assert (zero3(update=True)(trace).has_updates, zero3(update=True)(trace).updates_early) == (True, True)
-    late = zero3(update=True)(on(model(4), "ranks", "after norm"))
-    assert (late.has_updates, late.updates_early) == (True, False)
-
-
 def test_sizes_of_slots_carried_over_and_of_secondary_shards() -> None:
     """UnitSpec u gathers 4 * (10 + u) bytes, padded for 4 ranks of which 2 share a node."""
-    program = hpz(9, update=True)(on(model(3), "nodes", "any time"))
+    program = hpz(9, update=True)(on(model(3), "nodes", "after norm"))
     assert program.carried() == {2: 0, 0: 1}
     assert program.slot_bytes() == {0: 64, 1: 48, 2: 48, 3: 64}
     assert program.secondary_bytes() == {1: 24}
@@ -243,7 +235,7 @@ PROGRAMS = [
     zero3(prefetch=0)(together(2)),
     zero3()(model(2, backward=False)),
     hpz(9, update=True)(on(model(3), "replicas and nodes", "after norm")),
-    zero1(update=True)(on(model(2, 2), "ranks", "any time", parts=3)),
+    zero1(update=True)(on(model(2, 2), "ranks", "after norm", parts=3)),
     ddp()(on(model(2), "replicas of the whole")),
     zero3(remat=remat.offload())(measured(model(4, 2))),
 ]
@@ -349,7 +341,7 @@ def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
         program.with_trace(trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
         program.with_trace(trace._replace(mesh=(("shard", 4),))),
         program.with_trace(trace._replace(microbatches=3)),
-        program.with_trace(trace._replace(update_when="any time")),
+        program.with_trace(trace._replace(update_when="after norm")),
         program.with_ops((Gather((0,), (2,), "node"), *program.ops[1:])),
         program.with_ops((Stash((0,), (2,)), *program.ops[1:])),
         program.with_ops((*program.ops, AllReduce((0,)))),

@@ -78,7 +78,7 @@ WRONG: dict[str, Program] = {
     "part": Program(test_proof.PLAIN.trace, *test_proof.PLAIN.stages[:1]),
     "calls": without_a_backward(),
     "match": overtaken(),
-    "deadlock": sent_last(one_f_one_b(zero2(update=True))(of_spare(0, "any time"))),
+    "deadlock": sent_last(one_f_one_b(zero2(update=True))(of_spare(0, "after norm"))),
 }
 """By the rule that refuses it."""
 

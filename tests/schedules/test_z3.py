@@ -11,9 +11,8 @@ pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed"
 
 from tests.schedules.cases import EVERY, SMALL, program
 from tests.schedules.compare_z3 import compare, programs, report
-from tests.schedules.reference import MODES, SHARDED
+from tests.schedules.reference import SHARDED
 from tests.schedules.smt import SmtProgram
-from tests.schedules.test_reference import LATE_USE
 from tests.schedules.test_verify import drop
 from tests.schedules.z3_orders import bad_order, opinion, waits_of
 from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
@@ -33,7 +32,7 @@ def made(trace: str, schedule: str) -> Program:
 
 def test_without_a_wait_z3_finds_the_order_that_goes_wrong() -> None:
     """Of the first step's waits, each that nothing else stands in for; the second step reads what it leaves."""
-    terms = SmtProgram(made("tied", "zero3, update any time"), SHARDED)
+    terms = SmtProgram(made("tied", "zero3, update after norm"), SHARDED)
     waits = waits_of(terms)
     assert bad_order(terms, waits) is None
     needed = [
@@ -76,8 +75,8 @@ def test_an_order_is_told_in_words() -> None:
         ("tied", "zero3", Gather, "it reads no "),
         ("two units", "zero3", Reduce, "the gradient of "),
         ("one unit", "zero3", Backward, "the loss goes on"),
-        ("one unit", "zero3, update any time", Update, "it reads no "),
-        ("a unit that is never visited", "zero3, update any time", Update, "is not updated once a step"),
+        ("one unit", "zero3, update after norm", Update, "no optimizer"),
+        ("a unit that is never visited", "zero3, update after norm", Update, "is not updated once a step"),
     ],
 )
 def test_what_lacks_an_op_goes_wrong(trace: str, schedule: str, kind: type[Op], says: str) -> None:
@@ -87,20 +86,6 @@ def test_what_lacks_an_op_goes_wrong(trace: str, schedule: str, kind: type[Op], 
     drop(at)(ops)
     bad = opinion(Program(whole.trace, tuple(ops)))
     assert bad is not None and says in bad.why, bad
-
-
-def test_an_update_before_a_later_use_is_wrong_where_slots_are_the_shards() -> None:
-    """A visit that trains nothing reads the unit after its gradient is complete."""
-    ops = list(LATE_USE.ops)
-    ops.insert(5, ops.pop(6))
-    early = LATE_USE.with_ops(tuple(ops))
-    found = {mode: bad_order(terms := SmtProgram(early, mode), waits_of(terms)) for mode in MODES}
-    assert found[SHARDED] is None
-    assert all(
-        bad is not None and bad[0].what == "it reads no a of this step"
-        for mode, bad in found.items()
-        if mode != SHARDED
-    )
 
 
 def test_a_gradient_that_is_reduced_twice_is_named() -> None:

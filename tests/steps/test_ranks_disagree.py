@@ -144,7 +144,8 @@ def uneven(mesh: Any) -> str:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_mesh_of_another_size_than_the_world(pools: dict[int, Pool], world: int) -> None:
     for text in pools[world].run(uneven):
-        assert f"ValueError: mesh(shard={world + 1}): there are {world} ranks; start {world + 1} of them" in text
+        ranks = f"{world} rank{'s' * (world > 1)}"
+        assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
         assert f"torchrun --nproc-per-node {world + 1}" in text
 
 

@@ -179,9 +179,7 @@ def test_a_rank_that_runs_another_program(pool: Pool) -> None:
     for rank, (_, text) in enumerate(every):
         assert f"CommunicationError: rank {rank}: " in text
         assert "All wait, for each other: their programs" in text
-        assert re.search(r'ranks 0-1 and rank 2 run other programs, which first differ at op \d+: ranks 0-1 "', text), (
-            text
-        )
+        assert "  ranks 0-1 and rank 2 run other programs." in text, text
         assert text.count("Where ranks are:") == 1 and every[0][0].splitlines()[1].partition(",")[0] in text
 
 

@@ -16,7 +16,7 @@ from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.schedules.traces import model, on
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.program.trace import Value
+from yafsdp_fn.program.measured import Value
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, remat, zero1, zero2, zero3
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b
 from yafsdp_fn.timeline import Span, Timeline
@@ -127,7 +127,7 @@ def test_a_slot_holds_one_unit_at_a_time(update: bool) -> None:
 
 
 def test_what_is_carried_over_is_there_from_the_beginning() -> None:
-    program = zero2(update=True)(on(costed(3, 4), MESH, "any time"))
+    program = zero2(update=True)(on(costed(3, 4), MESH, "after norm"))
     timeline = simulate(program, PLAIN)
     begun = {held.slot: held.unit for held in weight_slots(timeline) if held.start == held.ready == 0.0}
     assert begun == program.carried()
@@ -384,3 +384,12 @@ def test_pipelines_beside_each_other(tmp_path: Path) -> None:
     for name, suffix in (("save", "svg"), ("perfetto", "json")):
         with pytest.raises(TypeError, match=rf"{name}\(beside=\): expected a Timeline, got str"):
             getattr(one, name)(tmp_path / f"x.{suffix}", beside="two")
+
+
+@pytest.mark.parametrize("name", [" ", "\u202e", "\u200b\u00a0", "\x00", "$\\frac{$", "</text>"])
+def test_any_name_is_drawn(name: str, tmp_path: Path) -> None:
+    """Names without ink, and those of which no XML can be; what is drawn is read back as XML."""
+    drawn = simulated(3, title=name)
+    units = tuple(unit._replace(name=name, stack=unit.stack and name) for unit in drawn.trace.units)
+    drawn._replace(trace=drawn.trace._replace(units=units)).save(tmp_path / "step.svg")
+    ElementTree.parse(tmp_path / "step.svg")

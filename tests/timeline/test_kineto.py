@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
+import multiprocessing
+import random
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import yafsdp_fn as ya
+from tests.harness import damage
 from tests.harness.pool import Pool
 from tests.schedules.traces import model
 from tests.steps.test_fsdp2 import SAME, VOCAB, Model, loss_of
@@ -208,3 +214,98 @@ def test_what_is_no_recording(tmp_path: Path) -> None:
     staged: Any = ya.schedules.Program(program.trace, program.ops, program.ops)
     with pytest.raises(ValueError, match="expected the program of one stage"):
         ya.timeline.read_kineto(path, staged)
+
+
+# ---- recordings of other people
+
+
+def event(number: int, **changes: Any) -> dict[str, Any]:
+    """The recording with another value in one of its events."""
+    data = kineto()
+    data["traceEvents"][number] |= changes
+    return data
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (event(4, dur=-1), r"traceEvents\[4\].dur: expected 0 to .*, got -1"),
+        (event(4, dur=1e999), r"traceEvents\[4\].dur: expected a finite number, got inf"),
+        (event(4, ts=10**400), r"traceEvents\[4\].ts: expected a finite number"),
+        (event(4, ts="1"), r"traceEvents\[4\].ts: expected a finite number, got '1'"),
+        (event(5, args={"correlation": [1]}), r"traceEvents\[5\].correlation: expected an int of 64 bits, got \[1\]"),
+        (event(5, args=[]) | {"traceEvents": {}}, r"traceEvents: expected a list of events"),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, data: Any, says: str) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"x.json: expected a recording of torch.profiler in JSON: {says}"):
+        ya.timeline.read_kineto(tmp_path / "x.json", fsdp2(wrap="all")(model(1)))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"[" * 100_000, "recursion"),
+        (b'{"traceEvents": [' + b"9" * 10_000 + b"]}", "limit"),
+        (gzip.compress(b"[" + b"{}," * 2**23), "unpacks to 16,777,216 bytes or more"),
+        (gzip.compress(b"[]") * 2, "goes on behind its end"),
+    ],
+    ids=["nested", "digits", "packed", "twice"],
+)
+def test_a_file_that_would_fill_the_memory(tmp_path: Path, text: bytes, says: str) -> None:
+    path = tmp_path / ("x.json.gz" if text[:2] == b"\x1f\x8b" else "x.json")
+    path.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"{path.name}: expected a recording .*{says}"):
+        ya.timeline.read_kineto(path, fsdp2(wrap="all")(model(1)))
+
+
+def spoilt(rng: random.Random) -> bytes:
+    """A recording with some of the fields of some events damaged, or its text; packed at times, at times a bomb."""
+    data = kineto()
+    if rng.random() < 0.6:
+        for _ in range(rng.choice((1, 1, 2, 20))):
+            each = rng.choice(data["traceEvents"])
+            each[rng.choice(["name", "cat", "ph", "ts", "dur", "args", "pid"])] = copy.deepcopy(rng.choice(damage.ODD))
+        text = json.dumps(data).replace(f'"{damage.DEEP}"', "[" * 3000 + "]" * 3000).encode()
+    else:
+        text = damage.json_damage(data, rng)
+    if rng.random() < 0.3:
+        text = gzip.compress(text + b" " * rng.choice((0, 0, 10**6, 10**8)))
+        text = damage.byte_damage(text, rng) if rng.random() < 0.3 else text
+    return text
+
+
+def searched(folder: str, count: int, answer: Callable[[Any], None]) -> None:
+    """For a process of its own: memory and what is opened are looked at."""
+    path = [Path(folder, "trace.json")]
+    program = fsdp2(wrap="all")(model(1))
+
+    def make(rng: random.Random) -> int:
+        text = spoilt(rng)
+        path[0] = Path(folder, "trace.json.gz" if text[:2] == b"\x1f\x8b" else "trace.json")
+        path[0].write_bytes(text)
+        return damage.ROOM // 4  # the limit is that of the address space: a file may unpack to FLOOR bytes
+
+    def load() -> None:
+        try:
+            found = ya.timeline.read_kineto(path[0], program)
+        except ValueError as error:
+            assert "trace.json" in str(error), error
+            raise
+        assert all(0 <= span.start <= span.end <= found.seconds for span in found.spans)
+
+    answer(damage.search("kineto", range(count), make, load, Path(folder), (ValueError,)))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_damaged_recordings(tmp_path: Path, count: int) -> None:
+    queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
+    process = multiprocessing.get_context("spawn").Process(target=searched, args=(str(tmp_path), count, queue.put))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    found: Counter[str] = queue.get()
+    print(f"kineto: {count} recordings: {dict(found)}")
+    assert found.total() == count and 0 < found["loaded"] < count

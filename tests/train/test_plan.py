@@ -260,6 +260,13 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--schedule", "hsdp", "--replicate", "0"], "--replicate 0"),
         (["--memory-gib", "inf"], "--memory-gib inf"),
         (["--memory-gib", "-1"], "--memory-gib -1"),
+        (
+            ["--memory-gib", "500"],
+            "--memory-gib 500.0: expected a number above 0, and at most the 81 that a GPU of a100",
+        ),
+        (["--gpus", "10000000"], "--gpus 10000000: expected at most 131,072"),
+        (["--model", "llama2-7b", "--seq-len", "100000"], "at most 4,096, the positions that llama2-7b was made for"),
+        (["--microbatches", "4000000"], "--microbatches 4000000: expected at most 512"),
         (["--gpu-hour-price", "nan"], "--gpu-hour-price nan"),
         (["--memory-gib", "1"], "Largest: "),
         (["--schedules", "zero3", "--search"], "leave --search and --schedule out"),

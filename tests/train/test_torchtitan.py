@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
+import re
+import time
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness import damage
 from train.plan import main
-from train.plan.job import MODELS, Job, read
+from train.plan.job import MODELS, READ, Job, read
+from train.plan.torchtitan import _over_axes
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Plan
+from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import AllReduce, Forward, Gather, Reduce
 
 Sections = dict[str, dict[str, Any]]
@@ -161,6 +170,8 @@ def test_copies_of_the_state(tmp_path: Path) -> None:
     assert dict(alone.trace.mesh) == {"replicate": 16, "shard": 1} and alone.wire_bytes()["gather"] == 0
     held, _ = planned(job_of(tmp_path, 16, fsdp_reshard_after_forward="never"))
     assert held.count(Gather) == 10
+    staged, _ = planned(job_of(tmp_path, 4, pipeline_parallel_degree=2, tensor_parallel_degree=2))
+    assert dict(staged.trace.mesh) == {"stage": 2, "shard": 1, "tensor": 2}
     both, _ = planned(job_of(tmp_path, 16, context_parallel_degree=2, tensor_parallel_degree=2))
     assert dict(both.trace.mesh) == {"shard": 4, "context": 2, "tensor": 2}
 
@@ -271,12 +282,44 @@ def test_without_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (
             {"parallelism": {"tensor_parallel_degree": "8"}},
             8,
-            r"tensor_parallel_degree is '8': expected an integer of at",
+            r"parallelism.tensor_parallel_degree: expected an int of 64 bits, got '8'",
         ),
-        ({"parallelism": {"fsdp_reshard_after_forward": "no"}}, 8, r"is 'no': expected one of default, always, never"),
-        ({"parallelism": {"pipeline_parallel_schedule": "2F2B"}}, 8, r"is '2F2B': expected one of 1F1B, GPipe"),
-        ({"training": {"seq_len": 0}}, 8, r"training.seq_len is 0: expected an integer of at least 1"),
-        ({"training": {"max_norm": "1"}}, 8, r"training.max_norm is '1': expected a number above 0"),
+        (
+            {"parallelism": {"fsdp_reshard_after_forward": "no"}},
+            8,
+            r"after_forward: expected 'default' or 'always' or 'never', got 'no'",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_schedule": "2F2B"}},
+            8,
+            r"_schedule: expected '1F1B' or 'GPipe' or .*, got '2F2B'",
+        ),
+        ({"training": {"seq_len": 0}}, 8, r"training.seq_len: expected 1 to 4,194,304, got 0"),
+        ({"training": {"max_norm": "1"}}, 8, r"training.max_norm: expected a finite number, got '1'"),
+        ({"training": {"seq_len": 2**80}}, 8, r"training.seq_len: expected an int of 64 bits, got 12089"),
+        ({"training": {"local_batch_size": 4_000_000}}, 8, r"training.local_batch_size: expected 1 to 65,536, got 400"),
+        ({"training": {"global_batch_size": 2**20}}, 8, r"16,384 microbatches of a rank; expected at most 512"),
+        ({"parallelism": {"tensor_parallel_degree": 2**70}}, 8, r"tensor_parallel_degree: expected an int of 64 bits"),
+        (
+            {"parallelism": {"data_parallel_shard_degree": 2**16, "tensor_parallel_degree": 2**10}},
+            0,
+            r"the degrees multiply to 67,108,864 GPUs, expected at most 131,072: tensor 1024",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_layers_per_stage": 0}},
+            8,
+            r"pipeline_parallel_layers_per_stage: expected 1 to 65,536, got 0",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_layers_per_stage": "two"}},
+            8,
+            r"pipeline_parallel_layers_per_stage: expected an int of 64 bits, got 'two'",
+        ),
+        (
+            {"parallelism": {"module_fqns_per_model_part": [[["norm"]]]}},
+            8,
+            r"module_fqns_per_model_part\[0\]\[0\]: expected a string, got \['norm'\]",
+        ),
         ({"training": {"global_batch_size": 12}}, 8, r"global_batch_size 12 is no multiple of local_batch_size 8 x 8"),
         (
             {"parallelism": {"pipeline_parallel_microbatch_size": 3}},
@@ -324,3 +367,105 @@ def test_options_that_do_not_go_together(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_job_compares_over_whatever_it_is_split(tmp_path: Path, context: int) -> None:
+    """In one microbatch the head makes its gradients in its forward; over tensor it makes its logits twice."""
+    file = {"model": {"name": "qwen3"}, "training": {"local_batch_size": 1, "seq_len": 4096}}
+    file["parallelism"] = {"context_parallel_degree": context}
+    job = read(write(tmp_path / "job.toml", file, "0.6B"), 8)
+    over = {f"{trace.mesh}": ya.schedules.zero3()(trace) for trace in _over_axes(job, cluster("h100-80g"), 1)}
+    assert len(over) > 3
+    own = {"the file": ya.schedules.zero3()(job.own())}
+    assert ya.planner.compare({**own, **over}, "h100-80g").rows.keys() == {*own, *over}
+
+
+# ---- files of other people
+
+
+BASES: list[Sections] = [
+    SMALL,
+    {"training": {"local_batch_size": 2, "seq_len": 256}, "parallelism": {"tensor_parallel_degree": 2}},
+    {
+        "training": {"local_batch_size": 4, "global_batch_size": 32, "seq_len": 128, "max_norm": 0.5},
+        "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "activation_checkpoint": {"mode": "full"},
+        "compile": {"enable": True},
+    },
+    {
+        "model": {"name": "llama3", "flavor": "debugmodel"},
+        "training": {"local_batch_size": 2, "seq_len": 64, "mixed_precision_reduce": "bfloat16"},
+        "parallelism": {
+            "data_parallel_shard_degree": 2,
+            "data_parallel_replicate_degree": 2,
+            "fsdp_reshard_after_forward": "never",
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_layers_per_stage": 5,
+            "module_fqns_per_model_part": [
+                ["tok_embeddings", *(f"layers.{n}" for n in range(4))],
+                [*(f"layers.{n}" for n in range(4, 8)), "norm", "output"],
+            ],
+        },
+    },
+]
+TEMPTING = (0, 1, 2, 3, 4, 8, -1, 2**17, 2**31, 2**70, 4_000_000, 0.5, "1F1B", "8", "", [], [[]], [["norm"]], {}, True)
+
+
+def toml(value: Any) -> str:
+    match value:
+        case dict():
+            return "{" + ", ".join(f"{json.dumps(key)} = {toml(each)}" for key, each in value.items()) + "}"
+        case list():
+            return "[" + ", ".join(map(toml, value)) + "]"
+        case float():
+            return repr(value)
+    return json.dumps(value)
+
+
+def spoilt_toml(rng: random.Random) -> bytes:
+    """A job's file with some of its settings replaced by what is tempting or odd, or its text damaged."""
+    sections: Any = copy.deepcopy(rng.choice(BASES))
+    sections.setdefault("model", {"name": "llama3", "flavor": "debugmodel"})
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        name = rng.choice(list(READ))
+        key = rng.choice(READ[name]._fields) if rng.random() < 0.9 else str(rng.choice(damage.ODD))
+        section = sections if rng.random() < 0.05 else sections.setdefault(name, {})
+        if isinstance(section, dict):
+            section[name if section is sections else key] = rng.choice(TEMPTING if rng.random() < 0.7 else damage.ODD)
+    text = "".join(
+        f"[{name}]\n" + "".join(f"{json.dumps(k)} = {toml(v)}\n" for k, v in keys.items())
+        for name, keys in sections.items()
+        if isinstance(keys, dict)
+    )
+    text = "".join(f"{k} = {toml(v)}\n" for k, v in sections.items() if not isinstance(v, dict)) + text
+    data = text.replace(f'"{damage.DEEP}"', "[" * 3000 + "]" * 3000).encode(errors="surrogatepass")
+    return damage.byte_damage(data, rng) if rng.random() < 0.15 else data
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_damaged_files_of_jobs(tmp_path: Path, count: int) -> None:
+    """Each is refused by an error that names the file, or is a step that is proved and predicted."""
+    path, found = tmp_path / "job.toml", Counter[str]()
+    for number in range(count):
+        rng = random.Random(f"toml {number}")
+        path.write_bytes(spoilt_toml(rng))
+        tracemalloc.start()
+        began = time.process_time()
+        try:
+            planned(read(path, rng.choice((8, 8, 8, 4, 0))))
+            found["planned"] += 1
+        except ValueError as error:
+            assert len(str(error)) < 2000, number
+            named = re.search(
+                rf"{path.name}: (the degrees|expected a torchtitan|model |[a-z_]+(\.|\[| is|:| \d)|\d+ layers)",
+                str(error),
+            )
+            found["refused by its field" if named else f"refused: {str(error)[:60]}"] += 1
+        took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert took < 10 and peak < 500e6, number
+    print(f"toml: {count} files: {dict(found)}")
+    assert 0 < found["planned"] < count

@@ -25,16 +25,18 @@ import torch
 from train.config import ConfigError, own_function, require
 from train.data.documents import fingerprint
 from train.data.rows import Cursor, Indexed, Position, Row, count
-from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, amount, digest_of, read
+from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, amount, digest_of, kept, read
 from train.data.stream import Gathered
-from train.data.tokenizer import Tokenizer
+from train.data.tokenizer import Tokenizer, Tokens
 from yafsdp_fn.util.words import counted
 
 
-def stored(source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, packing: Packing) -> tuple[Indexed, ...]:
+def stored(
+    source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, packing: Packing, cache: Path
+) -> tuple[Indexed, ...]:
     """`(training, held-out)` rows of a store: PREFIX of PREFIX.bin and PREFIX.idx, FILE.ds, or a folder of such files.
-    Held out is the last `fraction` of each file's documents. Raises ConfigError for files of another form, or for
-    documents that do not end as the tokenizer's do: the first `AT_ONCE` are looked at."""
+    Held out is the last `fraction` of each file's documents. Raises ConfigError for files of another form, for tokens
+    beyond the tokenizer's, and for documents that do not end as its do: all are looked at, which `cache` keeps."""
     path = Path(source).expanduser()
     paths = sorted(path.glob("*.ds")) if path.is_dir() else [path]
     require(bool(paths), f"data.stores: {source} is a folder without files that end in .ds, datatrove's")
@@ -43,19 +45,34 @@ def stored(source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, pac
         found, made_with = (
             (_datatroves(each), "an eos_token") if each.suffix == ".ds" else (_megatrons(each), "--append-eod")
         )
-        some = found.tokens[: found.ends[:AT_ONCE][-1]] if len(found.ends) else found.tokens
         rising = bool((np.diff(found.ends, prepend=0) > 0).all())
         require(rising, f"data.stores: {each}: expected documents of a token or more, whose ends rise from above 0")
-        ended = (found.tokens[found.ends[:AT_ONCE] - 1] == tokenizer.end).all()
-        if not ended or (some < 0).any() or (some >= tokenizer.vocab).any():
-            raise ConfigError(
-                f"data.stores: {each}: expected tokens below {tokenizer.vocab}, and documents that end with "
-                f"{tokenizer.end}, as those of data.tokenizer do: name the tokenizer that made them, with {made_with}"
-            )
+        key = "looked at", found.digest, f"{tokenizer.vocab}", f"{tokenizer.end}"
+        kept(f"data.stores: {each}", key, partial(_looked_at, each, found, tokenizer, made_with), np.uint8, cache)
         halves = found.halves(round(len(found.ends) * (1 - fraction)))
         for side, name, half in zip(sides, ("training text", "held-out text"), halves, strict=True):
             side.append(Packed(name, half, seq_len, packing))
     return tuple(side[0] if len(side) == 1 else Joined(side[0].name, tuple(side)) for side in sides)
+
+
+def _looked_at(path: Path, store: Store, tokenizer: Tokenizer, made_with: str, notes: Notes) -> Iterator[Tokens]:
+    """Looks at the documents of a store, in the way of what `kept` makes: of no tokens, since they stay where they are.
+    Raises ConfigError with the first that the tokenizer cannot have made."""
+    for first in range(0, len(store.ends), AT_ONCE):
+        ends = store.ends[first : first + AT_ONCE]
+        start = int(store.ends[first - 1]) if first else 0
+        tokens = store.tokens[start : ends[-1]]
+        wrong = (tokens < 0) | (tokens >= tokenizer.vocab)
+        wrong[ends - start - 1] |= tokens[ends - start - 1] != tokenizer.end
+        if wrong.any():
+            at = int(wrong.argmax())
+            document = first + int(np.searchsorted(ends, start + at, "right"))
+            raise ConfigError(
+                f"data.stores: {path}: token {tokens[at]} in document {document}: expected tokens below "
+                f"{tokenizer.vocab}, and documents that end with {tokenizer.end}, as those of data.tokenizer do: name "
+                f"the tokenizer that made them, with {made_with}"
+            )
+    yield from ()
 
 
 @dataclasses.dataclass(frozen=True)

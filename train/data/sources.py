@@ -61,7 +61,7 @@ class Opening:
     def stored(self, source: str) -> tuple[Rows, Rows]:
         """`(training, held-out)` rows of tokens that another library has stored."""
         config = self.config
-        halves = stored(source, self.tokenizer, config.heldout_fraction, config.seq_len, config.packing)
+        halves = stored(source, self.tokenizer, config.heldout_fraction, config.seq_len, config.packing, self.cache)
         return halves[0], halves[1] if self.heldout_rows else Gathered(HELDOUT, (), "")
 
     def made(self, source: str) -> tuple[Rows, Rows]:

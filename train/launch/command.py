@@ -15,7 +15,6 @@ when it ends, even by SIGKILL.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import re
@@ -26,11 +25,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from train.launch import local_ranks
 from train.launch.lines import Lines
 from train.launch.slurm import Job, estimated, on_cpu, script
 from train.machine import gpus
@@ -43,7 +43,6 @@ GRACE_BEFORE_RESTART = 10.0
 """The grace where all begin anew: gloo's peers notice at once; what others would say is not worth a minute."""
 ECHO = 0.2
 """Seconds after which SIGINT is passed on, to ranks that the terminal did not send it to."""
-PR_SET_PDEATHSIG = 1
 
 ON_THE_CPU = 2
 """Ranks of `--ranks auto` where there is no GPU."""
@@ -58,22 +57,10 @@ USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.p
 
 
 def environment(rank: int, ranks: int, port: int, attempt: Attempt | None = None) -> dict[str, str]:
-    """The environment that torchrun gives to a rank. One thread per core over all ranks, unless OMP_NUM_THREADS says
-    otherwise; gloo listens on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another."""
+    """The whole environment of a rank. One thread per core over all ranks, unless OMP_NUM_THREADS says otherwise."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        **({"GLOO_SOCKET_IFNAME": loopback} if loopback else {}),
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **(attempt or Attempt()).environment(),
-    }
+    told = local_ranks.environment(rank, ranks, port)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **told, **(attempt or Attempt()).environment()}
 
 
 def free_port() -> int:
@@ -84,20 +71,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise OSError("no free port among a hundred from 15000 to 32767")
-
-
-def dies_with(parent: int) -> Callable[[], None] | None:
-    """A function for a child of `parent`, before it becomes a rank: the kernel is to kill it when its parent ends."""
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl  # found here: a child between fork and exec had better not import
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return bind
 
 
 class Ranks:
@@ -113,7 +86,7 @@ class Ranks:
         """The first signal that asked for an end."""
 
     def start(self, attempt: Attempt) -> None:
-        port, bind = free_port(), dies_with(os.getpid())
+        port, bind = free_port(), local_ranks.dies_with(os.getpid())
         self.processes.clear()
         self._lines = Lines()
         for rank in range(self._ranks):
@@ -151,23 +124,12 @@ class Ranks:
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], grace: float = GRACE) -> int:
     """The status of the first rank that failed, once all have ended, or 0; of one killed by signal n 128 + n, as in a
-    shell.
-
-    Where one has failed, the others may go on for `grace` seconds, unless all of them are stopped (SIGSTOP). Where the
-    others have ended well, ranks that are stopped are waited for as long, in case that somebody continues them.
-    """
-    since: float | None = None
-    status = 0
-    while running := [process for process in processes if process.poll() is None]:
-        status = status or next((process.returncode for process in processes if process.returncode), 0)
-        frozen = all(map(stopped, running))
-        doomed = bool(status) or (frozen and len(running) < len(processes))
-        since = (since or time.monotonic()) if doomed else None
-        if since is not None and ((status and frozen) or time.monotonic() - since > grace):
-            for process in running:
-                process.kill()
-        time.sleep(0.05)
-    status = status or next((process.returncode for process in processes if process.returncode), 0)
+    shell. Those that are not to go on (`local_ranks.wait`) are killed."""
+    first = local_ranks.wait(processes, grace, stopped=stopped)
+    for process in processes:
+        process.kill()  # nothing where it has ended
+    statuses = [process.wait() for process in processes]
+    status: int = first.returncode if first is not None else next(filter(None, statuses), 0)
     return 128 - status if status < 0 else status
 
 

@@ -53,7 +53,7 @@ asked=
 trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # to the ranks; without a word to this script
 
 # a node that ends does not end the others at once: they may be saving
-srun --kill-on-bad-exit=0 --wait={grace} {python} -m torch.distributed.run \\
+srun --kill-on-bad-exit=0 --wait={grace} {python} -m train.launch.agent \\
     --nnodes={nodes} --nproc-per-node={ranks} --max-restarts={restarts} \\
     --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \\
     {what} &

@@ -16,7 +16,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
@@ -24,9 +24,11 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
+from yafsdp_fn.dist.ranks import MOST_RANKS
 from yafsdp_fn.planner import trace
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Assignment, Schedule, Trace
+from yafsdp_fn.util.schema import Within, shown, typed_at
 from yafsdp_fn.util.torch_private import pipeline_rows
 
 # ---- What a file may say.
@@ -37,46 +39,50 @@ MODELS = {
 }
 """Flavors by model, and what they are in `models.CONFIGS`."""
 
-READ: dict[str, dict[str, Any]] = {
-    "model": {"name": "llama3", "flavor": "debugmodel"},
-    "training": {
-        "local_batch_size": 8,
-        "global_batch_size": -1,
-        "seq_len": 2048,
-        "max_norm": 1.0,
-        "mixed_precision_param": "bfloat16",
-        "mixed_precision_reduce": "float32",
-    },
-    "parallelism": {
-        "data_parallel_replicate_degree": 1,
-        "data_parallel_shard_degree": -1,
-        "fsdp_reshard_after_forward": "default",
-        "tensor_parallel_degree": 1,
-        "context_parallel_degree": 1,
-        "pipeline_parallel_degree": 1,
-        "pipeline_parallel_schedule": "1F1B",
-        "pipeline_parallel_schedule_csv": "",
-        "pipeline_parallel_microbatch_size": 1,
-        "pipeline_parallel_layers_per_stage": None,
-        "pipeline_parallel_first_stage_less_layers": 1,
-        "pipeline_parallel_last_stage_less_layers": 1,
-        "module_fqns_per_model_part": None,
-    },
-    "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
-}
-"""Settings that decide what a step does, with torchtitan's defaults."""
+Count = Annotated[int, Within(1, 2**16)]
+Degree = Annotated[int, Within(1, MOST_RANKS)]
+Few = Annotated[int, Within(0, 2**10)]
 
-CHOICES = {
-    "mixed_precision_param": ("bfloat16", "float32"),
-    "mixed_precision_reduce": ("float32", "bfloat16"),
-    "fsdp_reshard_after_forward": ("default", "always", "never"),
-    "pipeline_parallel_schedule": (
-        *("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
-    ),
-}
-LEAST = {"data_parallel_shard_degree": -1, "global_batch_size": -1}
-LEAST |= {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
-"""The values that settings may have; integers are at least 1."""
+
+class Model(NamedTuple):
+    name: str = "llama3"
+    flavor: str = "debugmodel"
+
+
+class Training(NamedTuple):
+    local_batch_size: Count = 8
+    global_batch_size: Annotated[int, Within(-1, 2**24)] = -1
+    seq_len: Annotated[int, Within(1, 2**22)] = 2048
+    max_norm: Annotated[float, Within(1e-9, 1e9)] = 1.0
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
+
+
+class Parallelism(NamedTuple):
+    data_parallel_replicate_degree: Degree = 1
+    data_parallel_shard_degree: Annotated[int, Within(-1, MOST_RANKS)] = -1
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    tensor_parallel_degree: Degree = 1
+    context_parallel_degree: Degree = 1
+    pipeline_parallel_degree: Degree = 1
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    pipeline_parallel_schedule_csv: str = ""
+    pipeline_parallel_microbatch_size: Count = 1
+    pipeline_parallel_layers_per_stage: Count | None = None
+    pipeline_parallel_first_stage_less_layers: Few = 1
+    pipeline_parallel_last_stage_less_layers: Few = 1
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
+
+
+class Checkpointing(NamedTuple):
+    mode: str = "selective"
+    selective_ac_option: str = "2"
+
+
+READ = {"model": Model, "training": Training, "parallelism": Parallelism, "activation_checkpoint": Checkpointing}
+"""Settings that decide what a step does, with torchtitan's defaults and what they may be."""
 
 APART: dict[str, dict[str, tuple[Any, str]]] = {
     "model": {"converters": ([], "products, and gathers, in other dtypes: all are taken in bf16")},
@@ -210,7 +216,7 @@ class Job:
 
     def schedule(self, fsdp2: Callable[..., Schedule] = ya.schedules.fsdp2) -> Schedule:
         """The schedule of the step. fsdp2: of the weights of a stage, `peers.fsdp2` to be predicted"""
-        if self.shard * self.context == 1:
+        if self.shard * self.context * self.tensor == 1:
             return self._ordered(ya.schedules.ddp(remat=self.remat))
         held = self.reshard == "never" or (self.reshard == "default" and self.stages > 1)
         more = {"reshard_after_forward": not held, "wrap": "all", "remat": self.remat, "defer": self.stages > 1}
@@ -227,6 +233,10 @@ class Job:
         return ya.schedules.from_actions(rows, inside)
 
 
+MOST_RUNS = 2**9
+"""Microbatches of a rank in a step: each is simulated."""
+
+
 def read(path: Path, gpus: int = 0) -> Job:
     """The step of a torchtitan file. gpus: all ranks; 0 where the file has the number of shards
 
@@ -234,43 +244,58 @@ def read(path: Path, gpus: int = 0) -> Job:
     """
     try:
         given = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"--torchtitan {path}: expected a torchtitan file in TOML: {error}") from error
-    of, training, at, again = _settings(path, given)
-    name, flavor = of["name"], of["flavor"]
-    model = MODELS.get(name, {}).get(flavor.split("_")[0])
+    try:
+        return _job(path, given, gpus)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _job(path: Path, given: dict[str, Any], gpus: int) -> Job:
+    of: Model
+    of, training, at, again = (_section(name, kind, given.get(name, {})) for name, kind in READ.items())
+    model = MODELS.get(of.name, {}).get(of.flavor.split("_")[0])
     if model is None:
         known = "; ".join(f"{name}: {', '.join(flavors)}" for name, flavors in MODELS.items())
-        raise ValueError(f"{path}: model {name!r}, flavor {flavor!r}: there is no config of it here; there are {known}")
-    axes = {axis: at[f"{axis}_parallel_degree"] for axis in ("tensor", "context", "pipeline")}
-    axes["data_parallel_replicate"] = at["data_parallel_replicate_degree"]
-    others, shard = math.prod(axes.values()), at["data_parallel_shard_degree"]
+        asked = f"model {shown(of.name)}, flavor {shown(of.flavor)}"
+        raise ValueError(f"{asked}: there is no config of it here; there are {known}")
+    axes = {axis: getattr(at, f"{axis}_parallel_degree") for axis in ("tensor", "context", "pipeline")}
+    axes["data_parallel_replicate"] = at.data_parallel_replicate_degree
+    others, shard = math.prod(axes.values()), at.data_parallel_shard_degree
     if shard == -1 and not gpus:
-        raise ValueError(f"{path}: data_parallel_shard_degree is -1, all ranks that are left: say --gpus of how many")
+        raise ValueError("data_parallel_shard_degree is -1, all ranks that are left: say --gpus of how many")
     shard = gpus // others if shard == -1 else shard
+    degrees = {**axes, "data_parallel_shard": at.data_parallel_shard_degree}
+    said = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
     if shard < 1 or (gpus and shard * others != gpus):
-        degrees = {**axes, "data_parallel_shard": at["data_parallel_shard_degree"]}
-        said = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
-        raise ValueError(f"{path}: the degrees do not multiply to {gpus} GPUs: {said}")
+        raise ValueError(f"the degrees do not multiply to {gpus} GPUs: {said}")
+    if shard * others > MOST_RANKS:
+        raise ValueError(f"the degrees multiply to {shard * others:,} GPUs, expected at most {MOST_RANKS:,}: {said}")
     readers, stages = axes["data_parallel_replicate"] * shard, axes["pipeline"]
-    batch, whole = training["local_batch_size"], training["global_batch_size"]
+    batch, whole = training.local_batch_size, training.global_batch_size
     accumulate, left = divmod(whole, batch * readers) if whole > 0 else (1, 0)
     if left or not accumulate:
-        raise ValueError(
-            f"{path}: global_batch_size {whole} is no multiple of local_batch_size {batch} x {readers} ranks"
-        )
-    size = at["pipeline_parallel_microbatch_size"]
+        raise ValueError(f"global_batch_size {whole} is no multiple of local_batch_size {batch} x {readers} ranks")
+    size = at.pipeline_parallel_microbatch_size
     if batch % size:
-        raise ValueError(f"{path}: local_batch_size {batch} is no multiple of pipeline_parallel_microbatch_size {size}")
-    csv = at["pipeline_parallel_schedule_csv"]
-    remat, checkpointed, told = _checkpointed(path, again["mode"], str(again["selective_ac_option"]))
+        raise ValueError(f"local_batch_size {batch} is no multiple of pipeline_parallel_microbatch_size {size}")
+    microbatches = batch // size if stages > 1 else 1
+    runs = accumulate * microbatches
+    if runs > MOST_RUNS:
+        raise ValueError(
+            f"local_batch_size {batch}, global_batch_size {whole}: {runs:,} microbatches of a rank; "
+            f"expected at most {MOST_RUNS:,}"
+        )
+    csv = at.pipeline_parallel_schedule_csv
+    remat, checkpointed, told = _checkpointed(again.mode, again.selective_ac_option)
     once = f"training.global_batch_size = {whole}: {accumulate} runs of the pipeline in a step: taken as one"
     told += [once] * (accumulate > 1 and stages > 1)
     return Job(
         path=path,
         model=model,
         gpus=shard * others,
-        seq_len=training["seq_len"],
+        seq_len=training.seq_len,
         batch=batch,
         accumulate=accumulate,
         replicate=axes["data_parallel_replicate"],
@@ -278,62 +303,47 @@ def read(path: Path, gpus: int = 0) -> Job:
         context=axes["context"],
         tensor=axes["tensor"],
         stages=stages,
-        order=at["pipeline_parallel_schedule"],
+        order=at.pipeline_parallel_schedule,
         csv=str(path.parent / csv) if csv and not Path(csv).is_file() else csv,
-        microbatches=batch // size if stages > 1 else 1,
-        parts=_parts(path, at, models.CONFIGS[model].layers, stages),
-        reshard=at["fsdp_reshard_after_forward"],
+        microbatches=microbatches,
+        parts=_parts(at, models.CONFIGS[model].layers, stages),
+        reshard=at.fsdp_reshard_after_forward,
         remat=remat,
         checkpointed=checkpointed,
-        max_norm=float(training["max_norm"]),
+        max_norm=training.max_norm,
         precision=ya.Precision(
-            compute=getattr(torch, training["mixed_precision_param"]),
-            reduce=getattr(torch, training["mixed_precision_reduce"]),
+            compute=getattr(torch, training.mixed_precision_param),
+            reduce=getattr(torch, training.mixed_precision_reduce),
         ),
-        not_modelled=(*told, *_not_modelled(given)),
+        not_modelled=(*told, *_not_modelled(given, of.flavor)),
     )
 
 
-def _settings(path: Path, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The sections of `READ`, with torchtitan's defaults for what is not given."""
-    for section, keys in READ.items():
-        found = given.get(section, {})
-        if not isinstance(found, dict):
-            raise ValueError(f"{path}: {section} is {found!r:.60}: expected a section of settings")
-        for key, default in keys.items():
-            value, choices, least = found.get(key, default), CHOICES.get(key), LEAST.get(key, 1)
-            if choices:
-                right, expected = value in choices, f"one of {', '.join(choices)}"
-            elif isinstance(default, int):
-                right, expected = type(value) is int and value >= least, f"an integer of at least {least}"
-            elif isinstance(default, float):
-                right, expected = type(value) in (int, float) and value > 0, "a number above 0"
-            elif isinstance(default, str) and key != "selective_ac_option":
-                right, expected = isinstance(value, str), "a string"
-            else:  # of several types, or none: looked at where it is used
-                right, expected = True, ""
-            if not right:
-                raise ValueError(f"{path}: {section}.{key} is {value!r:.60}: expected {expected}")
-        yield {**keys, **found}
+def _section(name: str, kind: Any, found: Any) -> Any:
+    """A section of `READ`, with torchtitan's defaults for what is not given."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}: expected a section of settings, got {shown(found)}")
+    return typed_at(name, kind, {key: value for key, value in found.items() if key in kind._fields})
 
 
-def _parts(path: Path, at: dict[str, Any], layers: int, stages: int) -> tuple[tuple[str, ...], ...]:
+def _parts(at: Parallelism, layers: int, stages: int) -> tuple[tuple[str, ...], ...]:
     """The names of the modules of each segment of a pipeline: as given, or even in layers, as which embedding and head
     count, too."""
-    if (given := at["module_fqns_per_model_part"]) is not None:
-        if not isinstance(given, list) or len(given) % stages or not all(isinstance(part, list) for part in given):
-            raise ValueError(f"{path}: module_fqns_per_model_part: expected lists of names, as many for each stage")
-        return tuple(map(tuple, given))
-    first, last = (at[f"pipeline_parallel_{end}_stage_less_layers"] for end in ("first", "last"))
-    count = stages * (1 if at["pipeline_parallel_schedule"] in ("1F1B", "GPipe") or stages == 1 else 2)
-    if (each := at["pipeline_parallel_layers_per_stage"]) is not None:
+    if (given := at.module_fqns_per_model_part) is not None:
+        if len(given) % stages or not given:
+            raise ValueError(
+                f"module_fqns_per_model_part: {len(given)} parts, expected as many for each of {stages} stages"
+            )
+        return given
+    first, last = at.pipeline_parallel_first_stage_less_layers, at.pipeline_parallel_last_stage_less_layers
+    count = stages * (1 if at.pipeline_parallel_schedule in ("1F1B", "GPipe") or stages == 1 else 2)
+    if (each := at.pipeline_parallel_layers_per_stage) is not None:
         count = -(-(layers + first + last) // each)
     few, more = divmod(layers + first + last, count)
     numbers = [few + (k < more) - first * (k == 0) - last * (k == count - 1) for k in range(count)]
     if min(numbers) < 0 or count % stages:
         raise ValueError(
-            f"{path}: {layers} layers, and {first} and {last} for the ends, do not make {count} segments "
-            f"for {stages} stages"
+            f"{layers} layers, and {first} and {last} for the ends, do not make {count} segments for {stages} stages"
         )
     names = iter(f"layers.{number}" for number in range(layers))
     parts = [list(itertools.islice(names, number)) for number in numbers]
@@ -342,14 +352,14 @@ def _parts(path: Path, at: dict[str, Any], layers: int, stages: int) -> tuple[tu
     return tuple(map(tuple, parts))
 
 
-def _checkpointed(path: Path, mode: str, option: str) -> tuple[Any, str, list[str]]:
+def _checkpointed(mode: str, option: str) -> tuple[Any, str, list[str]]:
     """The policy of layers that recompute, in words, and what of it is not modelled."""
     remat = ya.schedules.remat
     if mode == "none":
         return remat.none, "no activation checkpointing", []
     if mode == "full":
         return remat.all, "every layer recomputes", []
-    if mode == "selective" and option.isdecimal() and int(option) > 0:
+    if mode == "selective" and re.fullmatch("[1-9][0-9]{0,3}", option):
         return remat.every(int(option)), f"every {option}th layer recomputes", []
     if (mode, option) == ("selective", "op") or mode == "memory_budget":
         what = f'activation_checkpoint.mode = "{mode}"' + f', selective_ac_option = "{option}"' * (mode == "selective")
@@ -358,29 +368,30 @@ def _checkpointed(path: Path, mode: str, option: str) -> tuple[Any, str, list[st
             "every second layer recomputes",
             [f"{what}: parts of layers; taken as every second layer"],
         )
-    raise ValueError(f"{path}: activation_checkpoint.mode is {mode!r}, selective_ac_option {option!r}")
+    raise ValueError(f"activation_checkpoint.mode is {shown(mode)}, selective_ac_option {shown(option)}")
 
 
-def _not_modelled(given: dict[str, Any]) -> Iterator[str]:
+def _not_modelled(given: dict[str, Any], flavor: str) -> Iterator[str]:
     """Names what a file says that changes a step, and is not in the prediction; and what is not known here."""
     for section, keys in given.items():
         if section in INDIFFERENT:
             continue
         if not isinstance(keys, dict) or section not in (*READ, *APART):
-            yield f"[{section}]: not known here"
+            yield f"[{section:.60}]: not known here"
             continue
         for key, value in keys.items():
-            known = key in READ.get(section, {}) or key in INDIFFERENT_KEYS.get(section, ())
+            known = key in getattr(READ.get(section), "_fields", ()) or key in INDIFFERENT_KEYS.get(section, ())
             default, instead = APART.get(section, {}).get(key, (None, "not known here"))
             if not known and (key not in APART.get(section, {}) or value != default):
-                yield f"{section}.{key} = {_written(value)}: {instead}"
-    flavor = given.get("model", {}).get("flavor", "")
+                yield f"{section}.{key:.60} = {_written(value)}: {instead}"
     if "_" in flavor:
         yield f'model.flavor = "{flavor}": attention to parts of a sequence: taken causal'
 
 
 def _written(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return (
+        str(value).lower() if isinstance(value, bool) else f'"{value:.60}"' if isinstance(value, str) else shown(value)
+    )
 
 
 def modules_of(visit: str) -> list[str]:

@@ -19,12 +19,18 @@ import yafsdp_fn as ya
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from train import schedule_names
+from yafsdp_fn.dist.ranks import MOST_RANKS
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.schedules import Trace, pipelines
+
+MOST = {"gpus": MOST_RANKS, "batch": 2**16, "microbatches": 2**9, "replicate": MOST_RANKS}
+"""The largest values of options."""
+CARD = 1.3
+"""Memory of a GPU, in parts of what tensors may fill of it in a preset."""
 
 Reduce = Literal["fp32", "bf16", "bf16-summed-in-fp32"]
 PRECISIONS: dict[str, ya.Precision] = {
@@ -142,12 +148,20 @@ class Options:
         if self.batch % max(1, self.microbatches):
             raise ValueError(f"--batch {self.batch} does not divide into --microbatches {self.microbatches}")
         cluster(self.cluster)
-        for name in ("gpus", "seq_len", "batch", "microbatches", "replicate"):
-            value = getattr(self, name)
+        longest = 1 if self.torchtitan is not None else models.CONFIGS[self.model].max_length
+        for name, most in (("seq_len", longest), *MOST.items()):
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and value < (name != "gpus" or self.torchtitan is None):
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected at least 1")
-        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
-            raise ValueError(f"--memory-gib {self.memory_gib}: expected a number above 0")
+                raise ValueError(f"{flag} {value}: expected at least 1")
+            if value is not None and value > most and self.torchtitan is None:
+                of = f", the positions that {self.model} was made for" * (name == "seq_len")
+                raise ValueError(f"{flag} {value}: expected at most {most:,}{of}")
+        card = CARD * cluster(self.cluster).memory_bytes / 2**30
+        if self.memory_gib is not None and not 0 < self.memory_gib <= card:
+            raise ValueError(
+                f"--memory-gib {self.memory_gib}: expected a number above 0, and at most the {card:.0f} that a GPU of "
+                f"{self.cluster} has"
+            )
         if not 0 <= self.gpu_hour_price < math.inf:
             raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
         layers = models.CONFIGS[self.model].layers if self.torchtitan is None else 0

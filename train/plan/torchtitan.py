@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import yafsdp_fn as ya
-from train.plan.job import Job, modules_of, read
+from train.plan.job import MOST_RUNS, Job, modules_of, read
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
@@ -76,7 +76,7 @@ def _over_axes(job: Job, where: Cluster, rows: int) -> Iterator[Trace]:
     """The step of `job` over tensor and context, in microbatches of so many sequences."""
     for tensor, context in itertools.product(_doubling(min(where.gpus_per_node, job.gpus)), sorted({1, job.context})):
         microbatches, left = divmod(job.sequences * tensor * context, job.gpus * rows)
-        if microbatches and not left:
+        if 0 < microbatches <= MOST_RUNS and not left:
             with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
                 yield job.traced(context, tensor, rows, microbatches, job.gpus)
 

@@ -251,6 +251,11 @@ def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, s
     return out
 
 
+ANOTHER_OPTIMIZER = (
+    ". Load it with the optimizer that saved it; ya.shard(state, tx) then carries over to another one what both have"
+)
+
+
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:
     """Raises CheckpointError unless the checkpoint at `where` has exactly the leaves that the state needs, naming the
     first difference."""
@@ -258,7 +263,8 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
     handles, asked = ({handle for handle, _ in of} for of in (have, want))
     for (handle, leaf), (key, needs) in want.items():
         if handle not in handles:
-            raise CheckpointError(f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}")
+            text = f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}"
+            raise CheckpointError(text + ANOTHER_OPTIMIZER * key.startswith("opt_state"))
         there = have.get((handle, leaf), (key, {}))[1]
         for field in needs if _form(there) != _form(needs) else ():
             if there.get(field) != needs[field]:
@@ -267,7 +273,8 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
                 raise CheckpointError(f"{where}: {key}{of_leaf}: the checkpoint has {texts}")
     extra = {at: key for at, (key, _) in have.items() if at not in want}
     if names := {f"{leaf} in {key}" if handle in asked else key for (handle, leaf), key in extra.items()}:
-        raise CheckpointError(f"{where}: the checkpoint holds {_some(names)}, which this state has not")
+        text = f"{where}: the checkpoint holds {_some(names)}, which this state has not"
+        raise CheckpointError(text + ANOTHER_OPTIMIZER * all(name.startswith("opt_state") for name in names))
 
 
 def _form(of: Description) -> tuple[Any, ...]:
@@ -291,7 +298,7 @@ def _some(keys: Any, most: int = 6) -> str:
 
 MANIFEST = "manifest.json"
 FORMAT, PICKLED = 3, 2
-"""What is written, and what earlier versions have written."""
+"""The format that is written, and that of earlier versions."""
 LARGEST = 2**63
 DEEPEST = 100
 """Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""

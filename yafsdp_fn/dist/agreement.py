@@ -32,26 +32,6 @@ def first_difference(parts: Mapping[str, str], group: Group, first: int = 0) -> 
     return None
 
 
-def first_without_common_version(parts: Mapping[str, Mapping[int, str]], group: Group) -> str | None:
-    """Returns the first part without a version common to all ranks that have it, with each rank's versions, or None.
-    Collective. parts: part -> {checksum: where that version is}"""
-    every: list[Mapping[str, Mapping[int, str]]] = [{}] * group.process_group.size()
-    dist.all_gather_object(every, parts, group=group.process_group)
-    for part in dict.fromkeys(itertools.chain(*every)):
-        have = {rank: theirs[part] for rank, theirs in enumerate(every) if part in theirs}
-        if not set.intersection(*map(set, have.values())):
-            sides: dict[tuple[int, ...], list[int]] = {}
-            for rank, mine in have.items():
-                sides.setdefault(tuple(sorted(mine)), []).append(rank)
-            shown = [
-                f"    rank {', '.join(map(str, ranks))}: "
-                + ", ".join(f"#{number:08x} of {place}" for number, place in sorted(have[ranks[0]].items()))
-                for ranks in sides.values()
-            ]
-            return "\n".join([f"{part} differs:", *shown])
-    return None
-
-
 def same_on_all(text: str, group: Group) -> bool:
     """Returns whether all ranks of `group`, a gloo group, pass the same text."""
     mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64)

@@ -255,8 +255,9 @@ class Communicators(Groups):
         return values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        if (event := self.start_sum(values)) is not None:
-            self._wait(event)
+        if not self.alone:
+            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
+            self._now(self._of_metrics, work, "all-reduce (sum)")
         return values
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
@@ -265,22 +266,13 @@ class Communicators(Groups):
             self._now(self._of_metrics, work, "all-reduce (max)")
         return values
 
-    def start_sum(self, values: Tensor) -> Event | None:
-        """Starts `all_reduce_sum`; the event waits for it. None with one rank."""
-        if self.alone:
-            return None
-        work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
-        return self._start(self._of_metrics, work, "all-reduce (sum)")
-
     @property
     def _of_metrics(self) -> str:
         """The stream of sums over all ranks. A stage that is early at such a sum must not block its own reductions."""
         return "metrics" if self.stages > 1 else "reduce"
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
-        self._wait(self._start(stream, work, label))
-
-    def _wait(self, event: Event) -> None:
+        event = self._start(stream, work, label)
         try:
             event.wait()
         except CommunicationError as error:
@@ -339,17 +331,6 @@ class Communicators(Groups):
             group, first = self.stage_control_group, self.stage * (self.world // self.stages)
         with self._checks_consistency(place or f"comparing {what}"):
             return f"ranks disagree on {what}; {agreement.first_difference(parts, group, first)}"
-
-    def must_have_common_version(self, what: str, parts: Mapping[str, Mapping[int, str]], advice: str) -> None:
-        """Raises RanksDisagree on every rank if the ranks that have a part hold no common version of it: see
-        `agreement.first_without_common_version`."""
-        place = f"comparing {what}"
-        if self.same_on_all(repr(sorted((part, sorted(mine)) for part, mine in parts.items())), place):
-            return
-        with self._checks_consistency(place):
-            apart = agreement.first_without_common_version(parts, self.control_group)
-        if apart is not None:
-            raise RanksDisagree(f"ranks disagree on {what}; {apart}\n{advice}")
 
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""

@@ -33,6 +33,10 @@ ALIGN = 8
 """Elements. 16 bytes in bf16, the narrowest dtype gathered: every view is aligned for vector loads."""
 
 
+MOST_RANKS = 2**17
+"""The most ranks of a mesh: more GPUs than anybody trains on."""
+
+
 def round_up(n: int, multiple: int = ALIGN) -> int:
     return -(-n // multiple) * multiple
 
@@ -226,6 +230,8 @@ def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device | None 
             f"mesh: expected positive sizes of axes {known}, outermost first, and of axes inside blocks behind shard; "
             f"got {axes}"
         )
+    if math.prod(sizes.values()) > MOST_RANKS:
+        raise ValueError(f"mesh: {math.prod(sizes.values()):,} ranks, expected at most {MOST_RANKS:,}: {axes}")
     local = sizes.get(LOCAL, sizes.get(SHARD, 1)) * math.prod(sizes[name] for name in inside)
     of = {name: Axis(sizes[name], 0) for name in inside}
     return Ranks(sizes.get(REPLICATE, 1), sizes.get(NODE, 1), local, device, axes=of)

@@ -40,7 +40,7 @@ ENDS = -1
 class PeerStatus:
     """The status of all ranks, as one rank reads it from the store from some time on.
 
-    store: has the status of rank 3 at `rank 3`, and programs by fingerprint
+    store: has the status of rank 3 at `rank 3`
     posts: the last status by rank; silent: seconds without a new one, for ranks that are silent
     """
 
@@ -50,7 +50,6 @@ class PeerStatus:
         self._patience = max(SILENCE_S, SILENCE_BEATS * beat, 1.5 * self._period)
         self._since, self._read_at = time.monotonic(), 0.0
         self._seen: dict[int, tuple[RankStatus, float]] = {}
-        self._programs: dict[str, list[str]] = {}
         self.posts: dict[int, RankStatus] = {}
         self.silent: dict[int, float] = {}
 
@@ -62,25 +61,18 @@ class PeerStatus:
             return ""
         self._read_at = now
         for rank in range(self._world):
-            if (text := self._get(f"rank {rank}")) is not None:
-                post = RankStatus(*json.loads(text))
+            key = f"rank {rank}"
+            if self._store.check([key]):  # it would wait for a missing one
+                post = RankStatus(*json.loads(self._store.get(key)))
                 if rank not in self._seen or self._seen[rank][0].beat != post.beat:
                     self._seen[rank] = post, now
         nothing = RankStatus(0, "has said nothing yet", now - self._since)
         self.posts = {rank: self._seen[rank][0] if rank in self._seen else nothing for rank in range(self._world)}
-        for program in {post.program for post in self.posts.values()} - {"", *self._programs}:
-            if (text := self._get(program)) is not None:
-                self._programs[program] = json.loads(text)
         ages = {rank: now - at for rank, (post, at) in self._seen.items() if post.beat != ENDS}
         self.silent = {rank: age for rank, age in ages.items() if age > self._patience}
         if not now_or_never and now - self._since <= self._patience:
             return ""  # who is silent is not known yet
-        return table(self.posts, self.silent, self._programs)
-
-    def _get(self, key: str) -> bytes | None:
-        """Returns the value of `key`, or None. A store's own `get` would wait for a missing key."""
-        found: bytes | None = self._store.get(key) if self._store.check([key]) else None
-        return found
+        return table(self.posts, self.silent)
 
 
 # ---- A watchdog on every rank: when one rank waits for long, it reports the positions of all.
@@ -114,7 +106,6 @@ class Ops(Protocol):
     @property
     def stages(self) -> Sequence[Sequence[Any]]: ...
     def fingerprint(self) -> str: ...
-    def words(self) -> list[str]: ...
 
 
 class RankPosition(NamedTuple):
@@ -161,7 +152,6 @@ class Watchdog:
         self._steps, self._device = steps, device
         self._sight, self._since, self._number = RankPosition(steps.after), time.monotonic(), 0
         self._waits: list[tuple[tuple[str], float]] = []
-        self._program: tuple[Ops | None, str] = None, ""  # described last
         self._heard: PeerStatus | None = None
         self._shown: str | None = None  # its position when it showed the table
         self.table, self._made_at = "", 0.0
@@ -237,8 +227,7 @@ class Watchdog:
 
     def _alone(self, store: str, keeper: str) -> str:
         """Describes this rank's position, and the trouble with the store and its server."""
-        sight = RankPosition(self._sight.place)  # a program would be left in the store
-        own = table({self._rank: self._post(sight)}, {}, {})
+        own = table({self._rank: self._post()}, {})
         return (
             f"  where others are is not known: the store of the process group {store}; the process that keeps it, "
             f"often that of rank 0, {keeper}\n{own}"
@@ -267,28 +256,17 @@ class Watchdog:
     def _is_stalled(self, seconds: float) -> bool:
         return seconds > STALL * self._beat
 
-    def _post(self, sight: RankPosition | None = None) -> RankStatus:
-        sight, seconds, waited = sight or self._sight, time.monotonic() - self._since, self._waited
-        post = RankStatus(
-            self._number, sight.place, seconds, late=waited > self._patience, shown=self._shown is not None
-        )
+    def _post(self) -> RankStatus:
+        sight, seconds, waited = self._sight, time.monotonic() - self._since, self._waited
+        post = RankStatus(self._number, sight.place, seconds, shown=self._shown is not None)
         if self._waits:
             post = post._replace(waits=", ".join(label for (label,), _ in self._waits), waited=waited)
         if self._is_stalled(seconds) or self._is_stalled(waited):
             post = post._replace(line=where.line(self._steps.thread))
             if sight.program is not None:
                 op = f"op {sight.number} of {len(sight.program.stages[sight.stage])}"
-                post = post._replace(op=op, program=self._describe(sight.program))
+                post = post._replace(op=op, program=sight.program.fingerprint())
         return post
-
-    def _describe(self, program: Ops) -> str:
-        """Returns the fingerprint of `program`, and puts its text into the store unless it is there."""
-        if self._program[0] is not program:
-            found = program.fingerprint()
-            if not self._store.check([found]):
-                self._store.set(found, json.dumps(program.words()))
-            self._program = program, found
-        return self._program[1]
 
     def _say(self, post: RankStatus) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(post))
@@ -302,12 +280,11 @@ class Watchdog:
             self._settled.set()
 
     def _show(self, heard: PeerStatus) -> None:
-        """Prints the table once per stall, on one rank: the lowest of those that have waited for too long."""
+        """Prints the table once per stall, on one rank: the lowest of those that wait, as soon as it has for too long,
+        or one that was too late before that one had stalled."""
         able = {rank: post for rank, post in heard.posts.items() if rank not in heard.silent}
-        if self._rank != min((rank for rank, post in able.items() if post.late), default=None):
-            return
-        turn = (2 + min(self._rank, 8)) * self._beat  # lower ranks that are late, too, come first
-        if self._waited > self._patience + turn and not any(post.shown for post in able.values()):
+        lowest = min((rank for rank, post in able.items() if self._is_stalled(post.waited)), default=None)
+        if self._waited > self._patience and self._rank == lowest and not any(post.shown for post in able.values()):
             self._shown = self._sight.place
             what = f"rank {self._rank} has waited for {self._waited:.0f} s. Where ranks are:\n{self.table}"
             print(what, file=sys.stderr, flush=True)

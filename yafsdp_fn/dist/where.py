@@ -1,8 +1,6 @@
 """The places of ranks and their threads, in words."""
 
-import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,7 @@ class RankStatus(NamedTuple):
     beat: how often it has looked; place: its position, for so many `seconds`
     waits: the communication under way, the longest for `waited` seconds; op: "op 21 of 96"
     program: its fingerprint; line: of the user's Python, "model.py:41 in block"
-    late: it has waited for too long; shown: it has printed the table
+    shown: it has printed the table
     """
 
     beat: int
@@ -35,20 +33,18 @@ class RankStatus(NamedTuple):
     op: str = ""
     program: str = ""
     line: str = ""
-    late: bool = False
     shown: bool = False
 
 
-def table(posts: Mapping[int, RankStatus], silent: Mapping[int, float], programs: Mapping[str, Sequence[str]]) -> str:
-    """Formats the status of all ranks. silent: rank -> seconds without a new status; programs: fingerprint -> ops in
-    words, where known"""
+def table(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+    """Formats the status of all ranks. silent: rank -> seconds without a new status"""
     groups: dict[tuple[object, ...], list[int]] = {}
     for rank, post in sorted(posts.items()):
         alike = post.place, post.waits, post.op, post.program, "" if post.waits else post.line, rank in silent
         groups.setdefault(alike, []).append(rank)
     lines = [f"  {named(ranks)}: {_place([posts[rank] for rank in ranks], silent, ranks)}" for ranks in groups.values()]
     advice = [f"  {_advice(posts, silent)}"] if len(posts) > 1 else []  # of others, one rank alone tells nothing
-    return "\n".join([*lines, *advice, *_other_programs(posts, programs)])
+    return "\n".join([*lines, *advice, *_other_programs(posts)])
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -91,33 +87,12 @@ def _advice(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str
     return "All wait, for each other: their programs, or their loops around steps, are not the same."
 
 
-def _other_programs(posts: Mapping[int, RankStatus], programs: Mapping[str, Sequence[str]]) -> list[str]:
-    """Describes the first difference between ranks' programs, each against that of the lowest rank."""
+def _other_programs(posts: Mapping[int, RankStatus]) -> list[str]:
     runs: dict[str, list[int]] = {}
     for rank, post in sorted(posts.items()):
-        if post.program:
-            runs.setdefault(post.program, []).append(rank)
-    lines = []
-    for other in list(runs)[1:]:
-        one = next(iter(runs))
-        sides = named(runs[one]), named(runs[other])
-        if one not in programs or other not in programs:
-            lines.append(f"  {sides[0]} and {sides[1]} run other programs.")
-            continue
-        pairs = list(enumerate(itertools.zip_longest(programs[one], programs[other], fillvalue="nothing")))
-        differ = [pair for pair in pairs if pair[1][0] != pair[1][1]]
-        # slots may be numbered in another way all along: what is done tells more
-        number, ops = next((pair for pair in differ if _done(pair[1][0]) != _done(pair[1][1])), differ[0])
-        lines.append(
-            f"  {sides[0]} and {sides[1]} run other programs, which first differ at op {number}: "
-            f'{sides[0]} "{ops[0]}", {sides[1]} "{ops[1]}".'
-        )
-    return lines
-
-
-def _done(op: str) -> str:
-    """Returns an op in words, without its slots."""
-    return re.split(r" (?:->|<-|in) ", op)[0]
+        runs.setdefault(post.program, []).append(rank)
+    one, *others = [named(ranks) for program, ranks in runs.items() if program] or [""]
+    return [f"  {one} and {other} run other programs." for other in others]
 
 
 # ---- Inspects another thread's Python stack: the user's line, and whether it is in a collective of torch.

@@ -33,7 +33,7 @@ from yafsdp_fn.dist.groups import group_of
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.program.trace import Moved
+from yafsdp_fn.program.measured import Moved
 from yafsdp_fn.runtime.operation_costs import attention_flops, moved_by
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 

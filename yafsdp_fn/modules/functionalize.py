@@ -1,11 +1,9 @@
 """functionalize, load_into: a torch module as a function of a tree of weights, and the weights back into the module."""
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import optree
@@ -16,12 +14,12 @@ from torch.utils import _pytree as torch_pytree
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
     Layers,
-    ModuleTree,
+    Place,
+    Places,
     copied,
-    given,
-    kinds_of,
+    form_of,
+    placed,
     refuse_hooks,
-    refuse_writes,
     tree_of,
     without_weights,
 )
@@ -31,10 +29,9 @@ from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
 from yafsdp_fn.runtime.block_call import BlockCall, Row, rows_of
 from yafsdp_fn.runtime.visit import visit
-from yafsdp_fn.runtime.whole_layers import map_whole_layers
+from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.scan import apply
 from yafsdp_fn.sharding import unshard
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.
@@ -96,23 +93,21 @@ def functionalize(
     True
     """
     found = None if files is None else ModuleFiles(files, module)
-    tree = tree_of(module, layers, found)
-    return tree.params, Functionalized(without_weights(module, found), tree.described())
+    params, places = tree_of(module, layers, found)
+    return params, Functionalized(without_weights(module, found), layers, places)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class _Visited:
-    """A module that runs as a visit. names: unit and leaf of its parameters, by their names in the module"""
+    """A module that runs as a visit. places: the unit and leaf of its parameters, by their names in it"""
 
-    name: str
-    module: nn.Module
-    names: Mapping[str, tuple[str, str]]
-    units: tuple[str, ...]
+    def __init__(self, name: str, module: nn.Module, places: Mapping[str, Place]) -> None:
+        self.name, self.module, self.places = name, module, places
+        self.units = list(dict.fromkeys(unit for unit, _ in places.values()))
 
     def weights(self, units: Sequence[Tree]) -> dict[str, Any]:
         """Returns its parameters, by name."""
         of = dict(zip(self.units, units, strict=True))
-        return {name: of[unit][leaf] if leaf else of[unit] for name, (unit, leaf) in self.names.items()}
+        return {name: of[unit][leaf] if leaf else of[unit] for name, (unit, leaf) in self.places.items()}
 
     def cloned(self, units: Sequence[Tree]) -> dict[str, Tensor]:
         """Clones the parameters that belong to modules around the layers: a block whose outputs stay whole throughout
@@ -124,165 +119,142 @@ class _Visited:
     ) -> tuple[list[Any], torch_pytree.TreeSpec]:
         """Runs the module as a block of `apply`. torch's pytrees take the outputs apart, since they know the classes of
         transformers."""
-        copies = copied(self.module, self.name, weights=self.weights(units))
-        for _, original, made, _ in copies:
-            if (straight := _straight(original, made)) is not None:
-                vars(made)["forward"] = straight
-        out = copies[0].made(*args, **kwargs)
-        refuse_writes(copies)
-        return torch_pytree.tree_flatten(out)
+        with copied(self.module, self.name, self.weights(units)) as made:
+            for part in made.modules():
+                if (straight := _straight(part)) is not None:
+                    vars(part)["forward"] = straight
+            return torch_pytree.tree_flatten(made(*args, **kwargs))
 
     def run_layer(
         self, carry: Tree, unit: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], torch_pytree.TreeSpec]:
         """Runs the module as the block of a layer. carry: its first tensor, in a tuple, or in a dict if it has
         a name"""
-        args, kwargs = (args, {**carry, **kwargs}) if isinstance(carry, dict) else ((*carry, *args), kwargs)
-        return self.run((unit,), args, kwargs)
+        if isinstance(carry, dict):
+            return self.run([unit], args, {**carry, **kwargs})
+        return self.run([unit], (*carry, *args), kwargs)
 
 
 class _Skeleton(NamedTuple):
-    """A module without weights, for one device and dtype, and its visited parts.
-
-    around: parameters of modules around the layers; layers: by their stack; inside: ids of all modules below the
-        visited ones
-    """
+    """A module without weights, for one device and dtype, and its visited parts. own: parameters of modules around the
+    layers, as if they were one part"""
 
     root: nn.Module
-    around: _Visited
-    beside: list[_Visited]
-    layers: dict[str, list[_Visited]]
-    inside: frozenset[int]
+    own: _Visited
+    visited: list[_Visited]
 
 
 class Functionalized:
     """The function that `functionalize` returns: `model(params, *args, **kwargs)`."""
 
-    def __init__(self, skeleton: nn.Module, tree: ModuleTree) -> None:
-        self._base, self._tree = skeleton, tree
+    def __init__(self, skeleton: nn.Module, layers: Layers, places: Places) -> None:
+        self._base, self._layers, self._places = skeleton, layers, places
+        self._units = {unit for part in places.visits.values() for unit, _ in part.values()}
         self._skeletons: dict[tuple[torch.device, torch.dtype], _Skeleton] = {}
 
     def __repr__(self) -> str:
-        return f"Functionalized({type(self._base).__name__}, layers={self._tree.layers!r})"
+        return f"Functionalized({type(self._base).__name__}, layers={self._layers!r})"
 
     def __call__(self, params: Mapping[str, Tree], *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward on `params`."""
-        tree = self._tree
-        if not isinstance(params, Mapping) or params.keys() != tree.units:
+        if not isinstance(params, Mapping) or params.keys() != self._units:
             found = sorted(params) if isinstance(params, Mapping) else type(params).__name__
-            raise TypeError(f"{self}: expected params with the units {sorted(tree.units)}, got {found}")
-        rows = {unit: _rows(params[unit], unit, len(stack.layers)) for unit, stack in tree.stacks.items()}
-        _, device, dtype = next(iter(rows.values()))
-        skeleton = self._skeleton(device, dtype)
-        forwards: dict[int, Callable[..., Any]] = {
-            id(of.module): partial(_visit, of, [params[unit] for unit in of.units]) for of in skeleton.beside
-        }
-        for unit, layers in skeleton.layers.items():
-            for index, (of, row) in enumerate(zip(layers, rows[unit][0], strict=True)):
-                forwards[id(of.module)] = partial(_visit_layer, of, row, index == 0)
-        around = skeleton.around
-        own = apply(around.cloned, [params[unit] for unit in around.units]) if around.names else {}
-        copies = copied(skeleton.root, weights=own, forwards=forwards)
-        out = copies[0].made(*args, **kwargs)
-        refuse_hooks([made for made in copies if id(made.original) in skeleton.inside])
-        refuse_writes(copies, buffers_only=True)
+            raise TypeError(f"{self}: expected params with the units {sorted(self._units)}, got {found}")
+        stacks = self._places.stacks
+        rows: dict[str, Tree] = {}  # the weights of a layer, or their placeholders in a visit
+        for unit, layers in stacks.items():
+            rows |= zip(layers, _rows(params[unit], unit, len(layers)), strict=True)
+        firsts = {layers[0] for layers in stacks.values()}
+        device, dtype = _seen_as(params[next(iter(stacks))])
+        root, own, visited = self._skeleton(device, dtype)
+        weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
+        with copied(root, "", weights, may_note=True) as made:
+            for of in visited:
+                units = [rows[of.name]] if of.name in rows else [params[unit] for unit in of.units]
+                vars(made.get_submodule(of.name))["forward"] = partial(_visit, of, units, of.name in firsts)
+            out = made(*args, **kwargs)
+            for of in visited:
+                refuse_hooks(made.get_submodule(of.name), of.name)
         return out
 
     def name_of(self, name: str) -> str:
         """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names: a stack counts its own
         layers, which may be every second one of a list."""
-        for unit, stack in self._tree.stacks.items():
-            layer, _, leaf = name.removeprefix(f"{unit}.").partition(".")
-            if name.startswith(f"{unit}.") and layer.isdigit() and int(layer) < len(stack.layers):
-                return join(stack.layers[int(layer)], leaf)
+        for unit, layers in self._places.stacks.items():
+            for number, layer in enumerate(layers):
+                prefix = f"{unit}.{number}."
+                if name.startswith(prefix):
+                    return join(layer, name.removeprefix(prefix))
         return name
 
     def _skeleton(self, device: torch.device, dtype: torch.dtype) -> _Skeleton:
         """Returns the skeleton with buffers on `device`, for weights of `dtype`."""
         key = device, dtype
-        if key not in self._skeletons:
-            tree, (root, real) = self._tree, given(self._base, device, dtype)
-            beside = [_visited(root, name, names) for name, names in tree.beside.items()]
-            layers = {
-                unit: [_visited(root, name, places) for name in names] for unit, (names, places) in tree.stacks.items()
-            }
-            below = (
-                part
-                for of in (*beside, *chain(*layers.values()))
-                for part in of.module.modules()
-                if part is not of.module
-            )
-            made = _Skeleton(root, _visited(root, "", tree.own), beside, layers, frozenset(map(id, below)))
-            if not real:
-                return made
+        if key in self._skeletons:
+            return self._skeletons[key]
+        root, real = placed(self._base, device, dtype)
+        visits = self._places.visits
+        own = {name: places[""] for name, places in visits.items() if "" in places}
+        visited = [_Visited(name, root.get_submodule(name), visits[name]) for name in visits if name not in own]
+        made = _Skeleton(root, _Visited("", root, own), visited)
+        if real:
             self._skeletons[key] = made
-        return self._skeletons[key]
+        return made
 
 
-def _visited(root: nn.Module, name: str, names: Mapping[str, tuple[str, str]]) -> _Visited:
-    return _Visited(name, root.get_submodule(name), names, tuple(dict.fromkeys(unit for unit, _ in names.values())))
-
-
-def _straight(original: nn.Module, made: nn.Module) -> Callable[[Tensor], Tensor] | None:
+def _straight(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     """Returns the forward of a plain `nn.Linear` or `nn.Embedding`, by which its gradient goes directly into its slot.
     It holds weights and not the module, which holds it: such a cycle waits for the garbage collector."""
-    weights: Any = made._parameters
-    if type(original) is nn.Linear:
-        return partial(_linear, weights["weight"], weights["bias"])
-    if type(original) is nn.Embedding and original.padding_idx is None and original.max_norm is None:
-        plain = not original.scale_grad_by_freq and not original.sparse
-        return partial(_embedding, weights["weight"]) if plain else None
+    weights: Any = part._parameters
+    weight, bias = weights.get("weight"), weights.get("bias")
+    if type(part) is nn.Linear:
+        return lambda input: linear(input, weight, bias)
+    if type(part) is nn.Embedding:
+        settings = part.padding_idx, part.max_norm, part.scale_grad_by_freq, part.sparse
+        if settings == (None, None, False, False):
+            return lambda input: embedding(input, weight)
     return None
 
 
-def _linear(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
-    return linear(input, weight, bias)
-
-
-def _embedding(weight: Tensor, input: Tensor) -> Tensor:
-    return embedding(input, weight)
-
-
-def _visit(of: _Visited, units: list[Tree], *args: Any, **kwargs: Any) -> Tree:
+def _visit(of: _Visited, units: list[Tree], first: bool, *args: Any, **kwargs: Any) -> Tree:
+    """Runs a visit in place of the forward of `of`. first: it is the first layer of its stack"""
     _check((args, kwargs), f"{of.name} is called with")
-    out, spec = apply(of.run, units, args, kwargs)
-    _check(out, f"{of.name} returns")
-    return torch_pytree.tree_unflatten(out, spec)
-
-
-def _visit_layer(of: _Visited, row: Tree, first: bool, *args: Any, **kwargs: Any) -> Tree:
-    _check((args, kwargs), f"{of.name} is called with")
-    carry: Any = args[:1]
-    if not args:
-        key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
-        carry = {} if key is None else {key: kwargs.pop(key)}
-    given = carry, row, args[1:], kwargs
-    if isinstance(row, Row):
+    if isinstance(units[0], Row):
+        carry: Any = args[:1]
+        if not args:
+            key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
+            carry = {} if key is None else {key: kwargs.pop(key)}
         name = "{}[{}]".format(*of.name.rsplit(".", 1))
+        given = carry, units[0], args[1:], kwargs
         out, spec = visit(BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True))
     else:
-        out, spec = run_visit(next_visit_seed(), device_of_leaves(given), of.run_layer, *given)
+        out, spec = apply(of.run, units, args, kwargs)
     _check(out, f"{of.name} returns")
     return torch_pytree.tree_unflatten(out, spec)
 
 
-def _rows(stack: Tree, name: str, count: int) -> tuple[list[Tree], torch.device, torch.dtype]:
-    """Returns the weights of each layer, or their placeholders in a visit, and the device and dtype that blocks see."""
+def _rows(stack: Tree, name: str, count: int) -> list[Tree]:
+    """Returns the weights of each layer, or their placeholders in a visit."""
     if isinstance(stack, Sharded):
         if stack.entry.length != count:
             raise ValueError(f"{name}: the module has {count} layers, these params {stack.entry.length}")
-        owner = stack.owner
-        return list[Tree](rows_of(stack)), owner.comms.device, owner.precision.gather_dtype
-    leaves, spec = optree.tree_flatten(without_markers(stack))
-    wrong = next((leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,)), None)
-    if wrong is not None or not leaves:
+        return list[Tree](rows_of(stack))
+    leaves = optree.tree_leaves(without_markers(stack))
+    wrong = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,)]
+    if wrong or not leaves:
         raise ValueError(
             f"{name}: expected a sharded stack, or tensors with a leading axis of {count} layers, got "
-            f"{shape_of(wrong)}; tensors come from ya.materialize, a state from ya.shard"
+            f"{shape_of(next(iter(wrong), None))}; tensors come from ya.materialize, a state from ya.shard"
         )
-    columns = [leaf.unbind() for leaf in leaves]
-    smooth = next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32)
-    return [optree.tree_unflatten(spec, row) for row in zip(*columns, strict=True)], leaves[0].device, smooth
+    return plain_layers(stack)
+
+
+def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype]:
+    """Returns the device and dtype in which blocks see the weights of a stack."""
+    if isinstance(stack, Sharded):
+        return stack.owner.comms.device, stack.owner.precision.gather_dtype
+    leaves: list[Any] = optree.tree_leaves(without_markers(stack))
+    return leaves[0].device, next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32)
 
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -339,23 +311,30 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     if odd := next((name for name in params if name not in modules and name not in target), None):
         raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
     left = {id(param): name for name, param in target.items()}
-    stacks = {name: unit for name, unit in params.items() if _is_stack(name, unit, target)}
-    layers_of = _layers(stacks, modules, model)
+    counts = {name: count for name, unit in params.items() if (count := _length(name, unit, target)) is not None}
+    layers_of = _dealt(counts, params, module) if model is None else model._places.stacks
+    for name, count in counts.items():
+        names = layers_of.get(name, ())
+        if len(names) != count:
+            raise ValueError(
+                f"load_into: {name} is a stack of {count} layers, and of the module's these are known to be in it: "
+                f"{', '.join(names) or 'none'}. Layers that do not require grad are a stack apart; if some did not in "
+                "ya.functionalize, pass the function that it returned: load_into(module, params, model=model)"
+            )
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
         for key, leaf in leaves.items():
             name, whole = join(prefix, key), leaf.merged() if is_low_rank(leaf) else leaf
-            if name not in target or target[name].shape != whole.shape:
-                there = (
-                    f"there of shape {tuple(target[name].shape)}" if name in target else "no parameter of the module"
-                )
-                raise ValueError(f"load_into: {name}, of shape {tuple(whole.shape)}, is {there}")
-            target[name].copy_(whole)
-            left.pop(id(target[name]), None)
+            there = target.get(name)
+            if there is None or there.shape != whole.shape:
+                what = "no parameter of the module" if there is None else f"there of shape {tuple(there.shape)}"
+                raise ValueError(f"load_into: {name}, of shape {tuple(whole.shape)}, is {what}")
+            there.copy_(whole)
+            left.pop(id(there), None)
 
     for name, unit in params.items():
-        if name in stacks:
+        if name in counts:
             layers = iter(layers_of[name])
             map_whole_layers(lambda weights, layers=layers: write(next(layers), weights), unit)
         else:
@@ -364,63 +343,37 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
         raise ValueError(f"load_into: these params have no {next(iter(left.values()))}; give all of a state's params")
 
 
-def _layers(
-    stacks: Mapping[str, Tree], modules: Mapping[str, nn.Module], model: Functionalized | None
-) -> dict[str, Sequence[str]]:
-    """Returns the names of the layers that each stack is of. Raises ValueError if they are not known."""
-    keys: dict[str, Sequence[str]] = {}
-    counts: dict[str, int | None] = {}
-    for name, unit in stacks.items():
-        if isinstance(unit, Sharded):
-            keys[name], counts[name] = unit.entry.spec.entries(), unit.entry.length
-        else:
-            whole = without_markers(unit)
-            keys[name], counts[name] = list(whole), len(optree.tree_leaves(whole)[0])
-    if model is None:
-        found = _dealt(keys, counts, modules)
-    else:
-        found = {name: stack.layers for name, stack in model._tree.stacks.items()}
-    for name, count in counts.items():
-        if len(names := found.get(name, ())) != count:
-            raise ValueError(
-                f"load_into: {name} is a stack of {count} layers, and of the module's these are known to be in it: "
-                f"{', '.join(names) or 'none'}. Layers that do not require grad are a stack apart; if some did not in "
-                "ya.functionalize, pass the function that it returned: load_into(module, params, model=model)"
-            )
-    return found
-
-
-def _dealt(
-    keys: Mapping[str, Sequence[str]], counts: Mapping[str, int | None], modules: Mapping[str, nn.Module]
-) -> dict[str, Sequence[str]]:
-    """Deals a module's layers to stacks, as far as names and numbers of layers leave one way to do it. What requires
-    grad is not asked: it may be other layers than in `functionalize`, or all of a new module."""
-    dealt: dict[str, list[str]] = {name: [] for name in keys}
-    lists = {name: part for name, part in modules.items() if isinstance(part, nn.ModuleList | nn.Sequential)}
-    for kind, parts in chain.from_iterable(kinds_of(part, name, grad=False).items() for name, part in lists.items()):
-        named = [name for name in keys if (name == kind or name in parts) and _has(parts, keys[name])]
-        first = {next(iter(parts)) if name == kind else name: name for name in named}
-        begun: list[str] = []
-        for layer in parts if named else ():
-            lacking = [name for name in begun if len(dealt[name]) < (counts[name] or 0)]
-            if layer in first:
-                begun.append(first[layer])
-                dealt[first[layer]].append(layer)
-            elif len(lacking) == 1:
-                dealt[lacking[0]].append(layer)
-    return dict(dealt)
-
-
-def _has(layers: Mapping[str, nn.Module], names: Sequence[str]) -> bool:
-    """Returns whether these layers have parameters of these names."""
-    return {name for name, _ in next(iter(layers.values())).named_parameters(remove_duplicate=False)} >= set(names)
-
-
-def _is_stack(name: str, unit: Tree, target: Mapping[str, Tensor]) -> bool:
+def _length(name: str, unit: Tree, target: Mapping[str, Tensor]) -> int | None:
+    """Returns the number of layers of a stack; None for a unit that is none."""
     if isinstance(unit, Sharded):
-        return unit.entry.length is not None
-    whole = without_markers(unit)
+        return unit.entry.length
     if name in target:
-        return False
-    of_one = [(leaf, target.get(join(name, key))) for key, leaf in whole.items()]
-    return all(there is None or len(leaf.shape) > there.ndim for leaf, there in of_one)
+        return None
+    key, leaf = next(iter(without_markers(unit).items()))
+    there = target.get(join(name, key))
+    return leaf.shape[0] if there is None or len(leaf.shape) > there.ndim else None
+
+
+def _dealt(counts: Mapping[str, int], params: Mapping[str, Tree], module: nn.Module) -> dict[str, list[str]]:
+    """Deals a module's layers to stacks: to each its first layer, which its name tells, and those of the same form up
+    to the first of another. What requires grad is not asked: it may be other layers than in `functionalize`, or all of
+    a new module."""
+    stack_of: dict[str, str] = {}  # by its first layer
+    for name in counts:
+        unit = params[name]
+        leaves = unit.entry.spec.entries() if isinstance(unit, Sharded) else without_markers(unit)
+        found = module.get_submodule(name)
+        names = [path for path, _ in found.named_parameters(remove_duplicate=False)]
+        in_list = names and next(iter(leaves)) not in names
+        stack_of[join(name, names[0].partition(".")[0]) if in_list else name] = name
+    dealt: dict[str, list[str]] = {name: [] for name in counts}
+    for holder in {first.rpartition(".")[0] for first in stack_of}:
+        latest: dict[Any, str] = {}  # the stack that has begun last, by the form of its layers
+        for key, layer in module.get_submodule(holder).named_children():
+            name, form = join(holder, key), form_of(layer)
+            if name in stack_of:
+                latest[form] = stack_of[name]
+            stack = latest.get(form)
+            if stack is not None and len(dealt[stack]) < counts[stack]:
+                dealt[stack].append(name)
+    return dealt

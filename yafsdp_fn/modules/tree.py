@@ -1,10 +1,9 @@
 """The parameters of a torch module as a tree of units, and the module without its weights."""
 
 import copy
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -14,14 +13,13 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.params.sources import Lazy
-from yafsdp_fn.params.tree import Stacked, Unit, frozen, join
+from yafsdp_fn.params.tree import Stacked, Unit, frozen, has_marker, join
 
 # ---- A module without its weights, and copies of it for one call, which `functionalize` runs.
 #
 #     skeleton = without_weights(module)          # its structure, with an `Absent` in place of each parameter
-#     copies = copied(skeleton, weights=..)       # for one call: other weights, other forwards, all else shared
-#     out = copies[0].made(*args)
-#     refuse_writes(copies)                       # what a forward writes to itself would be lost with the copy
+#     with copied(skeleton, "", weights) as made: # for one call: other weights, perhaps other forwards, all else shared
+#         out = made(*args)                       # at the end: what it wrote to itself, lost with the copy, is refused
 #
 # Nothing here changes once it is made, so several threads may call at once, autograd's among them.
 
@@ -36,11 +34,11 @@ HOOKS = (
 )
 """The attributes in which a module keeps its hooks: the first four hold them, the others say how they are called."""
 
-OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", *HOOKS}
-"""The attributes that `copied` makes anew; nn.LSTM and the like list their weights a second time."""
-
 OF_HOOKS = "_output_capturing_hooks_installed"
 """The mark that transformers leaves on a model whose parts its forward gave hooks; those of a copy end with it."""
+
+OWN = {"_parameters", "_buffers", "_modules", "forward", "_flat_weights", "_flat_weight_refs", OF_HOOKS, *HOOKS}
+"""The attributes that a copy has of its own; nn.LSTM and the like list their weights a second time."""
 
 
 class Absent(Tensor):
@@ -73,7 +71,7 @@ class Absent(Tensor):
 def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.Module:
     """Returns a deep copy of `module` without its parameters, with the buffers of its files."""
     memo: dict[int, Any] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
+    for name, param in _all(module):
         memo.setdefault(id(param), Absent.of(param, name, param.device, param.dtype))
     try:
         made = copy.deepcopy(module, memo)
@@ -86,110 +84,84 @@ def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.M
     return made
 
 
-class Copied(NamedTuple):
-    """A module of a skeleton and its copy. name: dotted; versions: of its buffers when it was copied"""
-
-    name: str
-    original: nn.Module
-    made: nn.Module
-    versions: dict[str, int]
-
-
-def copied(
-    module: nn.Module,
-    name: str = "",
-    *,
-    weights: Mapping[str, Any] = {},
-    forwards: Mapping[int, Callable[..., Any]] = {},
-) -> list[Copied]:
-    """Returns shallow copies of `module`, first in the list, and of all modules below it; buffers and settings are
-    shared.
-
-    name: of `module`, for errors; weights: replace its parameters, by name below `module`; forwards: replace modules'
-    own, by id of the module
-    """
-    found: dict[int, Copied] = {}
-    _copy(module, "", name, weights, forwards, found)
-    return list(found.values())
-
-
-def _copy(
-    part: nn.Module,
-    path: str,
-    name: str,
-    weights: Mapping[str, Any],
-    forwards: Mapping[int, Callable[..., Any]],
-    found: dict[int, Copied],
-) -> nn.Module:
-    # not nested in `copied`: a recursive closure would hold the weights until the garbage collector runs
-    if id(part) in found:
-        return found[id(part)].made
-    made: nn.Module = object.__new__(type(part))
-    own = vars(made)
-    own.update(vars(part))
-    own |= {hooks: OrderedDict() for hooks in HOOKS}
-    own["_parameters"] = {key: weights.get(join(path, key), param) for key, param in part._parameters.items()}
-    own["_buffers"] = dict(part._buffers)
-    found[id(part)] = Copied(join(name, path), part, made, _versions(part))
-    own["_modules"] = {
-        key: None if sub is None else _copy(sub, join(path, key), name, weights, forwards, found)
-        for key, sub in part._modules.items()
-    }
-    if id(part) in forwards:
-        own["forward"] = forwards[id(part)]
-    return made
-
-
-def given(skeleton: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, bool]:
-    """The skeleton for weights of `dtype` on `device`, with its buffers there, and whether they are real tensors."""
-    absent = {name: Absent.of(p, name, device, dtype) for name, p in skeleton.named_parameters(remove_duplicate=False)}
-    copies, real = copied(skeleton, weights=absent), True
-    for _, _, made, _ in copies:
-        for key, buffer in made._buffers.items():
+def placed(skeleton: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, bool]:
+    """Returns a skeleton for weights of `dtype` on `device`, with its buffers there, and whether they are real
+    tensors."""
+    made, real = _copy(skeleton, {}), True
+    for path, part in made.named_modules():
+        parameters: dict[str, Any] = part._parameters
+        for key, param in parameters.items():
+            if param is not None:
+                parameters[key] = Absent.of(param, join(path, key), device, dtype)
+        for key, buffer in part._buffers.items():
             if buffer is not None:
-                made._buffers[key] = moved = buffer.to(device)
+                part._buffers[key] = moved = buffer.to(device)
                 real &= type(moved) is type(buffer)
-    return copies[0].made, real
+    return made, real
 
 
-def refuse_writes(copies: Sequence[Copied], *, buffers_only: bool = False) -> None:
-    """Raises RuntimeError if a call has changed a buffer or an attribute, which would be lost, or differ
-    between ranks."""
-    for name, original, made, versions in copies:
-        before, after = vars(original), vars(made)
-        names = (
-            []
-            if buffers_only
-            else [key for key in after if key not in {*OWN, OF_HOOKS} and after[key] is not before.get(key)]
-        )
-        now, kept = _versions(made), original._buffers
-        names += [key for key in versions if now.get(key) != versions[key] or made._buffers[key] is not kept[key]]
-        names += [key for key in now if key not in versions]
-        if names:
+@contextmanager
+def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note: bool = False) -> Iterator[nn.Module]:
+    """Makes a shallow copy of `module` and of all modules below it for one call; buffers and settings are shared.
+
+    Raises RuntimeError at the end if a buffer or an attribute was written, which would be lost, or differ between
+    ranks. name: of `module`, for this; weights: replace its parameters, by name; may_note: attributes may be written
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    made = _copy(module, copies)
+    before = {part: _buffers(part) for part in copies}
+    for path, weight in weights.items():
+        owner, _, key = path.rpartition(".")
+        made.get_submodule(owner)._parameters[key] = weight
+    yield made
+    for part, buffers in before.items():
+        was, now = vars(part), vars(copies[part])
+        written = {key for key, *_ in buffers ^ _buffers(copies[part])}
+        if not may_note:
+            written.update([key for key in now.keys() - OWN if now[key] is not was.get(key)])
+        if written:
+            path = next(path for path, other in module.named_modules() if other is part)
             raise RuntimeError(
-                f"{name or 'the module'} writes to its {', '.join(names)} while it runs. A function keeps nothing: a "
-                "recomputation would write again, and ranks differ. Return it instead, or switch it off (running "
-                "statistics, power iterations, positions that grow)"
+                f"{join(name, path) or 'the module'} writes to its {', '.join(sorted(written))} while it runs. A "
+                "function keeps nothing: a recomputation would write again, and ranks differ. Return it instead, or "
+                "switch it off (running statistics, power iterations, positions that grow)"
             )
 
 
-def refuse_hooks(copies: Sequence[Copied]) -> None:
-    """Raises RuntimeError if a module inside a visit got a hook, whose results could not leave the visit with their
-    gradient."""
-    for name, _, made, _ in copies:
-        if hooked(made):
+def _copy(part: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
+    # not nested in `copied`: a recursive closure would hold the weights until the garbage collector runs
+    if part not in copies:
+        copies[part] = made = object.__new__(type(part))
+        own = vars(made)
+        own.update(vars(part))
+        own.update({hooks: OrderedDict() for hooks in HOOKS})
+        own["_parameters"] = dict(part._parameters)
+        own["_buffers"] = dict(part._buffers)
+        own["_modules"] = {key: None if sub is None else _copy(sub, copies) for key, sub in part._modules.items()}
+    return copies[part]
+
+
+def _buffers(part: nn.Module) -> set[tuple[str, int, int]]:
+    """Returns the names of a module's buffers, each with what tells another tensor, or a write to it."""
+    return {
+        (key, id(buffer), 0 if buffer is None or buffer.is_inference() else buffer._version)
+        for key, buffer in part._buffers.items()
+    }
+
+
+def refuse_hooks(module: nn.Module, name: str) -> None:
+    """Raises RuntimeError if a module below a visited one got a hook, whose results could not leave the visit with
+    their gradient."""
+    for path, part in module.named_modules():
+        if path and hooked(part):
             raise RuntimeError(
-                f"{name} was given a hook while the model ran, which cannot be called inside of a visit; transformers "
-                "does so for output_attentions, output_hidden_states and router outputs: leave them off"
+                f"{join(name, path)} was given a hook while the model ran, which cannot be called inside of a visit; "
+                "transformers does so for output_attentions, output_hidden_states and router outputs: leave them off"
             )
 
 
 def hooked(module: nn.Module) -> bool:
     return any(vars(module).get(hooks) for hooks in HOOKS[:4])
-
-
-def _versions(module: nn.Module) -> dict[str, int]:
-    return {key: 0 if b is None or b.is_inference() else b._version for key, b in module._buffers.items()}
 
 
 # ---- Arranges the parameters of a module as a tree of units, with its layers as stacks, or says why it cannot.
@@ -208,104 +180,96 @@ Layers = str | Sequence[str]
 """The dotted name of a list of layers, or of several."""
 
 
-class Stack(NamedTuple):
-    """Layers of one kind. layers: their dotted names; places: (unit, leaf) by a parameter's name in a layer"""
+class Places(NamedTuple):
+    """The places of a module's parameters in its tree.
 
-    layers: tuple[str, ...]
-    places: Mapping[str, Place]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModuleTree:
-    """The tree of a module, and where in it each parameter is.
-
-    stacks: by unit, the layers of one kind
-    beside: for each module visited beside the layers, (unit, leaf) by a parameter's name in it
-    own: for parameters that belong to modules around the layers, by dotted name; a leaf "" is a unit
+    stacks: the names of the layers of each stack, by unit
+    visits: for each layer and each module beside the layers, by dotted name: the place of each parameter, by its name
+        in it; for a parameter that belongs to a module around the layers, by its own name, its place by ""
     """
 
-    params: dict[str, Any]
-    layers: Layers
-    stacks: Mapping[str, Stack]
-    beside: Mapping[str, Mapping[str, Place]]
-    own: Mapping[str, Place]
-
-    @property
-    def units(self) -> frozenset[str]:
-        return frozenset(self.params)
-
-    def described(self) -> "ModuleTree":
-        """Returns this without the leaves, which hold the module."""
-        return dataclasses.replace(self, params=dict.fromkeys(self.params))
+    stacks: Mapping[str, Sequence[str]]
+    visits: Mapping[str, Mapping[str, Place]]
 
 
-def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None) -> ModuleTree:
+def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None) -> tuple[dict[str, Any], Places]:
     """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
     lists = [layers] if isinstance(layers, str) else list(layers)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
-    kinds = [kind for name in lists for kind in kinds_of(_container(module, name, lists), name).items()]
+    stacks: dict[str, list[str]] = {}
+    for name in lists:
+        stacks |= _kinds(_container(module, name, lists), name)
     _refuse(module, files)
-    inside: dict[int, str] = {}
-    params: dict[str, Any] = {}
-    stacks: dict[str, Stack] = {}
-    for unit, parts in kinds:
-        params[unit], places = _stack(unit, parts, inside, files)
-        stacks[unit] = Stack(tuple(parts), places)
-    own: dict[str, Place] = {}
-    beside: dict[str, dict[str, Place]] = {}
-    seen: dict[int, Place] = {}
-    for name, part in _beside(module, lists):
-        parameters = {"": part} if isinstance(part, Tensor) else dict(_all(part))
-        new: dict[str, Tensor] = {}
-        for key, param in parameters.items():
-            if id(param) in inside:
-                pair = f"{inside[id(param)]} and {join(name, key)} are one parameter"
+    parts = [(unit, name, dict(_all(module.get_submodule(name)))) for unit, names in stacks.items() for name in names]
+    parts += [(name, name, named) for name, named in _beside(module, lists)]
+
+    seen: dict[int, tuple[str, Place]] = {}  # by id of a parameter: its first name, and its place
+    visits: dict[str, dict[str, Place]] = {}
+    sources: dict[str, dict[str, list[str]]] = {}  # names of the parameters of a leaf: of each layer, in a stack
+    for unit, part, named in parts:
+        places = visits[part] = {}
+        for key, param in named.items():
+            name = join(part, key)
+            first, places[key] = seen.setdefault(id(param), (name, (unit, key)))
+            if first == name:
+                sources.setdefault(unit, {}).setdefault(key, []).append(name)
+            elif places[key][0] in stacks and not first.startswith(f"{part}."):
+                pair = f"{first} and {name} are one parameter"
                 raise ValueError(f"functionalize: {pair}, which a stack of layers would untie; give each its own")
-            if id(param) not in seen:
-                seen[id(param)], new[key] = (name, key), param
-        places = {key: seen[id(param)] for key, param in parameters.items()}
-        if isinstance(part, Tensor):
-            own[name] = places[""]
-            params |= {name: _leaf(name, part, files)} if new else {}
-        else:
-            beside[name] = places
-            params |= {name: _unit(name, new, files)} if new else {}
-    return ModuleTree(params, layers, stacks, beside, own)
+
+    def read(name: str) -> Tensor:
+        return module.get_parameter(name).detach() if files is None else files.read(name)
+
+    params: dict[str, Any] = {}
+    for unit, leaves in sources.items():
+        tree = {key: _leaf(module, names, unit in stacks, read, files is None) for key, names in leaves.items()}
+        if unit in stacks:
+            params[unit] = Stacked(tree)
+        elif "" in tree:
+            params[unit] = tree[""]
+        else:  # one unit, even if some of its leaves are frozen
+            params[unit] = Unit(tree) if has_marker(tree) else tree
+    return params, Places(stacks, visits)
 
 
-def kinds_of(container: nn.Module, name: str, *, grad: bool = True) -> dict[str, dict[str, nn.Module]]:
-    """Returns the layers of a list that have parameters, by the name of their stack: of one kind are those with equal
-    names, forms and ties of parameters.
+def _leaf(
+    module: nn.Module, names: Sequence[str], in_stack: bool, read: Callable[[str], Tensor], in_memory: bool
+) -> Any:
+    """Returns the leaf of a parameter, or of those of each layer."""
+    like = module.get_parameter(names[0])
+    shape = (len(names), *like.shape) if in_stack else tuple(like.shape)
 
-    grad: those that require grad are a kind apart from those that do not
-    name: of the list; that of its stack, if there is one kind; else a kind's first layer gives its name
-    """
-    found: dict[Any, dict[str, nn.Module]] = {}
-    for key, part in container.named_children():
-        if form := [(*named, _form(param, grad)) for *named, param in _tied(dict(_all(part)))]:
-            found.setdefault(tuple(sorted(form)), {})[f"{name}.{key}"] = part
+    def load(layer: int | None) -> Tensor:
+        if layer is None:
+            return torch.stack([read(name) for name in names]).view(shape)
+        return read(names[layer])
+
+    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory)
+    return leaf if like.requires_grad else frozen(leaf)
+
+
+def _kinds(container: nn.Module, name: str) -> dict[str, list[str]]:
+    """Returns the layers of a list that have parameters, by the name of their stack: that of the list if there is one
+    kind; else a kind's first layer gives its name."""
+    found: dict[Any, list[str]] = {}
+    for key, layer in container.named_children():
+        form = form_of(layer), frozenset((path, param.requires_grad) for path, param in _all(layer))
+        if form[0]:
+            found.setdefault(form, []).append(f"{name}.{key}")
     kinds = list(found.values())
-    return {name: kinds[0]} if len(kinds) == 1 else {next(iter(parts)): parts for parts in kinds}
+    return {name: kinds[0]} if len(kinds) == 1 else {names[0]: names for names in kinds}
+
+
+def form_of(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
+    """Returns the names, shapes, dtypes and ties of a layer's parameters, equal for those that may be one stack."""
+    first: dict[int, str] = {}
+    return frozenset((name, first.setdefault(id(p), name), p.shape, p.dtype) for name, p in _all(layer))
 
 
 def _all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields parameters by every name that they have."""
     return module.named_parameters(remove_duplicate=False)
-
-
-def _leaf(name: str, param: Tensor, files: ModuleFiles | None) -> Any:
-    def load(_: int | None) -> Tensor:
-        return param.detach().clone() if files is None else files.read(name)
-
-    leaf = Lazy(tuple(param.shape), param.dtype, load, in_memory=files is None)
-    return leaf if param.requires_grad else frozen(leaf)
-
-
-def _unit(name: str, params: Mapping[str, Tensor], files: ModuleFiles | None) -> Any:
-    """Returns a unit that stays one even if some of its leaves are frozen."""
-    tree = {key: _leaf(join(name, key), param, files) for key, param in params.items()}
-    return tree if all(param.requires_grad for param in params.values()) else Unit(tree)
 
 
 def _container(module: nn.Module, layers: str, lists: Sequence[str]) -> nn.Module:
@@ -318,8 +282,9 @@ def _container(module: nn.Module, layers: str, lists: Sequence[str]) -> nn.Modul
     if layers not in known:
         has = f"this module has {', '.join(known)}" if known else "this module has none"
         raise ValueError(f"functionalize: layers={layers!r} is no nn.ModuleList or nn.Sequential with layers; {has}")
-    if around := [other for other in lists if layers.startswith(f"{other}.")] or lists.count(layers) > 1:
-        what = "twice" if around is True else f"and {around[0]!r} around it"
+    around = [f"and {other!r} around it" for other in lists if layers.startswith(f"{other}.")]
+    if around or lists.count(layers) > 1:
+        what = "".join(around[:1]) or "twice"
         raise ValueError(f"functionalize: layers={list(lists)} has {layers!r} {what}; a layer belongs to one list")
     found = module.get_submodule(layers)
     if next(found.parameters(), None) is None:
@@ -327,11 +292,12 @@ def _container(module: nn.Module, layers: str, lists: Sequence[str]) -> nn.Modul
     return found
 
 
-def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields parameters that belong to modules around the layers, and the outermost modules beside the layers."""
+def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
+    """Yields parameters that belong to modules around the layers, and those of the outermost modules beside the
+    layers."""
     for key, param in module._parameters.items():
         if param is not None:
-            yield join(name, key), param
+            yield join(name, key), {"": param}
     if name in lists:
         return
     for key, child in module.named_children():
@@ -339,58 +305,8 @@ def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator
         runs = type(child).forward is not nn.Module.forward  # a list of modules does not: each of them is called
         if not runs or any(f"{layers}.".startswith(f"{path}.") for layers in lists):
             yield from _beside(child, lists, path)
-        elif any(True for _ in child.parameters()):
-            yield path, child
-
-
-def _stack(
-    unit: str, parts: Mapping[str, nn.Module], owners: dict[int, str], files: ModuleFiles | None
-) -> tuple[Stacked, dict[str, Place]]:
-    """Returns the stack of layers of one kind, and (unit, leaf) of each parameter.
-
-    owners: names of the parameters of all stacks, by id, to which it adds its own
-    """
-    layers, columns = list(parts), [dict(_all(part)) for part in parts.values()]
-    first = columns[0]
-    kept: dict[int, str] = {}
-    for name, param in first.items():
-        kept.setdefault(id(param), name)
-    names = list(kept.values())
-    for layer, column in zip(layers, columns, strict=True):
-        for name in names:
-            path = f"{layer}.{name}"
-            if (other := owners.setdefault(id(column[name]), path)) != path:
-                raise ValueError(
-                    f"functionalize: {other} and {path} are one parameter, which a stack would untie; give each layer "
-                    "its own"
-                )
-
-    def of_layer(name: str, layer: int) -> Tensor:
-        return columns[layer][name].detach() if files is None else files.read(join(layers[layer], name))
-
-    def load(name: str, layer: int | None) -> Tensor:
-        if layer is None:
-            return torch.stack([of_layer(name, number) for number in range(len(layers))])
-        return of_layer(name, layer)
-
-    def leaf(name: str) -> Any:
-        param = first[name]
-        made = Lazy((len(parts), *param.shape), param.dtype, partial(load, name), in_memory=True)
-        return made if param.requires_grad else frozen(made)
-
-    return Stacked({name: leaf(name) for name in names}), {name: (unit, kept[id(p)]) for name, p in first.items()}
-
-
-def _tied(column: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields each parameter with its name, and the first name that it has."""
-    first: dict[int, str] = {}
-    for name, param in column.items():
-        yield name, first.setdefault(id(param), name), param
-
-
-def _form(param: Tensor, grad: bool) -> str:
-    frozen = grad and not param.requires_grad
-    return f"{param.dtype} {tuple(param.shape)}{', which does not require grad' if frozen else ''}"
+        elif named := dict(_all(child)):
+            yield path, named
 
 
 def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:

@@ -2,34 +2,32 @@
 
     tx = chain(clip_by_global_norm(1.0), adamw(warmup_cosine_decay_schedule(0.0, 3e-4, 100, 10_000)))
 
-base.py                               the protocol (init, update), chain, assume_elementwise
-rules, scaling, partition, noise      the transformations, each pure; learning rates by count
-adafactor, muon, soap, leafwise       those of whole leaves, each at its owner (leafwise.py); lamb beside adafactor
-schedule_free, wrappers               around others: averages, accumulation, hyperparameters in the state
-step/                                 the same update in place, whole or unit by unit: units.py, fused.py, definition.py
+base.py                         the protocol (init, update), chain, assume_elementwise
+rules, scaling, partition       the transformations, each pure; learning rates by count
+muon, leafwise                  those of whole leaves, each at its owner (leafwise.py)
+contrib/                        what is seldom asked for, by public names alone; imported when it is
+step/                           the same update in place, whole or unit by unit: units.py, fused.py, definition.py
 """
 
-from yafsdp_fn.optim.adafactor import (
-    adafactor,
-    centralize,
-    clip_by_block_rms,
-    lamb,
-    scale_by_factored_rms,
-    scale_by_param_block_rms,
-    scale_by_trust_ratio,
-)
+from importlib import import_module
+from typing import Any
+
 from yafsdp_fn.optim.base import (
+    Around,
     EmptyState,
     GradientTransformation,
     apply_updates,
     as_transformation,
     assume_elementwise,
     chain,
+    checked_update,
     identity,
+    needed,
+    new_count,
+    tree_where,
 )
 from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
-from yafsdp_fn.optim.noise import AddNoiseState, add_noise
 from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
 from yafsdp_fn.optim.rules import (
     EmaState,
@@ -70,38 +68,15 @@ from yafsdp_fn.optim.scaling import (
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
-from yafsdp_fn.optim.schedule_free import (
-    LookaheadState,
-    ScheduleFreeState,
-    lookahead,
-    lookahead_eval_params,
-    schedule_free,
-    schedule_free_adamw,
-    schedule_free_eval_params,
-    schedule_free_sgd,
-)
-from yafsdp_fn.optim.soap import scale_by_soap, soap
 from yafsdp_fn.optim.step.units import UnitSteps, needs_norm, parts_of, step_, why_not_unitwise
-from yafsdp_fn.optim.wrappers import (
-    ApplyIfFiniteState,
-    InjectHyperparamsState,
-    MultiStepsState,
-    apply_if_finite,
-    inject_hyperparams,
-    multi_steps,
-)
 
 __all__ = [
-    "AddNoiseState",
-    "ApplyIfFiniteState",
+    "Around",
     "EmaState",
     "EmptyState",
     "GradientTransformation",
-    "InjectHyperparamsState",
     "LeafwiseState",
-    "LookaheadState",
     "MaskedState",
-    "MultiStepsState",
     "PartitionState",
     "Rate",
     "ScaleByAdamState",
@@ -111,42 +86,35 @@ __all__ = [
     "ScaleByRmsState",
     "ScaleByRmsWithCountState",
     "ScaleByScheduleState",
-    "ScheduleFreeState",
     "TraceState",
     "UnitSteps",
-    "adafactor",
     "adam",
     "adamw",
     "add_decayed_weights",
-    "add_noise",
-    "apply_if_finite",
     "apply_updates",
     "as_transformation",
     "assume_elementwise",
     "assume_leafwise",
-    "centralize",
     "chain",
+    "checked_update",
     "clip",
-    "clip_by_block_rms",
     "clip_by_global_norm",
     "constant_schedule",
+    "contrib",
     "cosine_decay_schedule",
     "ema",
     "exponential_decay",
     "identity",
-    "inject_hyperparams",
     "join_schedules",
-    "lamb",
     "layer_matrices",
     "linear_schedule",
     "lion",
-    "lookahead",
-    "lookahead_eval_params",
     "masked",
     "mean_momentum",
-    "multi_steps",
     "muon",
+    "needed",
     "needs_norm",
+    "new_count",
     "newton_schulz",
     "orthogonalize",
     "partition",
@@ -155,25 +123,25 @@ __all__ = [
     "rmsprop",
     "scale",
     "scale_by_adam",
-    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
-    "scale_by_param_block_rms",
     "scale_by_rms",
     "scale_by_schedule",
-    "scale_by_soap",
     "scale_by_stddev",
-    "scale_by_trust_ratio",
-    "schedule_free",
-    "schedule_free_adamw",
-    "schedule_free_eval_params",
-    "schedule_free_sgd",
     "sgd",
-    "soap",
     "step_",
     "trace",
+    "tree_where",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_linear_decay_schedule",
     "why_not_unitwise",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    contrib = import_module("yafsdp_fn.optim.contrib")
+    if name == "contrib":
+        return contrib
+    moved = f"; it is ya.optim.contrib.{name}" if name in contrib.__all__ else ""
+    raise AttributeError(f"module 'yafsdp_fn.optim' has no attribute {name!r}{moved}")

@@ -192,10 +192,14 @@ class WholeTrees:
     inner: GradientTransformation
 
 
-def updated(tx: GradientTransformation, updates: Tree, state: State, params: Tree | None) -> tuple[Tree, State]:
+def checked_update(tx: GradientTransformation, updates: Tree, state: State, params: Tree | None) -> tuple[Tree, State]:
     """Returns `tx.update(updates, state, params)`. Raises TypeError, naming `tx`, for a result that is not a pair, for
     updates unlike those given (another shape would be broadcast, in shards to other values than in whole leaves), and
-    in its first step if it breaks the promise of `assume_elementwise`."""
+    in its first step if it breaks the promise of `assume_elementwise`.
+
+    >>> ya.optim.checked_update(ya.optim.sgd(0.1), {"w": g}, ya.optim.sgd(0.1).init({"w": w}), {"w": w})[0]
+    {'w': tensor([-0.3000,  0.4000])}
+    """
     new, after = pair_of(tx, tx.update(updates, state, params))
     _must_be_like(updates, new, f"{name(tx)} returned")
     if isinstance(tx.rule, Elementwise) and (found := tx.rule.off(updates, params)) is not None:
@@ -209,7 +213,11 @@ def updated(tx: GradientTransformation, updates: Tree, state: State, params: Tre
 
 
 def needed(by: str, params: Tree | None) -> Tree:
-    """Returns `params`. Raises ValueError, naming the transformation that needs them, if there are none."""
+    """Returns `params`. Raises ValueError, naming the transformation that needs them, if there are none.
+
+    >>> ya.optim.needed("lamb", w)
+    tensor([ 1., -2.])
+    """
     if params is None:
         raise ValueError(f"{by}: needs the parameters: call `tx.update(updates, state, params)`")
     return params
@@ -261,7 +269,7 @@ def on_whole_trees(tx: GradientTransformation) -> GradientTransformation:
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         given = None if params is None else whole_tree(params)
         whole = whole_tree(updates)
-        new, state = updated(tx, whole, state, given)
+        new, state = checked_update(tx, whole, state, given)
         new = optree.tree_map(lambda u, old: u.to(old.dtype), new, whole)  # shards of a group have one dtype
         return shards_of(new, updates), state
 
@@ -324,7 +332,7 @@ def chain(*txs: Any) -> GradientTransformation:
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         states = []
         for part, old in zip(parts, state, strict=True):
-            updates, new = updated(part, updates, old, params)
+            updates, new = checked_update(part, updates, old, params)
             states.append(new)
         return updates, tuple(states)
 
@@ -359,8 +367,12 @@ def scaled(updates: Tree, factor: Any) -> Tree:
     return optree.tree_map(lambda u: (u * factor).to(u.dtype), updates)
 
 
-def chosen(flag: Tensor, yes: Tree, no: Tree) -> Tree:
-    """Returns `yes` if `flag`, 0-dim, is true, else `no`, in the dtypes of `no`; the host reads nothing."""
+def tree_where(flag: Tensor, yes: Tree, no: Tree) -> Tree:
+    """Returns `yes` if `flag`, 0-dim, is true, else `no`, in the dtypes of `no`; the host reads nothing.
+
+    >>> ya.optim.tree_where(torch.tensor(False), {"w": w}, {"w": g})
+    {'w': tensor([ 3., -4.])}
+    """
 
     def either(a: Any, b: Any) -> Any:
         return torch.where(flag, a, b).to(b.dtype) if isinstance(b, Tensor) else b
@@ -369,7 +381,11 @@ def chosen(flag: Tensor, yes: Tree, no: Tree) -> Tree:
 
 
 def new_count(params: Tree) -> Tensor:
-    """Returns a step counter on the parameters' device, since only the device knows about skipped steps."""
+    """Returns a step counter on the parameters' device, since only the device knows about skipped steps.
+
+    >>> ya.optim.new_count({"w": w})
+    tensor(0, dtype=torch.int32)
+    """
     leaves = optree.tree_leaves(params)
     return torch.zeros((), dtype=torch.int32, device=leaves[0].device if leaves else None)
 
@@ -392,6 +408,14 @@ class Around:
     """Rule: `inner`, with something elementwise before and after it. It needs of a tree whatever `inner` needs.
 
     all_units: the reason why it needs all units at once beside that, or None
+
+    >>> def damped(inner):
+    ...     def update(updates, state, params=None):
+    ...         updates, state = ya.optim.checked_update(inner, updates, state, params)
+    ...         return optree.tree_map(lambda u: u / 2, updates), state
+    ...     return ya.optim.GradientTransformation(inner.init, update, inner.elementwise, ya.optim.Around(inner))
+    >>> update(damped(ya.optim.sgd(0.1)))
+    tensor([-0.1500,  0.2000])
     """
 
     inner: GradientTransformation

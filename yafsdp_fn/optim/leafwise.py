@@ -29,7 +29,6 @@ from yafsdp_fn.optim.base import (
     State,
     WholeTrees,
     as_transformation,
-    chain,
     name,
     pair_of,
 )
@@ -147,14 +146,6 @@ def leafwise(rule: Leafwise) -> GradientTransformation:
         return optree.tree_unflatten(spec, new), LeafwiseState(optree.tree_unflatten(spec, after))
 
     return GradientTransformation(init, update, rule=rule)
-
-
-def together(*txs: GradientTransformation) -> GradientTransformation:
-    """Combines a chain of `assume_leafwise` transformations into one, so that leaves travel once."""
-    rules = [tx.rule for tx in txs if isinstance(tx.rule, Leafwise)]
-    assert len(rules) == len(txs)
-    inner = chain(*(rule.inner for rule in rules))
-    return leafwise(dataclasses.replace(rules[0], inner=inner, params=any(rule.params for rule in rules)))
 
 
 # ---- On a plain tree: the definition.

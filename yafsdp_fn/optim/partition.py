@@ -13,9 +13,9 @@ from yafsdp_fn.optim.base import (
     State,
     as_transformation,
     chain,
+    checked_update,
     needed,
     stateless,
-    updated,
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, nearest, plain_param
@@ -71,7 +71,9 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
         def inside(tree: Tree) -> Tree:
             return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
 
-        new, inner_state = updated(tx, inside(updates), state.inner_state, None if params is None else inside(params))
+        new, inner_state = checked_update(
+            tx, inside(updates), state.inner_state, None if params is None else inside(params)
+        )
         return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
 
     rule: object = Masked(tx, rule_of)
@@ -82,7 +84,7 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
     """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises TypeError
-    for a schedule: `inject_hyperparams` takes one.
+    for a schedule: `contrib.inject_hyperparams` takes one.
 
     >>> update(ya.optim.add_decayed_weights(0.1))
     tensor([ 3.1000, -4.2000])
@@ -90,7 +92,7 @@ def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None
     if callable(weight_decay):
         raise TypeError(
             "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
-            "the optimizer: inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
+            "the optimizer: contrib.inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
         )
 
     def update(updates: Tree, params: Tree | None) -> Tree:
@@ -157,7 +159,7 @@ def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientT
         for label, (part, rule) in parts.items():
             own = restricted(updates, rule, zeros=True)
             of_params = None if params is None else restricted(params, rule, zeros=True)
-            new, states[label] = updated(part, own, state.inner_states[label], of_params)
+            new, states[label] = checked_update(part, own, state.inner_states[label], of_params)
             out = merged(out, new, rule)
         return out, PartitionState(states)
 

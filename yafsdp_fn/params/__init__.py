@@ -3,6 +3,15 @@
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.algebra import sum_over_ranks, to_shards
 from yafsdp_fn.params.leaf_mask import leaf_mask
+from yafsdp_fn.params.sharded import map_trainable
 from yafsdp_fn.params.tree import leaf_names, without_markers
 
-__all__ = ["initializers", "leaf_mask", "leaf_names", "sum_over_ranks", "to_shards", "without_markers"]
+__all__ = [
+    "initializers",
+    "leaf_mask",
+    "leaf_names",
+    "map_trainable",
+    "sum_over_ranks",
+    "to_shards",
+    "without_markers",
+]

@@ -19,8 +19,9 @@ from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, axes, read_by
+from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.program.trace import KERNELS, Trace
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.operation_costs import in_pieces
 from yafsdp_fn.runtime.placement import Placement

@@ -215,7 +215,7 @@ class _Stage:
         if part.update_when == "never" or not part.trained:
             return 0.0, 0.0, 0.0
         ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
-        norms = [op for op in ops if isinstance(op, Norm) and part.update_when == "after norm"]
+        norms = [op for op in ops if isinstance(op, Norm)]
         norm = sum(seconds_of(self.phases(op)) for op in norms)
         first = [unit for unit in self.part.visits[self.visits[0]].units if part.units[unit].trainable]
         of_first = sum(seconds_of(self.phases(Update((unit,)))) for unit in first)
@@ -246,8 +246,8 @@ class _Stage:
         fill = min(self.path.begins[segment] for segment in self.segments)
         first = tuple(unit for unit in self.part.visits[self.visits[0]].units if self.part.units[unit].trainable)
         gather = seconds_of(self.phases(Gather(first, first))) if first else 0.0
-        if self.part.update_when == "any time" or self.path.split.stages > 1:
-            gather = 0.0  # the step before may have it, or other stages do something first
+        if self.path.split.stages > 1:
+            gather = 0.0  # other stages do something first
         if self.part.split is None and self.part.trains:  # the last backward is known
             last = self.part.visits[self.part.order[-1].visit].trained
             return fill, gather, max(map(self._reduction, last), default=0.0)
@@ -265,14 +265,12 @@ class _Stage:
         beside = max(beside, self.busy["gather"] + again) - self.calls - fill - reduction
         slower = self.cluster.contention / (1 + self.cluster.contention)
         computes = fill + self.computes + self.norm
-        whole = computes + self.update + gather + slower * max(0.0, beside - gather)
-        if self.part.update_when == "after norm":
-            # the step before may have gathered it beside its last updates: these take longer then, or end before it
-            whole = max(
-                computes + self.update + slower * max(0.0, beside),
-                computes + self.first_update + gather + slower * max(0.0, beside - gather),
-            )
-        return whole + reduction if self.part.update_when != "any time" else whole
+        # the step before may have gathered it beside its last updates: these take longer then, or end before it
+        whole = max(
+            computes + self.update + slower * max(0.0, beside),
+            computes + self.first_update + gather + slower * max(0.0, beside - gather),
+        )
+        return whole + reduction
 
     # ---- fill
 
@@ -296,8 +294,7 @@ class _Stage:
         own = [segment for segment in self.segments if path.inputs[segment] > 0]
         each = self.microbatches * sum(path.forward[segment] + path.inputs[segment] for segment in own)
         last = min((path.drains[segment] for segment in own), default=0.0)
-        update = self.update * (self.part.update_when == "after norm")
-        return min(path.begins[segment] for segment in self.segments) + each + last + update
+        return min(path.begins[segment] for segment in self.segments) + each + last + self.update
 
     def _inner(self, visit: int) -> int:
         """Bytes that a kept graph holds, and a recomputed one does not."""

@@ -25,8 +25,8 @@ from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
 
-NEAR = 0.01
-"""FLOPs of one step, in parts of each other: of halves of a causal sequence they are counted a little apart."""
+SIZES = {"parameters": 0.01, "FLOPs of forward products": 0.01, "FLOPs of forward attention": 0.2}
+"""Figures that steps of one batch share, and how nearly: attention of parts of a sequence counts as a little more."""
 
 
 class Row(NamedTuple):
@@ -269,15 +269,18 @@ def _differs(trace: Trace, other: Trace) -> str:
     was learnt from a real step has no costs."""
     if trace.trains != other.trains:
         return f"it {'trains' if trace.trains else 'only goes forward'}"
-    for what, mine, theirs in zip(("parameters", "FLOPs in its forwards"), _size(trace), _size(other), strict=True):
-        if mine and theirs and not math.isclose(mine, theirs, rel_tol=NEAR):
+    for (what, near), mine, theirs in zip(SIZES.items(), _size(trace), _size(other), strict=True):
+        if mine and theirs and not math.isclose(mine, theirs, rel_tol=near):
             of = f", on stage {trace.stage} alone" * (trace.stage is not None)
             return f"{mine:.4g} {what} over all ranks{of}, not {theirs:.4g}"
     return ""
 
 
-def _size(trace: Trace) -> tuple[int, int]:
-    """The parameters of a step, and the FLOPs of its forwards on all ranks: what no schedule changes."""
+def _size(trace: Trace) -> tuple[int, int, int]:
+    """The parameters of a step, and the FLOPs of its layers' forwards on all ranks, in products and in attention: no
+    schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits twice."""
     parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
-    flops = sum(visit.cost.flops + visit.cost.attention_flops for visit in trace.visits)
-    return sum(unit.numel * parts[unit.over] for unit in trace.units), flops * trace.microbatches * trace.stage_ranks
+    layers = [visit for visit in trace.visits if any(trace.units[unit].stack is not None for unit in visit.units)]
+    costs, calls = [visit.cost for visit in layers or trace.visits], trace.microbatches * trace.stage_ranks
+    products, attention = calls * sum(cost.flops for cost in costs), calls * sum(cost.attention_flops for cost in costs)
+    return sum(unit.numel * parts[unit.over] for unit in trace.units), products, attention

@@ -229,6 +229,9 @@ def state_bytes(trace: Trace) -> dict[str, int]:
     }
 
 
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
 class Dtype(NamedTuple):
     """A dtype by its name, as traces have it; torch is not asked."""
 
@@ -236,7 +239,7 @@ class Dtype(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.name]
+        return ITEMSIZES[self.name]
 
     def promoted(self, other: "Dtype") -> "Dtype":
         """Returns the dtype that holds what both do, as `torch.promote_types`."""
@@ -259,6 +262,9 @@ class Dtypes(NamedTuple):
 
 
 def _dtypes(trace: Trace) -> Dtypes:
+    *needed, last = trace.precision
+    if len(needed) != 3 or not {*needed, last or "float32"} <= ITEMSIZES.keys():
+        raise ValueError(f"trace.precision: expected 3 or 4 of {', '.join(ITEMSIZES)}, got {trace.precision!r:.200}")
     param, compute, reduce, accumulate = map(Dtype, trace.precision)
     wide = accumulate if accumulate.name and accumulate.itemsize > reduce.itemsize else None
     return Dtypes(param, compute, reduce, wide)

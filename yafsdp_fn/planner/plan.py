@@ -10,9 +10,10 @@ from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
+from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
-from yafsdp_fn.program.trace import KERNELS, Trace, shortened
+from yafsdp_fn.program.trace import Trace, shortened
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from yafsdp_fn.planner.bound import Bound, bound, seconds_of
 from yafsdp_fn.planner.cluster import Cluster
@@ -34,16 +34,21 @@ from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.program import Program, part_of
 from yafsdp_fn.program.split import Assignment, Call
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
 from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.messages import UNIT, Pace
-from yafsdp_fn.util import strict_json
+from yafsdp_fn.util import disk, strict_json
+from yafsdp_fn.util.schema import Within, shown, typed_at
 from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
 """Called with a line, whenever there is something better."""
 Rows = Sequence[Sequence[Call]]
+Moves, Seconds = Annotated[int, Within(0, 10**6)], Annotated[float, Within(0, 1e12)] | None
+Peaks = tuple[Annotated[int, Within(0, 2**60)], ...]
+"""Fields of a file of a search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,20 +143,39 @@ class Synthesis:
         self.builder_s = simulate(self.points[0].program(trace), cluster).seconds
         self.least = bound(whole, cluster, budget)
         self.moves, self._seen = 0, list[Seen]()
-        self.seed, moves, seen = (seed, 0, list[Seen]()) if resume is None else self._kept(Path(resume))
-        self._replay, rng = deque(seen), random.Random(self.seed)
+        self.seed, moves, known = (seed, 0, list[Seen]()) if resume is None else self._kept(Path(resume))
+        self._resume, self._replay, rng = resume, deque(known), random.Random(self.seed)
         if self.points[0].order is None:
             self._work: OneStage | _Stages = OneStage(self.points[0], whole, cluster, budget, rng, self.look)
         else:
             self._work = _Stages(self, rng)
-        self._go(moves, math.inf, None)  # what programs come to is in the file
+        if resume is not None:
+            self._go(moves, math.inf, None)  # what programs come to is in the file
+            self._check_resumed()
+            self._resume = None
+
+    def _check_resumed(self) -> None:
+        """Raises ValueError where the search that a file tells of is not this one, or its best program takes other
+        seconds or bytes."""
         if self._replay:
             raise ValueError(
-                f"{resume}: a search of this version does not look at the programs of the file: begin anew"
+                f"{self._resume}: a search of this version does not look at the programs of the file: begin anew"
+            )
+        try:
+            best = self._work.result()
+            found = simulate(best["program"], self.cluster).seconds, max(peaks_of(best["program"]))
+        except (ValueError, Refused) as error:
+            raise ValueError(f"{self._resume}: seen: the best program of the file is none: {error}") from error
+        if found != (said := (best["step_s"], best["peak_bytes"])):
+            raise ValueError(
+                f"{self._resume}: seen: its best program takes {found[0]:.6g} s and {found[1]:,} bytes, not "
+                f"{said[0]:.6g} s and {said[1]:,}: begin anew"
             )
 
     def look(self, find: Callable[[], Seen]) -> Seen:
         """Returns what `find` finds, or has found when the file was written."""
+        if self._resume is not None and not self._replay:
+            raise ValueError(f"{self._resume}: seen: expected as many programs as its moves look at: begin anew")
         self._seen.append(self._replay.popleft() if self._replay else find())
         return self._seen[-1]
 
@@ -192,21 +216,39 @@ class Synthesis:
         """Writes what the search has seen, as JSON."""
         seen = [[None if math.isinf(seconds) else seconds, *peaks] for seconds, peaks in self._seen]
         kept = {"version": 1, **self._of(), "seed": self.seed, "moves": self.moves, "seen": seen}
-        Path(path).write_text(json.dumps(kept) + "\n")
+        disk.replace(Path(path), f"{json.dumps(kept)}\n".encode())
 
     def _kept(self, path: Path) -> tuple[int, int, list[Seen]]:
         """Reads a file of `save`: the seed, how many moves there were, and what they have seen."""
-        kept = strict_json.loads(path.read_text())
+        try:
+            kept = strict_json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: expected JSON that Written.save writes: {error}") from error
         if not isinstance(kept, dict) or kept.get("version") != 1:
             raise ValueError(f"{path}: expected what Written.save writes, version 1")
         for what, ours in self._of().items():
             if kept.get(what) != ours:
                 raise ValueError(
-                    f"{path} is of another search, whose {what!r} is {kept.get(what)}, here {ours}: go on from it with "
-                    "the same step, cluster, memory, stages and runners-up"
+                    f"{path} is of another search, whose {what!r} is {shown(kept.get(what))}, here {ours}: go on "
+                    "from it with the same step, cluster, memory, stages and runners-up"
                 )
-        seen = [(math.inf if seconds is None else seconds, tuple(peaks)) for seconds, *peaks in kept["seen"]]
-        return kept["seed"], kept["moves"], seen
+        try:
+            seed, moves = typed_at("seed", int, kept.get("seed")), typed_at("moves", Moves, kept.get("moves"))
+            rows = kept.get("seen")
+            if not isinstance(rows, list):
+                raise ValueError(f"seen: expected a list, got {shown(rows)}")
+            return seed, moves, [self._read(f"seen[{at}]", row) for at, row in enumerate(rows)]
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def _read(self, place: str, row: Any) -> Seen:
+        """Reads what a program came to: the file's seconds, null where it does not fit, and bytes of each stage."""
+        order = self.points[0].order
+        stages = 1 if order is None else order.stages
+        if not isinstance(row, list) or len(row) not in (1, 1 + stages) or (len(row) == 1 and row[0] is not None):
+            raise ValueError(f"{place}: expected seconds and the bytes of {stages} stages, got {shown(row)}")
+        seconds = typed_at(f"{place}[0]", Seconds, row[0])
+        return math.inf if seconds is None else seconds, typed_at(f"{place}[1:]", Peaks, row[1:])
 
 
 # ---- A pipeline.

@@ -1,100 +1,26 @@
 """Programs as JSON, and the hash that ranks compare."""
 
-import functools
 import hashlib
 import json
 import math
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
-from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from yafsdp_fn.dist.ranks import AxisCollective, inside_of
+from yafsdp_fn.dist.ranks import MOST_RANKS, AxisCollective, inside_of
+from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
-from yafsdp_fn.program.trace import KERNELS, Trace, UnitSpec
+from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.schema import kinds, typed_at
 
-# ---- Schema of programs in JSON: values are what the annotations say, and numbers name what is there.
-#
-#     typed(Gather, [[0], [2], "shard"])     # Gather(units=(0,), slots=(2,), source="shard")
-#     typed(Gather, [[0], ["2"]])            # ValueError: .slots[0]: expected an int of 64 bits, got '2'
-#     check_trace(trace)                     # its units, visits and sizes can be
-#
-# `verify` proves ops against a trace, and takes the trace's word for what the step is.
-
-# ---- lists of JSON as the NamedTuples that they were
-
-WORDS = {int: "an int of 64 bits", str: "a string", bool: "true or false", NoneType: "null"}
-
-
-def typed(kind: Any, value: Any) -> Any:
-    """Converts `value` to a `kind`: int, str, bool, X | None, Literal, tuple[X, ...], tuple[X, Y], or a NamedTuple of
-    these, which is a list of its fields in order, or an object; those with a default may be missing.
-
-    Raises ValueError that begins with the way to what is wrong, `.visits[2].units[0]` say."""
-    if hasattr(kind, "_fields"):
-        return _record(kind, value)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        return _tuple(inner, value)
-    if origin is UnionType:  # of null and one other
-        return None if value is None else typed(inner[inner[0] is NoneType], value)
-    if origin is Literal:
-        if not (isinstance(value, str) and value in inner):
-            raise _expected(" or ".join(map(repr, inner)), value)
-    elif type(value) is not kind or (kind is int and not -(2**63) <= value < 2**63):
-        raise _expected(WORDS[kind], value)
-    elif kind is str and any("\ud800" <= char <= "\udfff" for char in value):  # names are shown, and it cannot be
-        raise _expected("a string without half a surrogate pair", value)
-    return value
-
-
-def _record(kind: Any, value: Any) -> Any:
-    fields = kind._fields
-    if isinstance(value, list) and len(value) <= len(fields):
-        value = dict(zip(fields, value, strict=False))
-    if not isinstance(value, dict):
-        raise _expected(f"a list of at most {len(fields)}, {', '.join(fields)}", value)
-    for field in value.keys() - set(fields):
-        raise ValueError(f": there is no {reprlib.repr(field)}; expected {', '.join(fields)}")
-    for field in fields:
-        if field not in value and field not in kind._field_defaults:
-            raise ValueError(f": no {field}")
-    return kind(**{field: typed_at(f".{field}", kinds(kind)[field], item) for field, item in value.items()})
-
-
-def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _expected("a list", value)
-    if inner[-1] is Ellipsis:
-        inner = inner[:1] * len(value)
-    elif len(inner) != len(value):
-        raise _expected(f"a list of {len(inner)}", value)
-    return tuple([typed_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
-
-
-def typed_at(place: str, kind: Any, value: Any) -> Any:
-    """Converts as `typed` does. place: what an error begins with"""
-    try:
-        return typed(kind, value)
-    except ValueError as error:
-        raise ValueError(f"{place}{error}") from None
-
-
-def _expected(what: str, value: Any) -> ValueError:
-    return ValueError(f": expected {what}, got {reprlib.repr(value)}")
-
-
-@functools.cache
-def kinds(record: Any) -> dict[str, Any]:
-    """Returns the annotations of a NamedTuple by field."""
-    return get_type_hints(record)
-
+# ---- Programs are read by their annotations (util/schema.py), and `check_trace` says that a trace can be: `verify`
+# proves ops against it, and takes its word for what the step is.
 
 # ---- a trace that came as text
 
-MOST_RANKS, MOST_PARTS, MOST_EMPTY = 2**17, 2**10, 2**10
+MOST_PARTS, MOST_EMPTY = 2**10, 2**10
 """Some of what is asked of a trace counts up to these. MOST_EMPTY: microbatches in which nothing is visited"""
 
 

@@ -118,16 +118,10 @@ def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
     between = tuple(each for each in trace.between if max(each.after, 0) in here)
-    own = trace._replace(units=units, visits=visits, between=between, stage=stage, **_optimizer_of(trace, held))
+    lent = tuple(of for of in trace.lent if of.unit in held)
+    optimizer = trace.optimizer._replace(shards=_of_units(trace, held))
+    own = trace._replace(units=units, visits=visits, between=between, stage=stage, lent=lent, optimizer=optimizer)
     return own._replace(order=tuple(_closing(own, list(order))))
-
-
-def _optimizer_of(trace: Trace, held: frozenset[int]) -> dict[str, Any]:
-    """The fields of `trace` that say what the optimizer needs, of the units in `held`."""
-    return {
-        "lent": tuple(of for of in trace.lent if of.unit in held),
-        "optimizer": trace.optimizer._replace(shards=_of_units(trace, held)),
-    }
 
 
 def units_of(trace: Trace, stage: int) -> frozenset[int]:
@@ -235,12 +229,6 @@ class Program:
     def has_updates(self) -> bool:
         """Tells whether the optimizer's step is part of the program."""
         return any(isinstance(op, ops.Update) for own in self.stages for op in own)
-
-    @property
-    def updates_early(self) -> bool:
-        """Tells whether an update comes before the end of the backward."""
-        found = [index for index, op in enumerate(self.ops) if isinstance(op, ops.Update)]
-        return bool(found) and any(isinstance(op, ops.Forward | ops.Backward) for op in self.ops[found[0] :])
 
     def carried(self) -> dict[int, int]:
         """Slot -> unit that it must hold when the program begins: what is read before anything is put into the slot."""
@@ -375,6 +363,10 @@ class Program:
 
     def fingerprint(self) -> str:
         """A hash of what ranks must agree on: ops, units and visits, without measured costs."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return json.fingerprint(self.trace, self.stages)
 
     def to_json(self) -> str:

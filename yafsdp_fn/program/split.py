@@ -9,12 +9,35 @@ A stage calls the whole loss for each of its segments and microbatches; visits o
 
 from typing import Literal, NamedTuple
 
+from yafsdp_fn.dist.ranks import round_up
+
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """The kind of a compute. A backward is one, or two: the gradients of its arguments, "inputs", and then those of its
 weights."""
 
 LINE = 16
 """Bytes that tensors are aligned to where they cross together."""
+
+
+def in_carry_slot(nbytes: int) -> int:
+    """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
+    return round_up(nbytes, 512)
+
+
+class Argument(NamedTuple):
+    """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
+
+    place: among the visit's tensors; number: equal for the same tensor, in a microbatch; made: by which visits
+    shape, dtype: of the tensor, the dtype as torch names it
+    """
+
+    place: int
+    number: int
+    made: tuple[int, ...]
+    nbytes: int
+    grad_bytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
 
 
 class Flow(NamedTuple):

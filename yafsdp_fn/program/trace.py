@@ -1,154 +1,13 @@
-"""The trace: the visits of a loss function in order, and what was measured of each. A schedule is built from nothing
-else.
-"""
+"""The trace: the visits of a loss function in order. A schedule is built from nothing else."""
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel, round_up
+from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Parcel, Split
-
-# ---- What has been measured of a step on fake tensors, for predictions. Schedules and the engine do without.
-
-
-class Value(NamedTuple):
-    """Memory that goes into visits or comes out of them. number: equal where it is the same memory, in a microbatch;
-    grad_bytes: of its gradient, 0 where there is none. What exists before the step, such as the batch, has no number.
-    """
-
-    number: int
-    nbytes: int
-    grad_bytes: int
-
-
-class Argument(NamedTuple):
-    """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
-
-    place: among the visit's tensors; number: equal for the same tensor, in a microbatch; made: by which visits
-    shape, dtype: of the tensor, the dtype as torch names it
-    """
-
-    place: int
-    number: int
-    made: tuple[int, ...]
-    nbytes: int
-    grad_bytes: int
-    shape: tuple[int, ...] = ()
-    dtype: str = "float32"
-
-
-class Moved(NamedTuple):
-    """The bytes that a pass moves through memory beside attention, and by how many kernels.
-
-    products: operands and results of matrix products; eager, eager_kernels: inputs and outputs of every other kernel,
-    as eager torch launches them; fused, fused_kernels: the same where kernels that feed each other are one, as
-    `torch.compile` or a library of kernels makes them: what they hand on to each other is not written; pieces,
-    piece_kernels: what norms move beyond `eager` where they are written out, operation by operation
-    """
-
-    products: int = 0
-    product_kernels: int = 0
-    eager: int = 0
-    eager_kernels: int = 0
-    fused: int = 0
-    fused_kernels: int = 0
-    pieces: int = 0
-    piece_kernels: int = 0
-
-    def more(self, nbytes: int) -> "Moved":
-        """Returns these with so many bytes more, by kernels that do not fuse."""
-        return self._replace(eager=self.eager + nbytes, fused=self.fused + nbytes)
-
-    def others(self, kernels: str) -> tuple[int, int]:
-        """Bytes and number of the kernels that are no products. kernels: one of `KERNELS`"""
-        if kernels == "fused":
-            return self.fused, self.fused_kernels
-        written_out = kernels == "pieces"
-        return self.eager + written_out * self.pieces, self.eager_kernels + written_out * self.piece_kernels
-
-
-KERNELS = {
-    "fused": "kernels fused as torch.compile does (kernels='eager' for the others)",
-    "eager": "eager torch's kernels",
-    "pieces": "eager torch's kernels, norms written out",
-}
-"""Kinds of kernels for what is no product and no attention, `Trace.kernels`, in words. "pieces": as torch ran
-`rms_norm` before 2.8, and as models that write their norms out do."""
-
-
-class Cost(NamedTuple):
-    """The cost of one visit. Zero, or empty, where nothing has measured it.
-
-    flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
-    bwd_attention_flops: of attention, a causal one half (see `tracing.attention`); kept_bytes: held when the graph is
-    kept: inputs and what it saves inside, weights and outputs apart; carry_bytes: inputs, held when it is made again.
-
-    For predicted memory: takes, gives: what goes in and comes out; inner_bytes: saved by a kept graph beyond these;
-    peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
-    that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
-    between_bytes: what a backward in halves holds between them; beside_bytes, beside_peak_bytes: saved by what the loss
-    does between this visit and the next (or its end), and the most that this allocates; carries: numbers of the values
-    in `takes` that an offload copies; unsaved: numbers of those in `takes` and `gives` that neither a kept graph nor
-    what the loss does after it saves; scratch_bytes: of memory that products go through on their way to a gradient slot
-    of another dtype, one for all visits.
-
-    arguments: what other visits have made of what it is given: what travels where the step is cut into stages
-    moved, bwd_moved: through memory, by forward and by backward; last_flops: the part of `flops` after all that a graph
-        saves inside: what no backward asks for again
-    """
-
-    flops: int = 0
-    bwd_flops: int = 0
-    kept_bytes: int = 0
-    carry_bytes: int = 0
-    attention_flops: int = 0
-    bwd_attention_flops: int = 0
-    takes: tuple[Value, ...] = ()
-    gives: tuple[Value, ...] = ()
-    inner_bytes: int = 0
-    peak_bytes: int = 0
-    bwd_peak_bytes: int = 0
-    beside_bytes: int = 0
-    beside_peak_bytes: int = 0
-    between_bytes: int = 0
-    carries: tuple[int, ...] = ()
-    scratch_bytes: int = 0
-    unsaved: tuple[int, ...] = ()
-    arguments: tuple[Argument, ...] = ()
-    moved: Moved = Moved()
-    bwd_moved: Moved = Moved()
-    last_flops: int = 0
-
-    @property
-    def carry_slot_bytes(self) -> int:
-        """Bytes that `carries` take in a carry slot, and on the host."""
-        return sum(in_carry_slot(value.nbytes) for value in self.takes if value.number in self.carries)
-
-
-def in_carry_slot(nbytes: int) -> int:
-    """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
-    return round_up(nbytes, 512)
-
-
-class OptimizerMemory(NamedTuple):
-    """The memory of an optimizer on one rank.
-
-    fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
-    element of its shard, parts that units are split into over axes inside blocks)`; step: `(bytes, elements)`: what an
-    update of so many elements has allocated at once
-    """
-
-    fixed: int = 0
-    shards: tuple[tuple[int, int, int], ...] = ()
-    step: tuple[int, int] = (0, 1)
-
-    def nbytes(self, ranks: int) -> int:
-        """Bytes of the state, where a copy is cut over `ranks`."""
-        cut = [(padded_numel(numel, ranks // parts) * parts // ranks, each) for numel, each, parts in self.shards]
-        return self.fixed + sum(numel * each for numel, each in cut)
-
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
 #
@@ -158,9 +17,9 @@ class OptimizerMemory(NamedTuple):
 #
 # Visits are chained, so backward runs in exactly the reverse of the forward's order.
 
-UpdateWhen = Literal["never", "after norm", "any time"]
-"""The time a unit may be updated: never, since the step has no optimizer; after the norm of the whole gradient is
-known, to clip by it or to skip a step that is not finite; or any time after the unit's own gradient is complete."""
+UpdateWhen = Literal["never", "after norm"]
+"""The time a unit may be updated: never, since the step has no optimizer, or when the norm of the whole gradient is
+known, which clips it, or skips a step that is not finite, and is told."""
 
 
 Collectives = tuple[AxisCollective, ...]

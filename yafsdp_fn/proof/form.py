@@ -7,11 +7,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from yafsdp_fn.program.json import kinds
 from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Op, Receive, Send, slot_fields
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import refusal
+from yafsdp_fn.util.schema import kinds
 
 _NUMBER = "expected the number of a {}"
 _FITS: dict[Any, tuple[Callable[[Any], bool], str]] = {

@@ -139,9 +139,6 @@ def whole_norm(walk: Walk, op: Norm) -> None:
         why = "is trainable, and missing" if walk.trace.units[unit].trainable else "is frozen"
         walk.refuse(f"it must be of all trainable units: {walk.unit(unit)} {why}")
     for unit in op.units:
-        if unit in walk.begun:  # the update has scaled the gradient in place
-            why = f"the update of {walk.unit(unit)} has overwritten its gradient"
-            walk.refuse(why, ("grad shard", unit), walk.begun[unit])
         complete(walk, unit)
 
 
@@ -153,12 +150,12 @@ def norm_is_read(walk: Walk) -> None:
 # ---- updates
 
 
-def after_complete_gradients(walk: Walk, op: Update) -> None:
+def after_the_norm(walk: Walk, op: Update) -> None:
     for unit in op.units:
-        _after_complete_gradient(walk, unit, op.part)
+        _after_the_norm(walk, unit, op.part)
 
 
-def _after_complete_gradient(walk: Walk, unit: int, part: int) -> None:
+def _after_the_norm(walk: Walk, unit: int, part: int) -> None:
     if walk.trace.update_when == "never":
         walk.refuse("this step has no optimizer: only a train_step has")
     if not walk.trace.units[unit].trainable:
@@ -166,26 +163,10 @@ def _after_complete_gradient(walk: Walk, unit: int, part: int) -> None:
     if unit in walk.updated:
         walk.refuse(f"{walk.unit(unit)} was updated already", ("shard", unit), walk.updated[unit])
     _is_next(walk, unit, 2 * part)
-    if part:
-        return
-    if walk.at < (last := walk.last_use.get(unit, -1)):
-        # at world size 1 slots are the shards, and the later compute would read new weights
-        why = f"a later compute uses {walk.unit(unit)}, and where one rank holds all of it slots are the shards"
-        walk.refuse(why, ("shard", unit), last)
-    if unit not in walk.needed and walk.at < walk.last_compute:
-        # what it gets comes from the loss itself, at the end of the backward; nothing else is known before
-        why = f"no visit trains {walk.unit(unit)}: its gradient is known only after the last compute"
-        walk.refuse(why, ("grad shard", unit), walk.last_compute)
-    complete(walk, unit)
-    if walk.at < walk.last_forward:
-        # of a pipeline's stage, where nothing connects two of its segments
-        why = "a later forward has losses, too: by the weights of all of them is the gradient divided"
-        walk.refuse(why, ("grad shard", unit), walk.last_forward)
-    if walk.norm is None and walk.trace.update_when == "after norm":
+    if walk.norm is None:
         why = (
-            f"{walk.unit(unit)} is updated before the norm of the whole gradient is known, but this step clips "
-            "by it, or skips steps that are not finite. Either take the norm first, or have neither: no "
-            "clip_by_global_norm, and train_step(skip_nonfinite=False)"
+            f"{walk.unit(unit)} is updated before the norm of the whole gradient is known, by which a step clips, or "
+            "is skipped where it is not finite: take the norm first"
         )
         walk.refuse(why, ("norm",))
 

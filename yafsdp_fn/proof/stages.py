@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program.ops import Norm, Op, Receive, Send, Update
+from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program, units_of
 from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.text import describe
@@ -157,22 +157,13 @@ def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
 
 def all_or_none_update(pipeline: Program) -> None:
     """Checks that no stage takes the optimizer's step alone, which is one."""
-    _alike(pipeline, "update", Update, "updates its units")
-
-
-def all_or_none_norm(pipeline: Program) -> None:
-    _alike(pipeline, "norm", Norm, "takes the norm")
-
-
-def _alike(pipeline: Program, rule: str, kind: type[Op], what: str) -> None:
-    """Checks that all stages that train something have ops of a kind, or none."""
     trained = [(stage, program) for stage, program in enumerate(pipeline.parts) if program.trace.trained]
-    found = {stage: any(isinstance(op, kind) for op in program.ops) for stage, program in trained}
+    found = {stage: program.has_updates for stage, program in trained}
     if len(set(found.values())) > 1:
         alone = next(stage for stage in found if found[stage])
         other = next(stage for stage in found if not found[stage])
-        why = f"stage {alone} {what} inside its program, stage {other} does not"
-        raise refusal_on(other, rule, why)
+        why = f"stage {alone} updates its units inside its program, stage {other} does not"
+        raise refusal_on(other, "update", why)
 
 
 # ---- messages

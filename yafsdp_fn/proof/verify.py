@@ -119,10 +119,9 @@ RULES = (
     ),
     Rule(
         "update",
-        "each trainable unit exactly once, or none at all, on no stage; after its last compute and its complete "
-        "gradient (after the last compute of all, where no visit trains it), after the last forward, and after the "
-        "norm where the step clips or skips; its parts in their order, with an exchange between two",
-        update=gradients.after_complete_gradients,
+        "each trainable unit exactly once, or none at all, on no stage; after the norm; its parts in their order, with "
+        "an exchange between two",
+        update=gradients.after_the_norm,
         exchange=gradients.between_parts,
         end=gradients.all_updated,
         together=stages.all_or_none_update,
@@ -130,10 +129,9 @@ RULES = (
     Rule(
         "norm",
         "the norm is taken at most once, for updates, of all trainable units, after the last compute and when their "
-        "gradients are complete; on all stages that train something, or on none",
+        "gradients are complete",
         norm=gradients.whole_norm,
         end=gradients.norm_is_read,
-        together=stages.all_or_none_norm,
     ),
     Rule(
         "part",

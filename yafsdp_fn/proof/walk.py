@@ -126,7 +126,7 @@ def by_moment(rules: Sequence[Rule]) -> Checks:
 class Walk:
     """One execution of a program that is in form.
 
-    last_use: unit -> the last compute of a visit that uses it; needed: unit -> the contributions to its gradient
+    needed: unit -> the contributions to its gradient
     shared: the units that this stage trains together with others; carried: see `Program`
     at: index of the op being executed, -1 at the end; done: number of computes executed
     slots, grads, carries: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
@@ -142,10 +142,8 @@ class Walk:
         self.program, self._checks = program, checks
         self.trace, self.ops = program.trace, program.ops
         self.at, self.done, self._rule = -1, 0, ""
-        computes = [(at, op) for at, op in enumerate(self.ops) if isinstance(op, Forward | Backward)]
-        self.last_use = {unit: at for at, op in computes for unit in self.trace.visits[op.visit].units}
-        self.last_compute = max(self.last_use.values(), default=-1)
-        self.last_forward = max((at for at, op in computes if isinstance(op, Forward)), default=-1)
+        computes = [at for at, op in enumerate(self.ops) if isinstance(op, Forward | Backward)]
+        self.last_compute = max(computes, default=-1)
         self.has_updates, self.shared = program.has_updates, self.trace.shared
         self.needed: dict[int, list[Contribution]] = {}
         written = ("backward", "weights")

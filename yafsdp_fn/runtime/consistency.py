@@ -1,4 +1,4 @@
-"""Consistency checks of what ranks must have alike though no collective shows it: settings, and the code of blocks."""
+"""Consistency checks of what ranks must have alike though no collective shows it: settings and versions."""
 
 import dataclasses
 import enum
@@ -9,14 +9,13 @@ import sys
 import types
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Collection
 from importlib import metadata
 from typing import Any
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.ranks import EXPERT
@@ -215,178 +214,3 @@ def code_text(code: types.CodeType) -> str:
     """Returns what code does, without where it lies. Ranks with the same source have the same constants."""
     consts = [code_text(c) if isinstance(c, types.CodeType) else _text(c, strict=True) for c in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))
-
-
-# ---- Compares the code of blocks across ranks: another version of a file on one host shows nowhere else.
-#
-#     blocks = Blocks(comms); blocks.saw(block), ...; blocks.compare()     # RanksDisagree names the function and ranks
-#
-# The code is that of functions: blocks, what these name of their modules, methods of objects that they hold, and what
-# those name. It is compared as compiled: files and lines do not count, nor do values of variables, which may differ
-# by rank. Code whose version is compared anyway is left out: Python, torch, this library.
-
-OTHERS = {"yafsdp_fn", "torch", "torchgen", "functorch", "numpy", "optree", "triton", *sys.stdlib_module_names}
-"""Modules, with their submodules, that have a version of their own."""
-
-MAIN = {"__main__", "__mp_main__"}
-"""Names of the script's module: when started directly, and when spawned by another process."""
-
-INSTALLED = {"site-packages", "dist-packages"}
-"""Folders of installed packages. Only those whose functions or classes a block holds, say a model's, are compared."""
-
-MOST = 100_000
-"""Limit of visited objects: blocks may reach the whole program."""
-
-ADVICE = "Give every rank the same version of the model's code, then restart all"
-
-
-class Blocks:
-    """The blocks of the first step of a function on `comms`."""
-
-    def __init__(self, comms: Communicators) -> None:
-        self._comms, self._seen = comms, list[Any]()
-
-    def saw(self, block: Callable[..., Any]) -> None:
-        self._seen.append(block)
-
-    def compare(self, more: Iterable[Any] = ()) -> None:
-        """Raises RanksDisagree on each rank unless functions of one name are equal wherever they are. All ranks call
-        it."""
-        self._comms.must_have_common_version("the code of blocks", versions([*self._seen, *more]), ADVICE)
-
-
-def versions(blocks: Iterable[Any]) -> dict[str, dict[int, str]]:
-    """The functions that `blocks` come from: name (which lambdas may share) -> checksum of the code -> its place."""
-    found: dict[str, dict[int, str]] = {}
-    for function in _reached(blocks):
-        code, module = function.__code__, _module(function)
-        name = code.co_qualname if module in MAIN else f"{module}.{code.co_qualname}"
-        words = code_text(code), [x for x in _defaults(function) if isinstance(x, float | complex)]
-        place = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
-        found.setdefault(name, {})[zlib.crc32(repr(words).encode())] = place
-    return found
-
-
-def _reached(blocks: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """Yields the functions that `blocks` come from."""
-    held = list(_walk(blocks, _parts))
-    packages = {_top(one) for one in held if _is_class(one) or type(one) is types.FunctionType}
-    outside = functools.cache(lambda top: top in OTHERS or (top not in packages and _installed(top)))
-    names, classes = set[str](), list[type]()  # named by code; met so far
-
-    def follow(one: Any) -> Iterable[Any]:
-        if outside(_top(one)):
-            return _parts(one)
-        if _is_class(one):
-            classes.append(one)
-            called = {name for base in one.__mro__ if outside(_top(base)) for name in vars(one) if hasattr(base, name)}
-            return [*one.__bases__, *_methods(one, names | called | {"__call__"})]
-        if type(one) is not types.FunctionType:
-            return _parts(one)
-        mine = set(_names(one.__code__))
-        methods = [method for each in classes for method in _methods(each, mine - names)]
-        names.update(mine)
-        return [*_parts(one), *_named(one.__globals__, mine, outside), *methods]
-
-    for one in _walk(held, follow):
-        if type(one) is types.FunctionType and not outside(_top(one)):
-            yield one
-
-
-def _walk(start: Iterable[Any], follow: Callable[[Any], Iterable[Any]]) -> Iterator[Any]:
-    """Yields `start`, what `follow` returns for each, and so on."""
-    left, known = list(start), dict[int, Any]()  # by id, and held, so that the id is not reused
-    while left and len(known) < MOST:
-        one = left.pop()
-        if id(one) not in known:
-            known[id(one)] = one
-            yield one
-            with suppress(Exception):  # foreign objects may raise anything when they are inspected
-                left += follow(one)
-
-
-def _parts(one: Any) -> Collection[Any]:
-    """Returns the parts of an object that may be code, or hold some."""
-    match one:
-        case types.FunctionType():
-            return [*_cells(one), *_defaults(one), *vars(one).values()]  # a wrapper keeps the wrapped function there
-        case types.MethodType():
-            return one.__func__, one.__self__
-        case functools.partial():
-            return one.func, *one.args, *one.keywords.values()
-        case staticmethod() | classmethod():
-            return (one.__func__,)
-        case property():
-            return one.fget, one.fset, one.fdel
-        case types.ModuleType() | type():
-            return ()
-        case dict() if len(one) <= LONG:
-            return one.values()
-        case list() | tuple() | set() | frozenset() if len(one) <= LONG:
-            return [type(one), *one]
-    held = list(getattr(one, "__dict__", {}).values())
-    if _top(type(one)) in OTHERS and not isinstance(one, nn.Module):
-        return [x for x in held if isinstance(x, types.FunctionType | types.MethodType | functools.partial | nn.Module)]
-    return [type(one), *held]
-
-
-def _named(space: dict[str, Any], names: set[str], outside: Callable[[str], bool]) -> list[Any]:
-    """Returns the objects that code of a module names: in it, and in modules among these."""
-    found, spaces, seen = list[Any](), [space], set[int]()
-    while spaces:
-        space = spaces.pop()
-        if id(space) not in seen:
-            seen.add(id(space))
-            here = [space[name] for name in names if name in space]
-            found += [x for x in here if not isinstance(x, types.ModuleType)]
-            spaces += [vars(x) for x in here if isinstance(x, types.ModuleType) and not outside(_top(x))]
-    return found
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _names(const)
-
-
-def _methods(of: type, names: set[str]) -> list[Any]:
-    return [vars(of)[name] for name in names if name in vars(of)]
-
-
-def _cells(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # nothing yet
-            continue
-
-
-def _defaults(function: types.FunctionType) -> list[Any]:
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-def _module(function: types.FunctionType) -> str:
-    return str(function.__globals__.get("__name__", ""))
-
-
-def _is_class(one: Any) -> bool:
-    return issubclass(type(one), type)
-
-
-def _top(one: Any) -> str:
-    """Returns the top-level package or module of a function, a class or a module; "" for other objects."""
-    if type(one) is types.FunctionType:
-        name = _module(one)
-    elif _is_class(one):
-        name = one.__module__
-    else:
-        name = one.__name__ if isinstance(one, types.ModuleType) else ""
-    return str(name).partition(".")[0]
-
-
-def _installed(top: str) -> bool:
-    """Returns whether a package is installed on the host, not one of the program's own files."""
-    module = sys.modules.get(top)
-    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-    return any(INSTALLED & set(str(place).split(os.sep)) for place in places)

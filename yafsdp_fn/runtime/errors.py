@@ -27,12 +27,6 @@ ORDERED = (
     "would be added up in another order at another number of ranks. Visit them (ya.apply, ya.scan)"
 )
 
-LATE = (
-    "the loss reads sharded leaves beside its visits (a regulariser, say): their gradient is known only at the end of "
-    "the backward, but this program updates units before. Visit them (ya.apply, ya.scan), or keep the optimizer out of "
-    "the program (update=False)"
-)
-
 
 class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than its program."""

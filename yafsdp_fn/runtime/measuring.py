@@ -1,7 +1,8 @@
 """Measures one run of a body on fake tensors: outputs, FLOPs, and the memory of its forward and backward."""
 
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.dist.ranks import AxisCollective, Ranks
 from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
-from yafsdp_fn.program.trace import Collectives, Cost
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
@@ -157,10 +159,16 @@ class _TracedDestination(Destination):
         return True
 
 
-def measure(
-    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
-) -> Measured:
-    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+Noted = Sequence[tuple[AxisCollective, bool]]
+"""Collectives that a block has called, and whether each has a backward."""
+Weights = list[list[Tensor]]
+"""The leaves of each unit of a call."""
+
+
+def _own(
+    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]
+) -> tuple[Weights, list[Tensor]]:
+    """Returns weights and arguments of a run beside the step."""
     device = placement.comms.device
     weights = [
         [
@@ -169,8 +177,53 @@ def measure(
         ]
         for unit in call.units
     ]
+    return weights, [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
+
+
+def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> Measured:
+    """Runs `call` as `measure` does, without counting: in a fifth of the time. Its backward runs only where the block
+    communicates."""
+    weights, inputs = _own(call, trained, track, placement)
+    with noting(placement.comms) as called:
+        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
+    saved = saved_by(outs)
+    roots = [out for out in outs if out.requires_grad]
+    wanted = [x for x in (*inputs, *itertools.chain.from_iterable(weights)) if x.requires_grad]
+    with noting(placement.comms) as back:
+        if called and roots and wanted:
+            grads = [torch.ones_like(root) for root in roots]
+            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+    carry = sum(x.numel() * x.element_size() for x in call.tensors)
+    return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
+
+
+def _found(
+    call: BlockCall,
+    inputs: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    saved: Set[int],
+    cost: Cost,
+    called: Noted,
+    back: Noted,
+) -> Measured:
+    passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+    return Measured(
+        call.structure,
+        [out.detach().requires_grad_(out.requires_grad) for out in outs],
+        [passed.get(memory_key(out)) for out in outs],
+        ([memory_key(x) in saved for x in inputs], [memory_key(out) in saved for out in outs]),
+        cost,
+        tuple(call for call, _ in called),
+        tuple(call for call, _ in back),
+    )
+
+
+def measure(
+    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
+) -> Measured:
+    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+    weights, inputs = _own(call, trained, track, placement)
     leaves = [leaf for unit in weights for leaf in unit]
-    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     lives = LiveBytes([*leaves, *inputs])
     large = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel() >= LARGE]
     places = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
@@ -217,15 +270,7 @@ def measure(
         moved=moved,
         bwd_moved=bwd_moved,
     )
-    return Measured(
-        call.structure,
-        [out.detach().requires_grad_(out.requires_grad) for out in outs],
-        [passed.get(memory_key(out)) for out in outs],
-        ([memory_key(x) in saved for x in inputs], [memory_key(out) in saved for out in outs]),
-        cost,
-        tuple(call for call, _ in called),
-        tuple(call for call, _ in back),
-    )
+    return _found(call, inputs, outs, saved, cost, called, back)
 
 
 @contextmanager

@@ -45,7 +45,6 @@ class Shards:
         self.present = [tensor for tensor in tensors if tensor is not None]
         self.rows: dict[int, Tensor] = {}
         self.counted: list[Tensor] = []
-        self.counts: set[int] = set()
         self._leaves: dict[int, list[Tensor]] = {}
         self._gaps: dict[int, list[Tensor]] = {}
         self._layouts = {unit: group.layout for group in groups for unit in group.units}
@@ -54,7 +53,6 @@ class Shards:
                 rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
                 self.rows.update(zip(group.held, rows, strict=True))
                 all_count = len(group.counted) == len(group.here)
-                self.counts.update(group.held[row] for row in group.counted)
                 self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
 
     def leaves(self, unit: int) -> list[Tensor]:

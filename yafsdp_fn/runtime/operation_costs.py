@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from yafsdp_fn.program.trace import Moved
+from yafsdp_fn.program.measured import Moved
 from yafsdp_fn.util.torch_private import diagonal_of, memory_key, run_autograd, transforms_active
 
 # ---- Measures attention on fake tensors by a fixed rule, whatever kernel or decomposition torch would choose for

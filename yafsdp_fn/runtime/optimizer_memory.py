@@ -20,9 +20,10 @@ from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import tensors_in
+from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import after_program
-from yafsdp_fn.program.trace import Lent, OptimizerMemory
+from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.measuring import LiveBytes
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE

@@ -11,12 +11,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.program.ops import Backward, Exchange, Forward, Gather
+from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.trace import Cost, Lent, Trace, UnitSpec, UpdateWhen, arguments
-from yafsdp_fn.proof.deadlock import unmeasured, weighed
+from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.errors import LATE
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.schedules import builders, pipelines
@@ -32,11 +30,8 @@ class Verified:
     whole: the program of all stages; program: of this one; crossing: what it must know of the others, where there are
         several
     watched: whether a step has finished that looked for tensors that reach blocks from outside
-    last_compute: index of the last forward or backward, -1 without
-    unmeasured: no norm comes before the updates
-    weighs_at: number of the op before which the weights of losses are added up then; None without stages
     tail: the norm and updates to run after a program that has none
-    updates_early: it updates units before its last compute; recomputes: some forward keeps no graph
+    recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
     collectives: what its blocks communicate, once a step has shown it (block_collectives.py)
     """
@@ -45,14 +40,8 @@ class Verified:
         self.whole, self.crossing = verify(whole), crossing
         self.program = program = whole.parts[stage]
         self.ops = program.ops
-        self.updates_early = program.updates_early
-        # a stage that trains nothing updates nothing, and takes part all the same in what others sum up for updates
-        self.unmeasured = unmeasured(whole)
-        self.weighs_at = weighed(whole)[stage] if self.unmeasured and crossing is not None else None
         own = [of for of in lent if of.unit in program.trace.trained]
         self.tail = [] if program.has_updates else after_program(program.trace.trained, own)
-        computes = [i for i, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
-        self.last_compute = computes[-1] if computes else -1
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.watched = False
         self.collectives: dict[Any, Any] = {}
@@ -110,14 +99,10 @@ class Programs:
             return self._kept.get((memory.key, microbatches, shapes))
         return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
 
-    def learn(
-        self, memory: Memory, trace: Trace, *, uses_leaves: bool = False, shapes: Hashable = None, crossing: Any = None
-    ) -> Verified:
+    def learn(self, memory: Memory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
         """Builds the program for a complete trace: after the computes of a first step, or, with `crossing`, before the
         first step across stages on a batch of these `shapes`."""
         found = self.build(trace, memory.comms.stage, crossing)
-        if uses_leaves and found.updates_early:
-            raise ValueError(LATE)
         self._keep(found, memory, shapes)
         return found
 
@@ -175,8 +160,7 @@ class Programs:
     def _fitting(self, program: Program, wanted: Trace) -> Program:
         """`program`, which was given from outside, if it is of the step that is wanted."""
         theirs = program.trace
-        careful = (theirs.update_when, wanted.update_when) == ("after norm", "any time")
-        if careful or not program.has_updates:
+        if not program.has_updates:
             wanted = wanted._replace(update_when=theirs.update_when)
         differs = difference(theirs, wanted)
         if theirs.trains != self.trains:
@@ -218,11 +202,10 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         if mine != other:
             shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
             return f"{field}{shown}"
-    costless = [
-        [(v._replace(cost=Cost(), collectives=(), adjoints=()), trace.called_by(v.id)[:2]) for v in trace.visits]
-        for trace in (ours, theirs)
+    visits = [
+        [(v.id, v.name, v.units, v.trained, each.called_by(v.id)[:2]) for v in each.visits] for each in (ours, theirs)
     ]
-    return "visits" if costless[0] != costless[1] else None
+    return "visits" if visits[0] != visits[1] else None
 
 
 def _unlike(unit: UnitSpec | None, other: UnitSpec | None) -> str:

@@ -14,7 +14,6 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.dist.sums import apart, in_order
 from yafsdp_fn.params.tree import Tree, shape_of
@@ -133,9 +132,9 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
             means = [_checked(leaf, "aux") for leaf in column]
             sums += [sum_up([m.total for m in means]), sum_up([torch.as_tensor(m.weight) for m in means])]
         elif isinstance(column[0], Sum):
-            sums.append(sum_up([leaf.value for leaf in column]))
+            sums.append(sum_up([torch.as_tensor(leaf.value) for leaf in column]))
         elif isinstance(column[0], Max):
-            maxima.append(torch.stack([leaf.value.detach() for leaf in column]).amax(0))
+            maxima.append(torch.stack([torch.as_tensor(leaf.value).detach() for leaf in column]).amax(0))
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
     if _in_order(comms):
@@ -146,36 +145,15 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
             total, weight = next(added), next(added)
             out.append((total / weight).to(column[0].total.dtype))
         elif isinstance(column[0], Sum):
-            dtype = column[0].value.dtype
+            dtype = torch.as_tensor(column[0].value).dtype
             out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
         elif isinstance(column[0], Max):
-            out.append(next(largest).to(column[0].value.dtype))
+            out.append(next(largest).to(torch.as_tensor(column[0].value).dtype))
         elif isinstance(column[0], Tensor):
             out.append(column[0].detach() if len(column) == 1 else torch.stack(column).detach())
         else:
             out.append(column[0])
     return optree.tree_unflatten(flat[0][1], out)
-
-
-def total_of(
-    values: Sequence[Tensor | float], comms: Communicators, device: torch.device
-) -> Callable[[], Callable[[], Tensor]]:
-    """Returns a function that starts the sum of the microbatches' numbers over ranks, as `combine` makes it, with
-    memory that is there; what it returns waits for the sum when called."""
-    numbers = [torch.as_tensor(value, device=device) for value in values]
-    part = _apart(comms, numbers) if _in_order(comms) else _total(numbers)
-
-    def start() -> Callable[[], Tensor]:
-        arrives = comms.start_sum(part)
-
-        def wait() -> Tensor:
-            if arrives is not None:
-                arrives.wait()
-            return in_order(part) if _in_order(comms) else part
-
-        return wait
-
-    return start
 
 
 def _in_order(comms: Ranks | None) -> bool:

@@ -24,7 +24,6 @@ from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gathe
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter, acquire
 from yafsdp_fn.runtime.memory import Memory, Shards, Use
 from yafsdp_fn.runtime.programs import Verified
@@ -52,7 +51,6 @@ class Step(NamedTuple):
     differentiates: there is a backward; microbatches: calls of the loss
     watch: look for tensors that reach blocks from outside (the first step of a loss)
     checked: ranks compare each collective before they issue it; step_hooks: the hooks of the step
-    blocks: records the blocks of a first step, so that ranks can compare them
     """
 
     number: int
@@ -62,7 +60,6 @@ class Step(NamedTuple):
     watch: bool = False
     checked: bool = False
     step_hooks: StepHooks = NOTHING
-    blocks: Blocks | None = None
 
 
 NOT_THERE = (
@@ -77,7 +74,6 @@ class Session:
     verified: the program, of one stage if there are several; None on demand
     beside: makes the session for visits without grad in a training step
     segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
-    unmeasured: updates come without a norm before them
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     """
 
@@ -92,14 +88,12 @@ class Session:
             step.differentiates,
             step.microbatches,
         )
-        self.watch, self.checked, self.step_hooks, self.blocks = step.watch, step.checked, step.step_hooks, step.blocks
-        self.unmeasured = verified is not None and verified.unmeasured
+        self.watch, self.checked, self.step_hooks = step.watch, step.checked, step.step_hooks
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.segment: Any = None
         self.closed = False
         self.differentiating = False  # the step's own backward is running
-        self.uses_leaves = False  # the loss reads sharded leaves outside visits
         self.place = f"before the first visit of step {self.number}"
         self.first_visits: list[Visit] = []  # of the first microbatch
         self._make_beside = beside
@@ -112,7 +106,6 @@ class Session:
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         self._cursor = 0
-        self._weighed = False  # the weights of losses are being added up
         self._ops: Sequence[Op] = () if verified is None else verified.ops
         self._last: ComputeOp | None = None
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
@@ -159,15 +152,13 @@ class Session:
 
     def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, of `visit`, or where a call begins or ends. The norm
-        and updates after the last compute come only when `ending`."""
-        ops, verified = self._ops, self.verified
+        and updates come only when `ending`."""
+        ops = self._ops
         if op is not None:
             self._cursor, self._last = self._cursor + 1, op
             if op.gives:  # what is to be sent is at hand when the call ends
                 return
         while True:
-            if verified is not None and self._cursor == verified.weighs_at and not (self._weighed or self._weigh()):
-                return  # losses are at hand when the call ends
             if self._cursor == len(ops):
                 return
             following = ops[self._cursor]
@@ -175,24 +166,11 @@ class Session:
                 return
             if not isinstance(following, Norm | Update):
                 self.interpreter.issue(following)
-            elif verified is not None and self._cursor > verified.last_compute and not ending:
+            elif not ending:
                 return  # gradients of leaves read outside visits are known only after the whole backward
             else:
                 self.optimize(following)
             self._cursor += 1
-
-    def _weigh(self) -> bool:
-        """Starts to add up the weights of the losses, if these are known and updates wait for them alone."""
-        updates = self.step_hooks.updates
-        if updates is not None and updates.weighs:
-            self._weighed = True
-            updates.weigh()
-        return self._weighed
-
-    def has_visited_all(self) -> bool:
-        """Returns whether the forward of the microbatch may end here; if not, an error is to come."""
-        ops = self._ops[self._cursor :]
-        return not (ops and isinstance(ops[0], Forward) and ops[0].microbatch == self.microbatch)
 
     def to_sum(self) -> set[int]:
         """Returns the units whose gradient an op will still sum over replicas."""
@@ -264,7 +242,6 @@ class Session:
         if self.verified is None or self.verified.crossing is None:
             if call.kind == "forward":
                 self.end_forward()
-            self._weigh()
             return
         self.raise_failure()
         op = self._last
@@ -311,32 +288,24 @@ class Session:
         return self._beside
 
     def end_forward(self) -> None:
-        """Checks that every microbatch visits the same units. In a first step ranks compare the blocks that ran."""
+        """Checks that every microbatch visits the same units."""
         if self._beside is not None:
             self._beside.raise_failure()  # before anything is updated, where the loss went on after it
         if self.microbatch == 0:
             self.first_visits = self.visits
-            if self.blocks is not None and self.has_visited_all():
-                place = f"the end of the forward of step {self.number}"
-                if self.checked:
-                    self.memory.comms.must_agree(SAME_VISITS, {"op": place}, place)
-                self.blocks.compare()
-                self.blocks = None
         elif self.visits != self.first_visits:
             raise errors.visits_differ_from_first(self.microbatch, self.visits, self.first_visits)
 
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""
-        if self.verified is not None and self.verified.updates_early and any(x is not None for x in leaf_grads):
-            raise RuntimeError(f"{errors.LATE}. Units were updated already: load a checkpoint into a new state")
         self.raise_failure()
         self.place = f"the end of step {self.number}"
-        self.uses_leaves = any(grad is not None for grad in leaf_grads)
+        uses_leaves = any(grad is not None for grad in leaf_grads)
         if self.checked:
             read = str([index for index, grad in enumerate(leaf_grads) if grad is not None])
             asked = {"op": self.place, "leaves read outside visits": read}
             self.memory.comms.must_agree(SAME_VISITS, asked, self.place)
-        if self.uses_leaves and self.memory.comms.deterministic:
+        if uses_leaves and self.memory.comms.deterministic:
             raise RuntimeError(errors.ORDERED)
         if self._beside is not None:
             self._beside.end_backward(())
@@ -345,7 +314,7 @@ class Session:
         to_sum = self.to_sum()
         with torch.no_grad(), self.memory.using([], [("grad shard", unit) for unit in self.grads.rows]):
             self.interpreter.zero_untouched(self.grads.rows)
-            if self.uses_leaves:
+            if uses_leaves:
                 self._add(leaf_grads, to_sum)
 
     def _add(self, leaf_grads: Sequence[Tensor | None], to_sum: set[int]) -> None:

@@ -18,7 +18,6 @@ from yafsdp_fn.program.split import LINE, Parcel
 from yafsdp_fn.program.text import describe_parcel
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
-from yafsdp_fn.runtime.consistency import Blocks
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
@@ -160,10 +159,10 @@ def neutral(node: Any, device: torch.device) -> Any:
         return torch.full(x.shape, value, dtype=x.dtype, device=device) if isinstance(x, Tensor) else value
 
     if isinstance(node, Max):
-        if node.value.dtype == torch.bool:
+        dtype = torch.as_tensor(node.value).dtype
+        if dtype == torch.bool:
             return Max(filled(node.value, False))
-        floats = node.value.dtype.is_floating_point
-        return Max(filled(node.value, -math.inf if floats else torch.iinfo(node.value.dtype).min))
+        return Max(filled(node.value, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min))
     assert isinstance(node, Mean | Sum)
     return type(node)(*[filled(x, 0) for x in node])
 
@@ -173,14 +172,14 @@ def shapes(tree: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
 
 
-def crossing_of(arguments: Arguments, memory: Memory, programs: Programs, blocks: Blocks | None = None) -> Crossing:
+def crossing_of(arguments: Arguments, memory: Memory, programs: Programs) -> Crossing:
     """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
 
-    blocks: compares those of the loss between ranks
+    What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
     """
-    found = traced(arguments, memory, PlaceholderMode(allow_non_fake_inputs=True), every=not programs.trains)
-    if blocks is not None:
-        blocks.compare(found.blocks)
+    first = programs.peek(memory, arguments.parts) is None
+    mode = PlaceholderMode(allow_non_fake_inputs=True)
+    found = traced(arguments, memory, mode, every=not programs.trains, counts=first)
     if found.by_value:
         raise RuntimeError(
             f"{found.by_value[0]} beside the visits, of what one has made: how many random numbers it draws depends on "

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.optim.base import updated
+from yafsdp_fn.optim.base import checked_update
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree, register_node
@@ -206,7 +206,7 @@ class PlainState:
         """Returns the state after one optimizer step, out of place."""
         with torch.no_grad():
             old = trainable(self.params)
-            updates, opt_state = updated(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
+            updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
         moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
         params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)

@@ -15,12 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.program.trace import Argument, Between, Trace, Value, Visit, chained_order
+from yafsdp_fn.program.measured import Value
+from yafsdp_fn.program.split import Argument
+from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.block_call import BlockCall, movable
 from yafsdp_fn.runtime.graph_walks import saved_by
-from yafsdp_fn.runtime.measuring import LiveBytes, Measured, measure, noting
+from yafsdp_fn.runtime.measuring import LiveBytes, Measured, measure, noting, outline
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.randomness import acting_over
@@ -107,12 +109,11 @@ class Tracer:
 
     closed = False
 
-    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool = False) -> None:
-        self.placement, self.mode, self._every = placement.abstract(), mode, every
+    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool, counts: bool) -> None:
+        self.placement, self.mode, self._every, self._counts = placement.abstract(), mode, every, counts
         self.untracked: list[str] = []  # visits without grad
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self.visits: list[Visit] = []
-        self.blocks: list[Any] = []  # of the visits
         self.rule = AttentionRule()
         self.results: list[Result] = []  # of visits with grad
         self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
@@ -132,7 +133,6 @@ class Tracer:
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
-        self.blocks.append(call.block)
         track = torch.is_grad_enabled()
         trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
@@ -142,7 +142,10 @@ class Tracer:
         self._end_beside()
         self.end_between()
         if signature not in self._seen:
-            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
+            if self._counts:
+                self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
+            else:
+                self._seen[signature] = outline(call, trained, track, self.placement)
         found = self._seen[signature]
         call.structure = found.structure
         outs = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
@@ -267,7 +270,7 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
 class Traced(NamedTuple):
     """A trace with the tensors of the loss.
 
-    results, blocks: of each visit, its result without values, and what it ran; out: the loss's result; total: its
+    results: of each visit, without values; out: the loss's result; total: its
     total; made: by which visits each tensor of it was made
 
     untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
@@ -283,15 +286,23 @@ class Traced(NamedTuple):
     reads_leaves: bool
     rewritten: list[str]
     by_value: list[str]
-    blocks: list[Any]
 
 
 def traced(
-    arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None, *, every: bool = False
+    arguments: Arguments,
+    placement: Placement[Any],
+    mode: FakeTensorMode | None = None,
+    *,
+    every: bool = False,
+    counts: bool = True,
 ) -> Traced:
-    """Traces with the tensors of the loss. every: visits without grad are part of it, as in an evaluation"""
+    """Traces with the tensors of the loss.
+
+    every: visits without grad are part of it, as in an evaluation; counts: what visits cost is measured, which takes
+    four fifths of the time
+    """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(placement, mode, every)
+    tracer = Tracer(placement, mode, every, counts)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             with acting_over(tracer.placement.comms), noting(tracer.placement.comms) as tracer.called:
@@ -317,7 +328,7 @@ def traced(
     calls = tuple(tracer.between)
     trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
     untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value
-    return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value, tracer.blocks)
+    return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value)
 
 
 def not_compiled() -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.memory import Shards
-from yafsdp_fn.runtime.reductions import Mean, Sum, combine, total_of
+from yafsdp_fn.runtime.reductions import Mean, Sum, combine
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.squares import squared_norm, squares_in_bins
 
@@ -41,34 +41,21 @@ class StepUpdates:
         self._tx, self._steps = tx, state.unit_steps_for(tx, trainable(grads))
         self._losses: Sequence[Mean] = ()
         self._aux: Sequence[Tree] = ()
-        self._squares: list[Tensor] | None = None  # of units updated so far, where no norm is taken before
         self._measured: dict[str, Any] | None = None
         self._scale: Tensor | None = None
-        self._weighs: Callable[[], Callable[[], Tensor]] | None = None  # starts to add up the scale
-        self._arrives: Callable[[], Tensor] | None = None  # the scale
         self._found_inf: Tensor | None = None
 
-    def begin(self, losses: Sequence[Mean], aux: Sequence[Tree], unmeasured: bool) -> None:
-        """Receives all losses after the last forward. Their weight is known then (`weigh`); updates without a norm need
-        nothing else."""
+    def begin(self, losses: Sequence[Mean], aux: Sequence[Tree]) -> None:
+        """Receives all losses after the last forward."""
         self._losses, self._aux = losses, aux
-        if unmeasured:
-            self._squares = [self._squared_norm([])]
-            weights, device = [loss.weight for loss in losses], losses[0].total.device
-            self._weighs = total_of(weights, self._memory.comms, device)
-
-    @property
-    def weighs(self) -> bool:
-        """True if the losses are known, and their weights are still to be added up."""
-        return self._weighs is not None
-
-    def weigh(self) -> None:
-        """Starts to add up the weights of all losses."""
-        assert self._weighs is not None
-        self._arrives, self._weighs = self._weighs(), None
 
     def norm(self) -> None:
-        self._take_measure(self._squared_norm(self._shards.counted))
+        """Takes the norm of the whole gradient, with the other metrics of the step."""
+        comms = self._memory.comms
+        counted = self._shards.counted
+        squares = squares_in_bins(counted, comms.device) if comms.deterministic else squared_norm(counted)
+        own = words(self._memory.number, self._state.step)
+        self._measured, self._scale, self._found_inf = self._measure(self._losses, self._aux, squares, comms, own)
 
     @property
     def lent(self) -> tuple[Lent, ...]:
@@ -85,14 +72,9 @@ class StepUpdates:
 
     def update(self, units: tuple[int, ...], part: int) -> None:
         memory = self._memory
-        if self._arrives is not None:  # waited for no sooner: reductions of earlier microbatches come first
-            self._scale, self._arrives = self._arrives(), None
-        if self._squares is not None and part == 0:  # the update destroys the gradient
-            shards = self._shards
-            self._squares += [self._squared_norm([shards.rows[unit]]) for unit in units if unit in shards.counts]
-        norm = None if self._measured is None else self._measured["grad_norm"]
+        assert self._measured is not None, "the norm comes first"
         parts, found_inf = self._steps.parts, self._found_inf
-        scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": norm}
+        scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": self._measured["grad_norm"]}
         whole = units == memory.trained and not parts
         self._steps.run(None if whole else units, part=part, on_write=memory.begin_write, **scalars)
         memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
@@ -100,25 +82,11 @@ class StepUpdates:
     def finish(self) -> tuple[ShardedState, dict[str, Any]]:
         """Returns the new state and the step's metrics, when the session is over."""
         memory, step = self._memory, self._state.step
-        if self._measured is None:
-            assert self._squares is not None
-            with memory.comms.guarded(f"the metrics of step {step}"):
-                self._take_measure(torch.stack(self._squares).sum(0))
         assert self._measured is not None
         opt_state = self._steps.finish(self._found_inf)
         memory.end_write()
         state = dataclasses.replace(self._state, step=step + 1, unit_steps=(self._tx, self._steps))
         return state.over(memory, opt_state), self._measured
-
-    def _squared_norm(self, leaves: Sequence[Tensor]) -> Tensor:
-        """Returns this rank's argument of `sum_of_squares`, to be summed over units and ranks."""
-        comms = self._memory.comms
-        return squares_in_bins(leaves, comms.device) if comms.deterministic else squared_norm(leaves)
-
-    def _take_measure(self, squares: Tensor) -> None:
-        own = words(self._memory.number, self._state.step)
-        measured = self._measure(self._losses, self._aux, squares, self._memory.comms, own)
-        self._measured, self._scale, self._found_inf = measured
 
 
 def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | None]:

@@ -50,8 +50,6 @@ def visit(call: BlockCall) -> Tree:
     if segment is not None and segment.enter(call, number):
         session.new_visit(call.name, call.units)
         return segment.placeholders(call, number)
-    if session.blocks is not None:
-        session.blocks.saw(call.block)
     if torch.is_grad_enabled() and session.differentiates:
         outs = _Running(session, call, session.new_visit(call.name, call.units)).forward()
     else:

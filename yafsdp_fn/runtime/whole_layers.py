@@ -158,7 +158,7 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
             raise TypeError(
                 "map_whole_layers: the first stack is plain, another is sharded; unshard that one, or shard this"
             )
-        columns = [_rows(tree) for tree in (stack, *rest)]
+        columns = [plain_layers(tree) for tree in (stack, *rest)]
         if len({len(rows) for rows in columns}) > 1:
             raise ValueError(
                 f"map_whole_layers: stacks of different length: {', '.join(str(len(rows)) for rows in columns)}"
@@ -202,7 +202,7 @@ def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple
             raise ValueError(
                 f"map_whole_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}"
             )
-    plain = [None if isinstance(tree, Sharded) else _rows(tree) for tree in rest]
+    plain = [None if isinstance(tree, Sharded) else plain_layers(tree) for tree in rest]
     kept, outs = None, []
     for layer, whole in enumerate(whole_layers(memory, stacks)):
         given = iter(whole[1:])
@@ -220,6 +220,7 @@ def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple
     return Sharded(tuple(kept), stack.context) if kept is not None else stacked(outs)
 
 
-def _rows(tree: Tree) -> list[Tree]:
+def plain_layers(tree: Tree) -> list[Tree]:
+    """Returns the layers of a stack of tensors, as views."""
     leaves, spec = optree.tree_flatten(without_markers(tree))
     return [optree.tree_unflatten(spec, row) for row in zip(*(leaf.unbind() for leaf in leaves), strict=True)]

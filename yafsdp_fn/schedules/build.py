@@ -142,13 +142,10 @@ def readers(ops: Sequence[Op]) -> dict[int, int | None]:
 #     gather, into free slots, what this compute and the next `prefetch` ones need
 #     compute
 #     reduce the gradients that are complete; sum them over replicas
-# with `update`: the optimizer's step of each unit as soon as the trace allows, then the next step's first gathers
+# with `update`: the norm, the optimizer's step of each unit, and the next step's first gathers
 # what is gathered for one compute, or reduced after one, becomes one op
 # a forward whose backward comes next may begin its gradients, where their slots are free
 # where `remat` says so, carries move to the host and back (remat.py)
-
-LAG = 2
-"""Computes between a unit's reduction and its update, so that the compute stream seldom waits for the reduction."""
 
 
 def build(
@@ -183,16 +180,11 @@ def build(
     deferred = (range(len(trace.units)) if defer else ()) if isinstance(defer, bool) else defer
     builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary)
     recompute = remat(trace)
-    # the compute after which all losses are known
-    losses = max((i for i, now in enumerate(trace.order) if now.kind == "forward"), default=-1)
     for i, now in enumerate(trace.order):
         builder.gather(trace.order[i : i + prefetch + 1])
         builder.ops.append(op_of(now, trace, slots, grad_slots, recompute))
-        if now.kind == "forward":
-            continue
-        builder.reduce(i, now)
-        if update and trace.update_when == "any time" and i >= losses:
-            builder.update([unit for unit, ready in builder.complete.items() if ready + LAG <= i])
+        if now.kind != "forward":
+            builder.reduce(i, now)
     builder.ops += sums_over_stages(trace)
     if update and trace.trains:
         builder.finish()
@@ -232,13 +224,8 @@ class _Builder:
         self.ops: list[Op] = []
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
-        self.complete: dict[int, int] = {}  # unit whose gradient is complete -> compute after which it may be updated
-        self.begun: set[int] = set()  # units whose update has been issued, or its first part
         self.updating = Updating(self.trace.lent)
         self.wanted: dict[int, int] = {}  # slot -> unit that the next step's first gathers put there
-        self.last_use = {
-            unit: i for i, now in enumerate(self.trace.order) for unit in self.trace.visits[now.visit].units
-        }
         self.last_write = {unit: i for i, now in enumerate(self.trace.order) for unit in writes_of(now, self.trace)}
         used = list(self.grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
@@ -268,17 +255,12 @@ class _Builder:
             # a shared slot must be free before another unit's gradient arrives, complete or not
             if (closes and (last or unit not in self.deferred)) or (slot in self.shared and unit not in following):
                 self.ops.append(Reduce((unit,), (slot,)))
-            if closes and last:
-                if self.trace.replicas > 1:
-                    self.ops.append(AllReduce((unit,)))
-                if unit not in self.trace.shared:
-                    self.complete[unit] = max(i, self.last_use[unit])
+            if closes and last and self.trace.replicas > 1:
+                self.ops.append(AllReduce((unit,)))
 
     def update(self, units: Iterable[int]) -> None:
         """Begins the updates of `units`, and goes on with those that have several parts."""
-        new = [unit for unit in units if unit not in self.begun]
-        self.begun.update(new)
-        ops, done = self.updating.turn(new)
+        ops, done = self.updating.turn(units)
         self.ops += ops
         for unit in done:
             self.gather_ahead(unit)
@@ -291,24 +273,23 @@ class _Builder:
             self.held[slot] = unit
 
     def finish(self) -> None:
-        """The updates that are left, in the order in which the next step visits their units, and its first gathers."""
+        """The norm, the updates in the order in which the next step visits their units, and its first gathers."""
         if self.trace.update_when == "never":
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
-        if self.trace.update_when == "after norm" and self.trace.trained:
+        if self.trace.trained:
             self.ops.append(Norm(self.trace.trained))
         visits, first = self.trace.visits, self.trace.order[: self.prefetch + 1]
         wanted: dict[int, int] = {}  # slot -> unit, up to the first unit that would need the slot of an earlier one
         for unit in (unit for compute in first for unit in reads_of(compute, self.trace)):
             if wanted.setdefault(self.slots[unit], unit) != unit:
                 break
-        early = [unit for unit in self.begun if unit not in self.updating.open]
         self.wanted = wanted
         order = [*(unit for visit in visits for unit in visit.units), *(unit.id for unit in self.trace.units)]
         for unit in dict.fromkeys(order):
-            if unit in early or not self.trace.units[unit].trainable:
-                self.gather_ahead(unit)
-            elif unit not in self.begun:
+            if self.trace.units[unit].trainable:
                 self.update([unit])
+            else:
+                self.gather_ahead(unit)
         while self.updating.open:
             self.update([])
 

@@ -11,10 +11,8 @@ Options that several have:
     remat: which visits recompute their graph in the backward: a policy of `remat`, or its name
     defer: with several microbatches, add gradients up unreduced, and reduce once per step. It takes a gradient slot per
         unit, the size of the whole model in the reduce dtype
-    update: the optimizer's step is part of the program, if it has a backward, unit by unit, and the next step's first
-        gathers follow the updates of their units. Where neither clipping nor `skip_nonfinite` needs the norm of the
-        whole gradient, a unit is updated during the backward of earlier layers; an exception after that leaves no
-        state to go on with
+    update: the optimizer's step is part of the program, if it has a backward, unit by unit, after the norm of the
+        whole gradient, and the next step's first gathers follow the updates of their units
 On a mesh with a `replicate` axis every one of them sums gradient shards over replicas when they are complete, once per
 step. Frozen units that have a slot of their own stay there from step to step.
 """

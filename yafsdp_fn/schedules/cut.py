@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-from yafsdp_fn.program.split import Assignment, Flow, Split
-from yafsdp_fn.program.trace import Argument, Trace, Visit
+from yafsdp_fn.program.split import Argument, Assignment, Flow, Split
+from yafsdp_fn.program.trace import Trace, Visit
 
 Shape = Literal["loop", "v"]
 """The way segments lie on stages: 0 1 2 3 0 1 2 3, or 0 1 2 3 3 2 1 0."""

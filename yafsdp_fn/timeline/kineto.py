@@ -16,21 +16,21 @@ On the CPU an op takes the time of its range. On a GPU it takes that of the kern
 collectives by their names, computes from the first to the last of all others.
 """
 
-import gzip
 import itertools
 import json
 import re
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from yafsdp_fn.program.ops import Backward, Forward, Gather, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.timeline.spans import MEASURED, Span
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.schema import Within, shown, typed_at
 
 RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*\])?$")
 KERNELS = {"gather": re.compile(r"nccl.*AllGather"), "reduce": re.compile(r"nccl.*ReduceScatter")}
@@ -100,6 +100,8 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
         times = window if not found.kernels else _on_gpu(found.kernels, op, window)
         if times is not None:
             start, end = (1e-6 * (time - found.start) for time in times)
+            if start < 0:
+                raise ValueError(f"read_kineto: {path}: op {number} runs {-start:.3g} s before its step begins")
             spans.append(Span(number, op, op.stream, start, end))
     seconds = 1e-6 * (max([found.end, *(event.end for _, event in found.kernels)]) - found.start)
     return Timeline(program.trace, tuple(spans), seconds, f"{MEASURED} by torch.profiler: {Path(path).name}")
@@ -108,51 +110,89 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
 # ---- the file
 
 
+RATIO, FLOOR = 32, 2**24
+"""A file is unpacked to so many times its bytes, and to `FLOOR` bytes at least; recordings are packed to a tenth."""
+OF_HOST, LAUNCHES, KERNEL = ("user_annotation", "cpu_op"), ("cuda_runtime", "cuda_driver"), "kernel"
+STEP = re.compile("ProfilerStep#([0-9]{1,18})")
+
+
+class Timed(NamedTuple):
+    """An event of the file. ts, dur: in microseconds; correlation: of a kernel with what launched it"""
+
+    name: str
+    cat: str
+    ts: Annotated[float, Within(-1e18, 1e18)]
+    dur: Annotated[float, Within(0, 1e18)] = 0.0
+    correlation: int | None = None
+
+    @property
+    def end(self) -> float:
+        return self.ts + self.dur
+
+
 def _recorded(path: Path, step: int | None) -> Recording:
     try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            data = json.load(file)
-        events = data["traceEvents"] if isinstance(data, dict) else data
-        timed = [event for event in events if event.get("ph") == "X"]
-        for event in timed:
-            event["ts"], event["dur"] = float(event["ts"]), float(event.get("dur", 0))
-            event["name"], event["cat"] = str(event["name"]), str(event.get("cat", ""))
-            event["args"] = dict(event.get("args") or {})
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"read_kineto: {path}: expected a recording of torch.profiler in JSON: {error!r}") from error
-    steps = {int(e["name"].partition("#")[2]): e for e in timed if re.fullmatch(r"ProfilerStep#\d+", e["name"])
-             and not e["cat"].startswith("gpu")}  # fmt: skip
+        timed = list(_timed(json.loads(_unpacked(path).decode())))
+    except (OSError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"read_kineto: {path}: expected a recording of torch.profiler in JSON: {error}") from error
+    steps = {int(named[1]): e for e in timed if (named := STEP.fullmatch(e.name)) and not e.cat.startswith("gpu")}
     if step is not None and step not in steps:
         raise ValueError(f"read_kineto: {path}: there is no ProfilerStep#{step}, but {sorted(steps) or 'none'}")
     of = steps[max(steps) if step is None else step] if steps else None
-    host = [e for e in timed if e["cat"] in ("user_annotation", "cpu_op") and e["name"].startswith("FSDP::")]
+    host = [e for e in timed if e.cat in OF_HOST and e.name.startswith("FSDP::")]
     if of is not None:
-        host = [e for e in host if of["ts"] <= e["ts"] < of["ts"] + of["dur"]]
+        host = [e for e in host if of.ts <= e.ts < of.end]
     if not host:
         raise ValueError(
             f"read_kineto: {path}: no range of FSDP2, such as FSDP::all_gather, is in it"
-            f"{'' if of is None else ' in ' + of['name']}; record a step with ProfilerActivity.CPU, too"
+            f"{'' if of is None else ' in ' + of.name}; record a step with ProfilerActivity.CPU, too"
         )
-    start = host[0]["ts"] if of is None else of["ts"]
-    end = max(e["ts"] + e["dur"] for e in host) if of is None else of["ts"] + of["dur"]
-    ranges = []
-    for e in host:
-        if match := RANGE.match(e["name"]):
-            ranges.append(Event(e["ts"], e["ts"] + e["dur"], match[1], match[2] or ""))
+    start = host[0].ts if of is None else of.ts
+    end = max(e.end for e in host) if of is None else of.end
+    ranges = [Event(e.ts, e.end, match[1], match[2] or "") for e in host if (match := RANGE.match(e.name))]
     return Recording(min(start, *(r.start for r in ranges)), end, sorted(ranges), _launched(timed, start, end))
 
 
-def _launched(timed: list[dict[str, Any]], start: float, end: float) -> list[tuple[float, Event]]:
+def _unpacked(path: Path) -> bytes:
+    """The bytes of a file, unpacked where its name ends in .gz. Raises ValueError where they would be too many."""
+    packed = path.read_bytes()
+    if path.suffix != ".gz":
+        return packed
+    most = max(FLOOR, RATIO * len(packed))
+    reader = zlib.decompressobj(wbits=31)  # of gzip
+    text = reader.decompress(packed, most)
+    if len(text) == most:
+        raise ValueError(f"it unpacks to {most:,} bytes or more; if you know where it comes from, unpack it yourself")
+    if not reader.eof or reader.unused_data:
+        raise ValueError("it is cut short, or goes on behind its end")
+    return text
+
+
+def _timed(data: Any) -> Iterator[Timed]:
+    """The events that tell when the host and a GPU did something, of what JSON was read as."""
+    events = data.get("traceEvents") if isinstance(data, dict) else data
+    if not isinstance(events, list):
+        raise ValueError("traceEvents: expected a list of events")
+    for at, event in enumerate(events):
+        if not isinstance(event, dict):
+            raise ValueError(f"traceEvents[{at}]: expected an object, got {shown(event)}")
+        if event.get("ph") != "X":
+            continue
+        name, cat, args = event.get("name"), event.get("cat", ""), event.get("args") or {}
+        if not isinstance(name, str) or not isinstance(args, dict):
+            raise ValueError(f"traceEvents[{at}]: expected a name, and an object of args, got {shown(event)}")
+        if name.startswith(("FSDP::", "ProfilerStep#")) or cat in (*LAUNCHES, KERNEL):
+            known = {field: event[field] for field in ("name", "ts", "dur") if field in event}
+            yield typed_at(f"traceEvents[{at}]", Timed, known | {"cat": cat, "correlation": args.get("correlation")})
+
+
+def _launched(timed: list[Timed], start: float, end: float) -> list[tuple[float, Event]]:
     """The kernels that the host launched between `start` and `end`, by that time."""
-    launches = {
-        e["args"]["correlation"]: e["ts"]
-        for e in timed
-        if e["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in e["args"]
-    }
+    launches = {e.correlation: e.ts for e in timed if e.cat in LAUNCHES and e.correlation is not None}
     found = [
-        (launches[e["args"]["correlation"]], Event(e["ts"], e["ts"] + e["dur"], e["name"]))
+        (launches[e.correlation], Event(e.ts, e.end, e.name))
         for e in timed
-        if e["cat"] == "kernel" and e["args"].get("correlation") in launches
+        if e.cat == KERNEL and e.correlation in launches
     ]
     return sorted((at, kernel) for at, kernel in found if start <= at < end)
 

@@ -1,4 +1,4 @@
-"""What is where in a picture of a timeline: rows in inches, boxes in seconds, colours and words. Nothing is drawn here.
+"""The layout of a picture of a timeline: rows in inches, boxes in seconds, colours and words. Nothing is drawn here.
 
 of one stage        streams as lanes, slots below them; strips above compute say which microbatch and which stack it is
                     at, where there are several. Colour is the layer: light for weights, dark for gradients
@@ -31,7 +31,7 @@ from yafsdp_fn.timeline.text import because, idle, reasons, shown
 # can be told apart at every layer. The steps of a ramp look equally far apart (they are of OKLCH).
 
 Colour = tuple[float, float, float]
-"""Of sRGB, in [0, 1]."""
+"""A colour of sRGB, in [0, 1]."""
 # (light, dark): weights, gradients
 LAYERS = ("bac7ff 9ed0ff 88d8f0 85ddd8 96dcbb b3d8a0", "8291e5 519ee1 00aacc 00b0ab 3cb082 76a958")  # first to last
 OTHERS = ("f4b5d7 fdb4b9 faba9d ebc38c", "ce77aa da767f d77d54 c58c30")  # units outside of stacks

@@ -6,6 +6,7 @@ Lengths are inches until they are drawn. matplotlib is imported when something i
 import functools
 import io
 import itertools
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from yafsdp_fn.timeline.spans import Spans
 from yafsdp_fn.timeline.text import unit_of
 
 SUFFIXES = (".pdf", ".png", ".svg")
+NOT_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\xef\xbf[\xbe\xbf]")
+"""Characters of which a name may be and a file of XML may not."""
 NARROWEST, WIDEST = 9.0, 18.0  # of a figure
 MARGIN, LEFT, RIGHT, ASIDE = 0.12, 1.0, 0.15, 0.4  # ASIDE: more to the right, where rows have words there
 HEADER, AXIS, BETWEEN = 0.46, 0.46, 0.18  # above a panel; below the last; between two
@@ -34,7 +37,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "inside": {"linewidth": 0.0},
     "thin": {"linewidth": 0.0},
 }
-"""Of boxes, by their kind."""
+"""The styles of boxes, by their kind."""
 
 
 def save(
@@ -59,7 +62,13 @@ def save(
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
         dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
         figure = sheet(layouts(timelines, by_stage), words)
-        figure.savefig(path, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
+    data = drawn.getvalue() if suffix != ".svg" else NOT_XML.sub(b"?", drawn.getvalue())
+    if isinstance(path, Path):
+        path.write_bytes(data)
+    else:
+        path.write(data)
 
 
 def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
@@ -78,7 +87,11 @@ def wide(text: str, size: float) -> float:
 
     if not text:
         return 0.0
-    return float(TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents().width) / 72
+    try:
+        path = TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans"))
+    except AttributeError:  # of spaces and marks alone matplotlib makes no path
+        return 0.0
+    return float(path.get_extents().width) / 72
 
 
 # ---- A sheet: panels under one another, and a legend below them.

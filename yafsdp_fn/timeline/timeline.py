@@ -8,13 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.program.json import as_data, checked, typed_at
+from yafsdp_fn.program.json import as_data, checked
 from yafsdp_fn.program.ops import OPS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.timeline import paint, perfetto, text
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.schema import typed_at
 
 # ---- What a timeline in JSON consists of: it was measured on one machine, kept, and is shown on another.
 

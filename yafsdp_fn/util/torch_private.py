@@ -6,7 +6,6 @@ tensors (`_version`, `_backward_hooks`), which a name here would only hide.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -22,7 +21,6 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed import ProcessGroup
-from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _disable_current_modes
 
 Function = TypeVar("Function", bound=Any)
@@ -134,13 +132,6 @@ def without_driver() -> Iterator[None]:
         yield
     finally:
         os.environ[name] = before
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel (Linux) kill this process when the thread that forked it ends. parent: its process"""
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that
-        os._exit(1)
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:

@@ -178,7 +178,7 @@ def a_pipeline(
     least: int = 0,
 ) -> Any:
     """As built, or changed up to twice; None where what came of it is no pipeline. of: its step; least: changes"""
-    updates: UpdateWhen = rng.choice(("never", "after norm", "any time"))
+    updates: UpdateWhen = rng.choice(("never", "after norm"))
     schedule, mesh = sharding(updates != "never" and rng.random() < 0.7)
     order = rng.choice(ORDERS)
     trace = of(rng, order, mesh, updates)

@@ -10,10 +10,10 @@ ORDERS = tuple(FACTORIES)
 SHARDINGS: dict[str, tuple[Schedule | None, str, str]] = {
     "default": (None, "ranks", "never"),
     "once": (zero1(), "ranks", "after norm"),
-    "recomputed, updated any time": (zero2(remat="all", update=True), "ranks", "any time"),
+    "recomputed, updated after norm": (zero2(remat="all", update=True), "ranks", "after norm"),
     "regathered": (zero3(), "ranks", "never"),
     "regathered, reduced once, updated": (zero3(defer=True, update=True, remat="first:1"), "replicas", "after norm"),
-    "hybrid": (hsdp(update=True), "replicas", "any time"),
+    "hybrid": (hsdp(update=True), "replicas", "after norm"),
 }
 
 

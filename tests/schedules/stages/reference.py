@@ -19,7 +19,7 @@ from tests.schedules.overlapped import waits_of
 from tests.schedules.reference import ALIASED, SHARDED, Host, Issued, Mode, Stops, _added, written
 from tests.schedules.symbols import STEPS, Memory, Result, beginning, norm_of, outcome
 from yafsdp_fn.program.ops import kind_of
-from yafsdp_fn.schedules import AllReduce, Backward, Forward, Norm, Op, Program, Receive, Send, Split, Trace, Update
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Norm, Op, Program, Receive, Send, Split, Trace
 
 
 def digest(*parts: Any) -> str:
@@ -129,17 +129,14 @@ def expected(pipeline: Program) -> list[Result]:
 
 def _expected(trace: Trace, program: Program) -> Result:
     held = {unit.id for unit in program.trace.units if unit.numel}
-    measured = not program.has_updates or any(isinstance(op, Norm) for op in program.ops)
     computed, added = _computed(trace)
     result = {key: value for stage, key, value in computed if stage == program.trace.stage}
     for step in range(STEPS):
         grads = {unit.id: added[step].get(unit.id, Counter()) for unit in program.trace.units if unit.trainable}
         norm = norm_of(grads)
-        if measured:
-            result["measured", step] = norm
+        result["measured", step] = norm
         for unit, grad in grads.items():
-            clip = norm if trace.update_when == "after norm" else None
-            result["update", step, unit] = ((unit, step), grad, clip, "divided by the weight")
+            result["update", step, unit] = ((unit, step), grad, norm)
     shards = {("shard", unit.id): (unit.id, STEPS * unit.trainable) for unit in program.trace.units if unit.id in held}
     return result | shards
 
@@ -188,12 +185,6 @@ class Stage:
         self.left: dict[str, deque[int]] = {}
         for at, op in enumerate(ops):
             self.left.setdefault(op.stream, deque()).append(at)
-        self.forwards = sum(compute.kind == "forward" for compute in trace.order)  # in a step
-
-    def losses(self, before: int | None = None) -> int:
-        """In how many steps all forwards are done, or issued before an op."""
-        ops = zip(self.ops[:before], self.done, strict=False)
-        return sum(isinstance(op.op, Forward) and (done or before is not None) for op, done in ops) // self.forwards
 
     def next(self, stream: str, blocking: bool) -> Issued | None:
         """The next op of a stream, if it may begin."""
@@ -220,7 +211,6 @@ def run(pipeline: Program, rng: random.Random, mode: Mode = SHARDED, blocking: b
     except (Stops, LookupError, ValueError):
         return None
     normed = [stage for stage in stages if any(isinstance(op.op, Norm) for op in stage.ops)]
-    weighed = pipeline.has_updates and not any(isinstance(op, Norm) for p in pipeline.parts for op in p.ops)
     held = [{unit.id for unit in program.trace.units if unit.numel} for program in pipeline.parts]
     boxes: dict[tuple[int, int], deque[Any]] = {}
     speed = {(number, stream): rng.choice((1, 20)) for number, stage in enumerate(stages) for stream in stage.left}
@@ -230,10 +220,6 @@ def run(pipeline: Program, rng: random.Random, mode: Mode = SHARDED, blocking: b
             for stream in stage.left:
                 if (issued := stage.next(stream, blocking)) is None:
                     continue
-                if weighed and isinstance(issued.op, Update):
-                    step = stage.losses(stage.left[stream][0])
-                    if any(other.losses() < step for other in stages):
-                        continue
                 way = _way(issued.op, number, stage, stream, stages, split, boxes, normed, held, blocking)
                 if way is not None:
                     ways[number, stream] = way

@@ -19,7 +19,7 @@ from typing import Any
 from tests.schedules.reference import Mode, Stops
 from tests.schedules.smt import SmtProgram, SmtTerms, number
 from tests.schedules.stages.reference import Flows
-from yafsdp_fn.schedules import AllReduce, Backward, Fetch, Forward, Norm, Offload, Op, Program, Receive, Send, Update
+from yafsdp_fn.schedules import AllReduce, Backward, Fetch, Forward, Norm, Offload, Op, Program, Receive, Send
 
 
 class SmtPipeline(SmtTerms):
@@ -66,20 +66,12 @@ class SmtPipeline(SmtTerms):
         self.met += [f"(< s{one} e{other})" for one, other in itertools.permutations(events, 2)]
 
     def _measured(self, pipeline: Program) -> None:
-        """Updates follow a norm of all stages. Those of programs without one wait for the weight of all losses, which
-        each stage knows after its last forward."""
+        """Updates follow a norm of all stages."""
         train = [program for program in pipeline.parts if program.trace.trained]
-        unmeasured = {p.has_updates and not any(isinstance(op, Norm) for op in p.ops) for p in train}
-        if len(unmeasured) > 1:
+        if len({program.has_updates for program in train}) > 1:
             raise Stops("it waits for what never comes")
-        if unmeasured != {True}:
-            for norms in _meeting([stage.normed for stage in self.stages]):
-                self._meet(list(norms))
-            return
-        last = {(e.stage, e.step): at for at, e in enumerate(self.events) if isinstance(e.op, Forward)}
-        for at, event in enumerate(self.events):
-            if isinstance(event.op, Update):
-                self.met += [f"(<= e{forward} s{at})" for (_, step), forward in last.items() if step == event.step]
+        for norms in _meeting([stage.normed for stage in self.stages]):
+            self._meet(list(norms))
 
     def _host(self, events: list[int]) -> None:
         """The host of a stage may wait for the device before all but messages, which begin in the order of the host."""

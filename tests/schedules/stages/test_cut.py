@@ -11,7 +11,8 @@ import pytest
 
 from tests.schedules.stages.reference import right
 from tests.schedules.traces import trace_of, unit
-from yafsdp_fn.program.trace import Argument, Cost
+from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.split import Argument
 from yafsdp_fn.schedules import Assignment, Trace, assign, cut, gpipe, verify, zero2
 
 

@@ -137,7 +137,7 @@ def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -
 def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
     """The host is at it before the first update, and what it has not issued yet must not be what others wait for: here
     stage 0 needs a gradient of stage 1 for what stage 1 waits for, a sum over both."""
-    trace = cut(on(model(0, 1, tied=True), "ranks", "any time"), (0, 1))
+    trace = cut(on(model(0, 1, tied=True), "ranks", "after norm"), (0, 1))
     whole = verify(one_f_one_b(zero2(update=True))(trace))
     assert opinion(whole) is None
     ops = list(whole.stages[1])

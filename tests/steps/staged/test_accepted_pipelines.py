@@ -29,7 +29,7 @@ from tests.schedules.cases import nightly
 from tests.schedules.stages.changed import any_change
 from tests.steps.staged.models import F64
 from yafsdp_fn import schedules as s
-from yafsdp_fn.program.trace import Cost
+from yafsdp_fn.program.measured import Cost
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 CASES = {2: 4, 3: 2, 4: 3}

@@ -22,6 +22,7 @@ from train.data import sources
 from train.data import tokenizer as tokenizers
 from train.data.foreign import Pipeline, from_json, to_json
 from train.data.rows import Indexed, Mixed, Place, Row, Rows, batches
+from train.data.store import AT_ONCE
 from train.running import run
 
 
@@ -93,6 +94,25 @@ def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
         opened(tmp_path, stores=(str(tmp_path / "none"),))
     with pytest.raises(ConfigError, match="there is no text"):
         opened(tmp_path, stores=(str(prefix),), heldout_files=("a.txt",))
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("bad", "says"), [([1, 256, 0], "token 256"), ([1, 2, 3], "token 3")])
+def test_every_document_of_a_store_is_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, bad: list[int], says: str
+) -> None:
+    """Tokens beyond the vocabulary, and ends that are none, behind the first that go through the tokenizer together."""
+    found = [[1, 2, 0]] * (AT_ONCE + 90)
+    datatroves(tmp_path / "0.ds", [*found[: AT_ONCE + 70], bad, *found], width)
+    with pytest.raises(
+        ConfigError, match=rf"0\.ds: {says} in document {AT_ONCE + 70}: expected tokens below 256, and "
+    ):
+        opened(tmp_path, stores=(f"{tmp_path}/0.ds",))
+    datatroves(tmp_path / "0.ds", found, width)
+    first, _ = opened(tmp_path, stores=(f"{tmp_path}/0.ds",))
+    monkeypatch.setattr("train.data.foreign._looked_at", lambda *_: 1 / 0)
+    again, _ = opened(tmp_path, stores=(f"{tmp_path}/0.ds",))
+    assert same_rows(first, again)
 
 
 def datatroves(path: Path, found: list[list[int]], width: int, about: bool = True) -> None:

@@ -50,6 +50,12 @@ def test_ranks_are_told_what_torchrun_tells_them(monkeypatch: pytest.MonkeyPatch
     assert launch.environment(0, 1, 1)["OMP_NUM_THREADS"] == "7"
 
 
+def test_ranks_do_not_wait_for_libraries_of_the_launcher() -> None:
+    code = "import sys, train.launch; print({'torch', 'numpy', 'yafsdp_fn'} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=machine.ROOT, check=True)
+    assert ran.stdout == "set()\n"
+
+
 @pytest.mark.parametrize(
     ("codes", "status"),
     [

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
 from tests.harness.pool import Pool
 from tests.train.hosts import INTERFACE, on, two_hosts
 from tests.train.inside import flags, inside, text
+from train.launch import agent
 from train.launch import command as launch
 
 JOB = "4242"
@@ -137,7 +139,7 @@ def test_a_run_that_ends_by_itself_is_not_requeued(folder: Path, status: int) ->
     show, srun = cluster.calls
     assert show == "scontrol show hostnames x[1-2]"
     assert "--rdzv-endpoint=first:24242 --rdzv-id=4242 -m train clm --name a b" in srun
-    assert "--nnodes=2 --nproc-per-node=2 --max-restarts=3" in srun
+    assert "-m train.launch.agent --nnodes=2 --nproc-per-node=2 --max-restarts=3" in srun
 
 
 @pytest.mark.parametrize(("ends_with", "requeued"), [(1, True), (0, False)])
@@ -156,6 +158,20 @@ def test_a_run_that_is_told_to_end_saves_and_is_requeued(folder: Path, ends_with
     assert job.returncode == ends_with and "saved" in said
     assert f"scancel --signal=TERM {JOB}" in cluster.calls
     assert (f"scontrol requeue {JOB}" in cluster.calls) == requeued == ("told to end" in said)
+
+
+def test_an_agent_that_is_told_to_end_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch 2.11, too, which knows no such variable: ranks that took 36 seconds to save were killed after 30."""
+    waited = list[Any]()
+    monkeypatch.setattr(PContext, "close", lambda context, number, timeout: waited.append((number, timeout)))
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "270")
+    agent.waits_as_told()
+    PContext.close(None)  # type: ignore[arg-type]  # a rank has failed, and the others are to begin again
+    try:
+        raise SignalException("told to end", signal.SIGTERM)
+    except SignalException as told:
+        PContext.close(None, told.sigval)  # type: ignore[arg-type]
+    assert waited == [(None, 30), (signal.SIGTERM, 270)]
 
 
 # ---- two hosts

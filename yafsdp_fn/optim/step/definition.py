@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, name, updated
+from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
 from yafsdp_fn.optim.step.cutting import GLOBAL, Cut, Cutter
@@ -122,7 +122,7 @@ class Definition:
                 updates, after = yield from self._at_owners(tx.rule, id(tx), updates, state, seen, units)
                 parts -= 2
             else:
-                updates, after = updated(tx, updates, state, seen)
+                updates, after = checked_update(tx, updates, state, seen)
             pairs += _pairs(f"the state of {name(tx)}", state, after)
         new = apply_updates(params, updates)
         if masks is not None:

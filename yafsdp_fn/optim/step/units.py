@@ -22,7 +22,6 @@ from yafsdp_fn.optim.base import (
 )
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise
-from yafsdp_fn.optim.noise import Noise
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.cutting import Cutter, named
@@ -92,7 +91,7 @@ def why_not_unitwise(tx: Any) -> str | None:
 
     >>> ya.optim.why_not_unitwise(tx) is None
     True
-    >>> ya.optim.why_not_unitwise(ya.optim.add_noise(0.01, 0.55, key=0))
+    >>> ya.optim.why_not_unitwise(ya.optim.contrib.add_noise(0.01, 0.55, key=0))
     'add_noise depends on where an element lies: it needs all units at once'
     """
     return analysis(tx).whole
@@ -103,8 +102,6 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return "clip_by_global_norm is not the first transformation: it needs the updates of all units at once"
     if isinstance(tx.rule, Leafwise):
         return None
-    if isinstance(tx.rule, Noise):
-        return "add_noise depends on where an element lies: it needs all units at once"
     if isinstance(tx.rule, Around) and tx.rule.all_units is not None:
         return tx.rule.all_units
     inner = [tx.rule.inner] if isinstance(tx.rule, Masked | Around) else []

@@ -1,0 +1,124 @@
+"""Hyperparameters in the state: changed between steps, on every rank, with the program as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.oracle import compare, joined, plain
+from tests.harness.pool import Pool
+from tests.harness.small import assert_equal, batch, loss, model
+from tests.optim.test_step import Watch
+from tests.optim.trees import bits, matrices
+from tests.optim.trees import model as tree
+from yafsdp_fn import optim
+
+RATES = [0.5, 0.5, 0.01, 0.2, 0.2]
+
+
+def changed(mesh: Any, in_program: bool) -> None:
+    """A rate that is changed between steps, against SGD with that rate; the program stays, and its bits."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    tx = optim.contrib.inject_hyperparams(optim.sgd)(RATES[0], momentum=0.9)
+    state = ya.init(model(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
+    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=in_program))
+    expected = optree.tree_map(torch.Tensor.double, plain(model()))
+    trace, program = optree.tree_map(torch.zeros_like, expected), None
+    for number, rate in enumerate(RATES):
+        state.opt_state.hyperparams["learning_rate"].fill_(rate)
+        each = [batch(ranks * number + r) for r in range(ranks)]
+        state, _ = step(state, each[rank])
+        assert number < 2 or step.program(state) is program
+        program = step.program(state)
+        grads = ya.grad(loss)(expected, joined(each))
+        trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, grads)
+        expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
+    compare(ya.unshard(state), expected, 1e-12, "parameters")
+
+
+@pytest.mark.parametrize("in_program", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rate_may_be_changed_between_steps(pools: dict[int, Pool], world: int, in_program: bool) -> None:
+    pools[world].run(changed, in_program)
+
+
+def kept(mesh: Any, folder: str) -> None:
+    """Through a checkpoint, and when a state is sharded anew."""
+    tx = optim.contrib.inject_hyperparams(optim.adamw)(0.1, b1=lambda count: 0.9 - 0.1 / (count + 1))
+    state, step = ya.init(model(), tx, mesh=mesh), ya.train_step(loss, tx)
+    state.opt_state.hyperparams["learning_rate"].fill_(0.03)
+    state, _ = step(state, batch(mesh.get_rank()))
+    ya.checkpoint.save(folder, state)
+    loaded, _ = ya.checkpoint.load(folder, like=ya.init(model(), tx, mesh=mesh, seed=1))
+    for other in (loaded, ya.shard(state, tx)):
+        assert float(other.opt_state.hyperparams["learning_rate"]) == pytest.approx(0.03)
+        assert_equal((other.params, other.opt_state), (state.params, state.opt_state))
+
+
+def test_changes_are_kept(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(kept, str(tmp_path))
+
+
+def test_numbers_may_be_written_over_by_numbers() -> None:
+    ends = []
+    for write in (lambda at, value: at["b2"].fill_(value), lambda at, value: at.update(b2=value)):
+        tx, params = optim.contrib.inject_hyperparams(optim.scale_by_adam)(b2=0.9), tree(0)
+        state = tx.init(params)
+        for number in range(3):
+            write(state.hyperparams, 0.5 + 0.1 * number)
+            state = optim.step_(tx, params, tree(number + 1), state)
+        ends.append(bits(params))
+    assert ends[0] == ends[1]
+
+
+def test_schedules_are_read_at_the_count() -> None:
+    rate = optim.linear_schedule(0.1, 0.0, 4)
+    tx, params = optim.contrib.inject_hyperparams(optim.sgd)(rate), tree(0)
+    state = tx.init(params)
+    for count in range(3):
+        assert float(state.hyperparams["learning_rate"]) == pytest.approx(rate(max(count - 1, 0)))
+        state.hyperparams["learning_rate"].fill_(7.0)  # has no effect
+        expected = optree.tree_map(lambda p, g, at=count: p - rate(at) * g, params, tree(1))
+        state = optim.step_(tx, params, tree(1), state)
+        optree.tree_map(lambda a, b: torch.testing.assert_close(a, b), params, expected)
+
+
+def test_what_is_injected() -> None:
+    tx = optim.contrib.inject_hyperparams(optim.adamw, static_args=("mask", "b1", "b2", "eps"))(0.1, mask=matrices)
+    params = tree(0)
+    state = tx.init(params)
+    assert set(state.hyperparams) == {"learning_rate", "weight_decay"}
+    assert all(value.shape == () and value.dtype == torch.float32 for value in state.hyperparams.values())
+    assert tx.init(tree(0, torch.float64)).hyperparams["learning_rate"].dtype == torch.float64
+    nesterov = optim.contrib.inject_hyperparams(optim.sgd, hyperparam_dtype=torch.float64)(0.1, 0.9, nesterov=True)
+    hyperparams = nesterov.init(params).hyperparams
+    assert set(hyperparams) == {"learning_rate", "momentum"} and hyperparams["momentum"].dtype == torch.float64
+
+
+def test_the_host_reads_nothing_where_no_factory_looks_at_its_numbers() -> None:
+    tx = optim.contrib.inject_hyperparams(optim.adamw, static_args=("b1", "b2", "eps"))(
+        optim.linear_schedule(0.1, 0.0, 4)
+    )
+    params, grads, found_inf = tree(0), tree(1), torch.zeros(())
+    state = tx.init(params)
+    with Watch() as watch:
+        optim.step_(tx, params, grads, state, found_inf=found_inf)
+    assert "aten::_local_scalar_dense" not in watch.ops
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        ValueError, match=r"static_args has rate, no argument of sgd, which has learning_rate, momentum"
+    ):
+        optim.contrib.inject_hyperparams(optim.sgd, static_args="rate")
+    with pytest.raises(TypeError, match=r"mask is a function, so it is taken for a schedule.*static_args='mask'"):
+        optim.contrib.inject_hyperparams(optim.adamw)(0.1, mask=matrices)
+    with pytest.raises(ValueError, match=r"b1 and b2 in \[0, 1\)"):
+        optim.contrib.inject_hyperparams(optim.adamw)(0.1, b2=1.0)
+    with pytest.raises(TypeError, match="missing a required argument: 'learning_rate'"):
+        optim.contrib.inject_hyperparams(optim.adamw)()
