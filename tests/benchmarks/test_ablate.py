@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from benchmarks import ablate, main, steps
+from benchmarks import ablate, steps
+from benchmarks.command import main
 from benchmarks.ablate import Ablate, Variant
 
 
