@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks import ablate, steps
-from benchmarks.command import main
 from benchmarks.ablate import Ablate, Variant
+from benchmarks.command import main
 
 
 @pytest.mark.parametrize(
