@@ -76,6 +76,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m tests.docstrings yafsdp_fn models train benchmarks
+	$(BIN)/python -m benchmarks reading --budgets
 	$(BIN)/mypy
 
 site: $(VENV)/.dev  # without the notice that the theme has a successor
