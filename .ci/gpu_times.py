@@ -381,11 +381,12 @@ def optimizer(here: Here, say: Say) -> None:
 
 def vectors(here: Here, say: Say) -> None:
     """Sums of what eight ranks sent, and a scale, by our kernels and torch's."""
-    kernels = vector_kernels(torch.device(here.device))
+    out = torch.rand(here.size(1 << 26, 1), device=here.device)
+    kernels = vector_kernels(out)
     if kernels is None:
         return
-    n = 1 << 26
-    rows, out = torch.rand(8, n, device=here.device).to(BF16), torch.rand(n, device=here.device)
+    n = len(out)
+    rows = torch.rand(8, n, device=here.device).to(BF16)
     one, half = torch.ones((), device=here.device), torch.full((), 0.5, device=here.device)
     row = {
         "sum_rows": here.milliseconds(lambda: kernels.sum_rows(out, rows, torch.float32, True, False)),
