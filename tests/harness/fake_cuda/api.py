@@ -68,6 +68,9 @@ class Event:
 
     def query(self) -> bool:
         DEVICE.asks("Event.query")
+        if self.number is not None:  # what was before it is over, and the host knows
+            DEVICE.look()
+            DEVICE.log.wait(HOST, self.number)
         return True
 
     def synchronize(self) -> None:
