@@ -17,7 +17,7 @@ from torch import Tensor
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.params.sharded import Sharded
-from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.randomness import ranks_around
 from yafsdp_fn.util.torch_private import transforms_active
 
 NUMBERS = 1 << 20
@@ -46,9 +46,9 @@ def states_of(found: Sequence[Sharded]) -> str:
 
 def must_be_one(what: str, found: Sequence[Sharded]) -> None:
     """Raises RanksDisagree unless all ranks use the same states for `what`. Collective, on the host; nothing in a step,
-    whose end tells, and under transforms."""
+    whose end tells, in a trace, which one rank may make alone, and under transforms."""
     comms = found[0].owner.comms if found else None
-    if isinstance(comms, Communicators) and not in_step() and not transforms_active():
+    if isinstance(comms, Communicators) and ranks_around() is None and not transforms_active():
         comms.check()
         comms.must_agree(WHICH, {what: states_of(found)}, what)
 
