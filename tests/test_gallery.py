@@ -199,7 +199,7 @@ def test_words_of_submissions_are_text(folder: Path, tmp_path: Path, count: int)
     """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
     not refused, the names in its program."""
     mkdocs, markdown = pytest.importorskip("mkdocs.config"), pytest.importorskip("markdown")
-    site = mkdocs.load_config(str(make.HERE.parents[1] / "mkdocs.yml"))
+    site = mkdocs.load_config(str(Path(__file__).resolve().parents[1] / "mkdocs.yml"))
     ranked, each, found = make.compared(shown()), shown()["zero3"], Counter[str]()
     good = entry(each.program)
     with served(tmp_path) as url, Browser() as browser:

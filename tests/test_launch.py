@@ -25,6 +25,7 @@ ALONE = "LAUNCH_TESTS_ALONE"
 alone = pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of its own, below")
 
 
+@pytest.mark.timeout(900)  # of all of them: each has its own
 def test_in_a_process_of_its_own() -> None:
     """A fork of a test's worker, which has the threads and groups of all tests before, has ended that worker."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]

@@ -84,7 +84,7 @@ def test_the_estimate_is_the_planners(folder: Path) -> None:
         (("--slurm", "x.sh", "--interface", "a b; rm", "--ranks", "2", "clm"), "--interface is 'a b; rm'"),
         (("--slurm", "/nowhere/x.sh", "--ranks", "2", "clm"), "No such file or directory: '/nowhere/x.sh'"),
         (("--slurm", "x.sh", "--cluster", "a1", "--ranks", "2", "clm"), "--cluster a1, 2 ranks: unknown cluster 'a1'"),
-        (("--slurm", "x.sh", "--cluster", "a100-80g", "--ranks", "2", "bench"), "a step of clm can be estimated"),
+        (("--slurm", "x.sh", "--cluster", "a100-80g", "--ranks", "2", "sft"), "a step of clm can be estimated"),
     ],
 )
 def test_what_cannot_be_is_said(
