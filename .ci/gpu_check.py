@@ -85,9 +85,17 @@ def tests(budget: int, likely: int, what: str, which: str, *, together: bool = T
     return Step(budget, likely, together, what, f"{PYTEST} {which}", **more)
 
 
+OWN = "-m {module} {name} --device {{device}} --out {{out}}"
+
+
 def own(budget: int, likely: int, name: str, what: str, *, together: bool = False, **more: Any) -> Step:
     """A step of `gpu_steps`."""
-    return Step(budget, likely, together, what, f"-m gpu_steps {name} --device {{device}} --out {{out}}", **more)
+    return Step(budget, likely, together, what, OWN.format(module="gpu_steps", name=name), **more)
+
+
+def timed(budget: int, likely: int, name: str, what: str) -> Step:
+    """A step of `gpu_times`."""
+    return Step(budget, likely, False, what, OWN.format(module="gpu_times", name=name))
 
 
 def section(budget: int, likely: int, what: str, name: str) -> Step:
@@ -138,14 +146,14 @@ STEPS = {
         together=True, env=NO_CACHE, within=SANITIZER,
     ),
     # ---- how long does it take?
-    "perf": own(110, 50, "perf", "Llama 1B, eager: ours, plain, FSDP2; memory, launches, the host, gaps"),
-    "micro": own(60, 20, "micro", "head, products, attention, embedding, optimizer, norms: ours against torch's"),
+    "perf": timed(110, 50, "perf", "Llama 1B, eager: ours, plain, FSDP2; memory, launches, the host, gaps"),
+    "micro": timed(60, 20, "micro", "head, products, attention, embedding, optimizer, norms: ours against torch's"),
     "ranks": tests(
         150, 60, "2 ranks on this GPU (NCCL of the wheel) against one rank",
         "tests/cuda/test_ranks_on_one_gpu.py -k 'on_one_gpu_have and not 4'", together=False,
     ),
-    "compiled": own(130, 70, "compiled", "the same Llama with compiled blocks"),
-    "replays": own(60, 25, "replays", "recomputed layers with and without CUDA graphs, where the host is the limit"),
+    "compiled": timed(130, 70, "compiled", "the same Llama with compiled blocks"),
+    "replays": timed(60, 25, "replays", "recomputed layers with and without CUDA graphs, where the host is the limit"),
     "order": section(60, 25, "profiler's order of ops against the timeline's", "order"),
     # ---- the second command
     "ranks4": tests(

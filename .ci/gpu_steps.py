@@ -1,4 +1,4 @@
-"""The steps of `make gpu-check` that are no tests: `python -m gpu_steps NAME --device cuda --out DIR`.
+"""The steps of `make gpu-check` that are neither tests nor timed: `python -m gpu_steps NAME --device cuda --out DIR`.
 
 Everything that a step finds is a line of its own (`say`), so that a part that fails loses no other. Lines with `short`
 are what the table at the end of a command shows. With `--device cpu` the same code runs on tiny models, where no time
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -402,31 +402,22 @@ STEPS: dict[str, Any] = {
     "sanitized": sanitized,
     "train20": train20,
 }
-TIMED = ("perf", "compiled", "micro", "replays")
-"""Those of `gpu_times`, which imports this file."""
 
 
-def work(step: str) -> Any:
-    if step not in TIMED:
-        return STEPS[step]
-    import gpu_times
-
-    return getattr(gpu_times, step)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="gpu_steps")
-    parser.add_argument("step", choices=(*STEPS, *TIMED))
+def main(steps: Mapping[str, Callable[[Here, Say], None]]) -> None:
+    """Runs the step that is asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("step", choices=steps)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     say = Say(options.out, options.step)
     with say.part("all of it"):
-        work(options.step)(Here(options.device), say)
+        steps[options.step](Here(options.device), say)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if say.lost else 0)  # threads of process groups may abort the teardown
 
 
 if __name__ == "__main__":
-    main()
+    main(STEPS)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_steps import Here, Say, gib
+from gpu_steps import Here, Say, gib, main
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
@@ -430,3 +430,9 @@ def replayed(here: Here, say: Say, rows: int, tokens: int) -> None:
     )
     if "graphs" in made:
         say(tokens=tokens, profile_graphs=profiled(here, lambda: made["graphs"].step(batch), None, config.layers))
+
+
+STEPS = {"perf": perf, "compiled": compiled, "micro": micro, "replays": replays}
+
+if __name__ == "__main__":
+    main(STEPS)

@@ -78,9 +78,9 @@ def test_steps_name_what_there_is(gpu_check: Any) -> None:
     for words in commands.values():
         if words[1] == "train":
             cli(Gpu, [word.format(device="cpu", json="x") for word in words[3:]], prog="bench")
-    own = {words[2] for words in commands.values() if words[1] == "gpu_steps"}
-    steps = importlib.import_module("gpu_steps")
-    assert own == {*steps.STEPS, *steps.TIMED} and all(callable(steps.work(name)) for name in own)
+    for module in ("gpu_steps", "gpu_times"):
+        own = {words[2] for words in commands.values() if words[1] == module}
+        assert own == importlib.import_module(module).STEPS.keys()
     which = {name: words[words.index("{json}") + 1 :] for name, words in commands.items() if words[1] == "pytest"}
     files = {word for words in which.values() for word in words if word.startswith("tests/")}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "--collect-only", "-p", "no:cacheprovider", *files]
