@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import functools
 import http.server
 import json
@@ -43,8 +44,7 @@ class Browser:
         command = [CHROMIUM, *options, "--remote-debugging-pipe", f"--user-data-dir={self._profile}", "about:blank"]
 
         def ends() -> None:  # the browser reads descriptor 3, and writes to 4
-            low = os.dup(theirs), os.dup(answers)
-            high = [os.dup2(each, 60 + number) for number, each in enumerate(low)]
+            high = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (theirs, answers)]  # neither may be 3 or 4
             os.dup2(high[0], 3)
             os.dup2(high[1], 4)
 

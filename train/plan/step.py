@@ -145,8 +145,6 @@ class Options:
         if self.torchtitan is None and self.model not in models.CONFIGS:
             said = f"unknown model {self.model!r}" if self.model else "expected a model"
             raise ValueError(f"--model: {said}; {nearest(self.model, sorted(models.CONFIGS))}")
-        if self.batch % max(1, self.microbatches):
-            raise ValueError(f"--batch {self.batch} does not divide into --microbatches {self.microbatches}")
         cluster(self.cluster)
         longest = 1 if self.torchtitan is not None else models.CONFIGS[self.model].max_length
         for name, most in (("seq_len", longest), *MOST.items()):
@@ -156,6 +154,8 @@ class Options:
             if value is not None and value > most and self.torchtitan is None:
                 of = f", the positions that {self.model} was made for" * (name == "seq_len")
                 raise ValueError(f"{flag} {value}: expected at most {most:,}{of}")
+        if self.batch % self.microbatches:
+            raise ValueError(f"--batch {self.batch} does not divide into --microbatches {self.microbatches}")
         card = CARD * cluster(self.cluster).memory_bytes / 2**30
         if self.memory_gib is not None and not 0 < self.memory_gib <= card:
             raise ValueError(
