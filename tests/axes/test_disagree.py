@@ -128,7 +128,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int, ...]) -> list[str]:
     """What becomes of steps on batches of these lengths, whose one block is told the number of the step."""
-    mesh, now, said = breakable_stages(1, 2.0, tensor=ranks), {"step": 0}, list[str]()
+    mesh, now, said = breakable_stages(1, 6.0, tensor=ranks), {"step": 0}, list[str]()
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str,
 
 def mixed(_: Any) -> list[str]:
     """A batch of another dtype, alike on all ranks, and a number that counts."""
-    mesh = breakable_stages(1, 2.0, tensor=2)
+    mesh = breakable_stages(1, 6.0, tensor=2)
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
 
     def loss(params: Any, batch: tuple[Tensor, int]) -> Tensor:
