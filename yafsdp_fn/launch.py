@@ -116,7 +116,7 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
 
 
 def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> list[bytes]:
-    """Returns what the function returned on every rank that torchrun has started, this one among them."""
+    """Returns the function's saved result of each rank that torchrun has started, this one among them."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
     here = f"this process is rank {rank} of {world}"
     # forks of `launch` have a store that outlives them, too, but no run of torchrun

@@ -342,7 +342,7 @@ class Calls:
         self._passed[call.segment, microbatch] = Passed(taken, roots, own)
 
     def _counter(self, microbatch: int) -> VisitCounter:
-        """Returns what seeds a microbatch, on all stages alike."""
+        """Returns the counter that seeds a microbatch, on all stages alike."""
         comms, (seed, step, *_) = self._session.memory.comms, self._seed
         if comms.deterministic:
             return VisitCounter(seed, step, *micro_shard_seed(comms, microbatch), batch_rank=0, ranks=comms)

@@ -54,7 +54,7 @@ def must_be_one(what: str, found: Sequence[Sharded]) -> None:
 
 
 def marks(own: str, device: torch.device) -> Tensor:
-    """Returns what the sum of a step's metrics carries: a number of the state in use, and its square."""
+    """Returns two elements that join the sum of a step's metrics: a number of the state in use, and its square."""
     number = float(zlib.crc32(own.encode()) % NUMBERS)
     return torch.full((2,), number, dtype=torch.float64, device=device).cumprod(0)
 

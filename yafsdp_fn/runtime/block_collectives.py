@@ -73,7 +73,7 @@ class Stretch:
         self.typed = noted is not None and list(map(_typed, noted.given)) == list(map(_typed, given))
 
     def fixed(self, of: Called) -> tuple[Any, ...]:
-        """Returns what of a collective must be as it was before."""
+        """Returns the properties of a collective that must be as they were before."""
         sizes = (of.call.nbytes, of.rows) if self.sized else ()
         return of.call.axis, of.call.kind, of.dtype if self.typed else None, sizes
 
@@ -226,7 +226,7 @@ def _outline(leaf: Any) -> Any:
 
 
 def _typed(outline: Any) -> Any:
-    """Returns what dtypes of collectives may follow from: not lengths, and not a number that counts."""
+    """Returns the part of an outline that dtypes of collectives may follow from: no length, and no counter."""
     if isinstance(outline, tuple):
         return outline[1]
     return int if type(outline) is int else outline

@@ -23,7 +23,7 @@ LOOK = 0.05
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Returns what torchrun tells a rank, beside what is in the environment. port: of the store at which ranks meet
+    """Returns the variables that torchrun sets for a rank, to be added to the environment. port: of the ranks' store
 
     gloo listens on the loopback interface alone, unless GLOO_SOCKET_IFNAME names another.
     """
