@@ -193,11 +193,12 @@ REASONS = {
 def of_stage(timeline: Spans) -> Layout:
     """Lanes of streams, and rows of slots below them."""
     palette = Palette(timeline.trace)
+    kept = {(s.op.visit, s.microbatch) for s in timeline.spans if isinstance(s.op, Forward) and s.op.keep}
     rows: list[Row] = []
     lanes: dict[str, Row] = {}
     top = 0.0
     for stream in timeline.streams:
-        bars = _ops(timeline, palette, stream)
+        bars = tuple(_op(span, palette, kept) for span in timeline.on(stream))
         if stream == "compute":
             for name, strip in _strips(timeline, palette):
                 rows.append(Row(name, top, STRIP, strip))
@@ -218,11 +219,6 @@ def of_stage(timeline: Spans) -> Layout:
     wanted = PER_OP * max((len(timeline.on(stream)) for stream in lanes), default=0)
     path = _path(iter(timeline.critical_path()), lambda span: lanes[span.stream])
     return Layout(timeline, words, top, wanted, tuple(rows), path, tuple(_legend(timeline, palette, rows)))
-
-
-def _ops(timeline: Spans, palette: Palette, stream: str) -> tuple[Bar, ...]:
-    kept = {(s.op.visit, s.microbatch) for s in timeline.spans if isinstance(s.op, Forward) and s.op.keep}
-    return tuple(_op(span, palette, kept) for span in timeline.on(stream))
 
 
 def _op(span: Span, palette: Palette, kept: set[tuple[int, int | None]]) -> Bar:
