@@ -183,11 +183,18 @@ class Group:
 
     def part(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
-        for name, size in self.axes:
+        return self._part(number, leaf, [ranks.axes[name].place for name in self.over])
+
+    def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
+        """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
+        every = itertools.product(*(range(size) for _, size in self.axes))
+        return [self._part(number, leaf, places) for places in every]
+
+    def _part(self, number: int, leaf: Tensor, places: Sequence[int]) -> Tensor:
+        for (name, size), place in zip(self.axes, places, strict=True):
             dim, blocks = cut_of(self.splits[number], name)
             length = leaf.shape[dim] // blocks // size
-            leaf = _in_blocks(leaf, dim, blocks)
-            leaf = leaf.narrow(dim, ranks.axes[name].place * length, length).flatten(dim - 1, dim)
+            leaf = _in_blocks(leaf, dim, blocks).narrow(dim, place * length, length).flatten(dim - 1, dim)
         return leaf
 
     def leaves_of(self, flat: Tensor, ranks: Ranks) -> list[Tensor]:
@@ -207,15 +214,6 @@ class Group:
             dim, pieces = dim - behind, [_in_blocks(piece, dim - behind, blocks) for piece in pieces]
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
-
-    def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
-        """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
-        parts = [leaf]
-        for name, size in self.axes:
-            dim, blocks = cut_of(self.splits[number], name)
-            pieces = [piece for part in parts for piece in _in_blocks(part, dim, blocks).chunk(size, dim)]
-            parts = [piece.flatten(dim - 1, dim) for piece in pieces]
-        return parts
 
     @cached_property
     def here(self) -> tuple[int, ...]:
