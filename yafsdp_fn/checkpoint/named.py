@@ -67,11 +67,11 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     True
     """
     find = _finder(Path(directory), name)
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(params)
-    out = []
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        out.append(_lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor)))
-    return optree.tree_unflatten(spec, out)
+
+    def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
+        return _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
+
+    return optree.tree_map_with_accessor(lazy, params)
 
 
 class Theirs(NamedTuple):

@@ -39,7 +39,7 @@ from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, begin_thread, mus
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.ranks import ALIGN, receive_numel, staging_numel
 from yafsdp_fn.dist.store import answers
-from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
+from yafsdp_fn.dist.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
@@ -70,8 +70,12 @@ class Communicators(Groups):
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         staged = self.stages > 1
-        optional = {"replicate": self.replicas > 1 or staged, "send": staged, "receive": staged, "metrics": staged}
-        for name in () if self.alone else ("gather", "reduce", *(name for name, there in optional.items() if there)):
+        names = ["gather", "reduce"]
+        if self.replicas > 1 or staged:
+            names.append("replicate")
+        if staged:
+            names += ["send", "receive", "metrics"]
+        for name in () if self.alone else names:
             self.stream(name)
         if self.device.type == "cuda":
             self._meet()
@@ -255,15 +259,14 @@ class Communicators(Groups):
         return values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        if not self.alone:
-            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
-            self._now(self._of_metrics, work, "all-reduce (sum)")
-        return values
+        return self._over_all(values, dist.ReduceOp.SUM, "all-reduce (sum)")
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
+        return self._over_all(values, dist.ReduceOp.MAX, "all-reduce (max)")
+
+    def _over_all(self, values: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Tensor:
         if not self.alone:
-            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.MAX)
-            self._now(self._of_metrics, work, "all-reduce (max)")
+            self._now(self._of_metrics, partial(self.metrics_group.all_reduce, values, op), label)
         return values
 
     @property
@@ -272,19 +275,16 @@ class Communicators(Groups):
         return "metrics" if self.stages > 1 else "reduce"
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
-        event = self._start(stream, work, label)
+        """Runs work on a stream, and has the compute stream wait for it; on the CPU, this thread."""
+        self.check()
+        before, after = self.event(), self.event()
+        before.complete()
+        self.streams[stream].submit(work, (before,), after, label)
         try:
-            event.wait()
+            after.wait()
         except CommunicationError as error:
             self.note_positions(error)
             raise
-
-    def _start(self, name: str, work: Callable[[], None], label: str) -> Event:
-        self.check()
-        before, event = self.event(), self.event()
-        before.complete()
-        self.streams[name].submit(work, (before,), event, label)
-        return event
 
     @contextmanager
     def blocking(self, what: str, why: str = "it failed") -> Iterator[None]:
@@ -307,7 +307,10 @@ class Communicators(Groups):
         if self.alone:
             return True
         with self._checks_consistency(what):
-            return agreement.same_on_all(text, self.stage_control_group if in_stage else self.control_group)
+            return agreement.same_on_all(text, self._control(in_stage))
+
+    def _control(self, in_stage: bool) -> Group:
+        return self.stage_control_group if in_stage else self.control_group
 
     def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
         return self.blocking(what, "ranks could not compare notes")
@@ -326,11 +329,10 @@ class Communicators(Groups):
         """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
         if self.same_on_all(repr(parts), place or f"comparing {what}", in_stage=in_stage):
             return None
-        group, first = self.control_group, 0
-        if in_stage:
-            group, first = self.stage_control_group, self.stage * (self.world // self.stages)
+        first = self.stage * (self.world // self.stages) if in_stage else 0
         with self._checks_consistency(place or f"comparing {what}"):
-            return f"ranks disagree on {what}; {agreement.first_difference(parts, group, first)}"
+            found = agreement.first_difference(parts, self._control(in_stage), first)
+        return f"ranks disagree on {what}; {found}"
 
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
@@ -338,8 +340,7 @@ class Communicators(Groups):
         if self.alone:
             return every.copy_(mine)
         with self._checks_consistency(what):
-            group = self.stage_control_group if in_stage else self.control_group
-            group.all_gathers([every.view(-1)], [mine])
+            self._control(in_stage).all_gathers([every.view(-1)], [mine])
         return every
 
     def note_positions(self, error: BaseException) -> None:
@@ -395,7 +396,7 @@ class Communicators(Groups):
 
     def _abort_groups(self) -> None:
         """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
-        groups = [*dict.fromkeys([*self.groups, *self.along.values(), *self.message_groups, self.metrics_group])]
+        groups = [*self.groups, *self._others]
         with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
             for abort in [threads.submit(group.process_group.abort) for group in groups]:
                 abort.result()

@@ -166,6 +166,7 @@ class Groups(Ranks):
 
     world_rank: among all ranks of the mesh; parent: the default process group when they were made
     timeout: of a collective, None where the backend does not say
+    groups: those whose collectives read and write slots and shards
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -179,6 +180,7 @@ class Groups(Ranks):
         self.parent, self._places = default_group(), places
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        self.groups, self._others = list[Group](), list[Group]()
         self.message_groups: list[Group] = []
         self._sharing: dict[tuple[int, ...], Group] = {}
         self.along: dict[str, Group] = {}
@@ -195,63 +197,60 @@ class Groups(Ranks):
             order_launches()
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
-        copies, everyone = places.groups("node", "local"), [places.ranks.flatten().tolist()]
         self._how = timeout, backend
-        self.gather_group = _group(copies, timeout, backend, "gather")
-        self.reduce_group = self.metrics_group = _group(copies, timeout, backend, "reduce")
-        self.gather_local_group = self.gather_group
+        copies, everyone = places.groups("node", "local"), [places.ranks.flatten().tolist()]
+        self.gather_group = self.gather_local_group = self._new(copies, "gather")
+        self.reduce_group = self.metrics_group = self._new(copies, "reduce")
         if self.nodes > 1:
-            self.gather_local_group = _group(places.groups("local"), timeout, backend, "gather in a node")
-            self.reduce_local_group = _group(places.groups("local"), timeout, backend, "reduce in a node")
-            self.reduce_nodes_group = _group(places.groups("node"), timeout, backend, "reduce between nodes")
+            self.gather_local_group = self._new(places.groups("local"), "gather in a node")
+            self.reduce_local_group = self._new(places.groups("local"), "reduce in a node")
+            self.reduce_nodes_group = self._new(places.groups("node"), "reduce between nodes")
         if self.replicas > 1:
-            self.replicate_group = _group(places.groups("copy"), timeout, backend, "replicate")
+            self.replicate_group = self._new(places.groups("copy"), "replicate")
         if self.stages > 1:
             of_stages = places.groups("stage")
-            self.stages_group = _group(of_stages, timeout, backend, "stages")
-            senders = range(self.stages)
-            self.message_groups = [_group(of_stages, timeout, backend, f"sent by stage {s}") for s in senders]
+            self.stages_group = self._new(of_stages, "stages")
+            for sender in range(self.stages):
+                self.message_groups.append(self._new(of_stages, f"sent by stage {sender}", moves_units=False))
         if self.replicas > 1 or self.stages > 1:
-            self.metrics_group = _group(everyone, timeout, backend, "metrics")
+            self.metrics_group = self._new(everyone, "metrics", moves_units=False)
         for name, axis in self.axes.items():
             if axis.size > 1:
-                self.along[name] = self._group_of(self.subgroups(along=(name,)), f"along {name}")
-        self.control_group = _group(everyone, self.timeout, control, "control")
-        self.stage_control_group = self.control_group
+                along = self._in_copies(self.subgroups(along=(name,)))
+                self.along[name] = self._new(along, f"along {name}", moves_units=False)
+        self.control_group = self.stage_control_group = _group(everyone, self.timeout, control, "control")
         if self.stages > 1 and self.along:
             of_stages = self._places.ranks.flatten(1).tolist()
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, self.abort_timeout, control, "abort")
 
-    def _group_of(self, subgroups: list[list[int]], name: str) -> Group:
-        """Makes a group for each of `subgroups` of each copy, and returns that of this rank."""
+    def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> Group:
+        """Makes `groups`, each of global ranks, and returns that of this rank."""
+        made = _group(groups, *self._how, name)
+        (self.groups if moves_units else self._others).append(made)
+        return made
+
+    def _in_copies(self, subgroups: list[list[int]]) -> list[list[int]]:
+        """Returns `subgroups` of a copy, as global ranks of every copy."""
         copies = self._places.groups("node", "local")
-        groups = [[copy[rank] for rank in members] for copy in copies for members in subgroups]
-        return _group(groups, *self._how, name)
+        return [[copy[rank] for rank in members] for copy in copies for members in subgroups]
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
         found.local_rank = found.rank % found.local_ranks
-        subgroups, of = self.subgroups(across=names), ", ".join(names)
+        subgroups, of = self._in_copies(self.subgroups(across=names)), ", ".join(names)
         if found.ranks > 1:
-            found.gather_group = found.gather_local_group = self._group_of(subgroups, f"gather within {of}")
-            found.reduce_group = self._group_of(subgroups, f"reduce within {of}")
+            found.gather_group = found.gather_local_group = self._new(subgroups, f"gather within {of}")
+            found.reduce_group = self._new(subgroups, f"reduce within {of}")
         if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
             at = torch.tensor(subgroups).view(-1, found.nodes, found.local_ranks)
             in_node = at.flatten(0, 1).tolist()
-            found.gather_local_group = self._group_of(in_node, f"gather in a node within {of}")
-            found.reduce_local_group = self._group_of(in_node, f"reduce in a node within {of}")
+            found.gather_local_group = self._new(in_node, f"gather in a node within {of}")
+            found.reduce_local_group = self._new(in_node, f"reduce in a node within {of}")
             between = at.mT.flatten(0, 1).tolist()
-            found.reduce_nodes_group = self._group_of(between, f"reduce between nodes within {of}")
+            found.reduce_nodes_group = self._new(between, f"reduce between nodes within {of}")
         return found
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups whose collectives read and write slots and shards, each once."""
-        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
-        found = [getattr(ranks, f"{name}_group", None) for ranks in (self, *self._narrow.values()) for name in names]
-        return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
         """Returns work for the stream "send": sends `tensor` to the rank of `stage` with this rank's coordinates, and
@@ -270,8 +269,7 @@ class Groups(Ranks):
             by_stage = self._places.groups("stage")
             of = [[ranks[stage] for stage in stages] for ranks in by_stage]
             rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
-            backend = self.stages_group.process_group.name()
-            self._sharing[stages] = _group([*of, *filter(None, rest)], self.timeout, backend, f"stages {stages}")
+            self._sharing[stages] = self._new([*of, *filter(None, rest)], f"stages {stages}")
 
     def sharing(self, stages: tuple[int, ...]) -> Group:
         """Returns the group that `share` has made, for the stream "replicate"."""
@@ -282,15 +280,8 @@ class Groups(Ranks):
         there = dist.is_initialized() and self.parent is default_group()
         # groups of a part of the ranks stay: torch names the next ones after how many there are
         if there and not self.alone and self.world == dist.get_world_size():
-            others = [
-                *self.along.values(),
-                *self.message_groups,
-                self.metrics_group,
-                self.control_group,
-                self.stage_control_group,
-                self.abort_group,
-            ]
-            for group in dict.fromkeys([*self.groups, *others]):
+            control = self.control_group, self.stage_control_group, self.abort_group
+            for group in dict.fromkeys([*self.groups, *self._others, *control]):
                 dist.destroy_process_group(group.process_group)
 
 

@@ -97,19 +97,11 @@ def add_rows(out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool) -> None:
     if (kernels := vector_kernels(out)) is not None:
         kernels.sum_rows(out, rows, dtype, add, True)
         return
-    one, other = scratch.chunks(dtype)
-    for start in range(0, out.numel(), one.numel()):
-        target = out[start : start + one.numel()]
-        for number, row in enumerate(rows[:, start : start + one.numel()]):
-            if number == 0 and not add:
-                target.copy_(row)
-                continue
-            # without a fresh tensor: a mixed addition would make one
-            part = row if row.dtype == dtype else one[: row.numel()].copy_(row)
-            if target.dtype == dtype:
-                target.add_(part)
-            else:
-                target.copy_(other[: row.numel()].copy_(target).add_(part))
+    size = scratch.chunks(dtype).shape[1]
+    for start in range(0, out.numel(), size):
+        part = slice(start, start + size)
+        for number, row in enumerate(rows):
+            local_sum(out[part], row[None, part], scratch, add=add or number > 0, dtype=dtype)
 
 
 def sum_dtype(param: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:

@@ -141,16 +141,16 @@ def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu"
 
 def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
     """Returns the tree of `materialize`, with its markers."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree)
-    out = []
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        give = source(dotted(accessor), leaf, seed, torch.device(device))
-        stacked = in_stack(accessor)
-        if torch.device(device).type == "meta":  # it has no generators
-            out.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
-        else:
-            out.append(whole_leaf(give, leaf.shape[0] if stacked else None).to(device))
-    return optree.tree_map(_stored, optree.tree_unflatten(spec, out), is_leaf=lambda node: isinstance(node, Frozen))
+    device = torch.device(device)
+
+    def value(accessor: optree.PyTreeAccessor, leaf: Any) -> Tensor:
+        give = source(dotted(accessor), leaf, seed, device)
+        if device.type == "meta":  # it has no generators
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        return whole_leaf(give, leaf.shape[0] if in_stack(accessor) else None).to(device)
+
+    values = optree.tree_map_with_accessor(value, tree)
+    return optree.tree_map(_stored, values, is_leaf=lambda node: isinstance(node, Frozen))
 
 
 def _stored(node: Any) -> Any:
@@ -224,9 +224,7 @@ def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
 
 def shards_of(tree: Tree, like: Tree) -> Tree:
     """Returns this rank's shards of whole tensors, in the handles of `like`, without communication."""
-    spec = optree.tree_structure(like, is_leaf=is_sharded)
-    pairs = zip(optree.tree_leaves(like, is_leaf=is_sharded), spec.flatten_up_to(tree), strict=True)
-    return optree.tree_unflatten(spec, [_cut(node, whole) for node, whole in pairs])
+    return optree.tree_map(_cut, like, tree, is_leaf=is_sharded)
 
 
 def _cut(node: Any, whole: Any) -> Any:

@@ -240,8 +240,7 @@ def leaf_names(tree: Tree) -> Tree:
     >>> ya.params.leaf_names({"embed": {"table": ya.Param((16, 8))}})
     {'embed': {'table': 'embed.table'}}
     """
-    accessors, _, spec = optree.tree_flatten_with_accessor(tree)
-    return optree.tree_unflatten(spec, [dotted(accessor) for accessor in accessors])
+    return optree.tree_map_with_accessor(lambda accessor, _: dotted(accessor), tree)
 
 
 def must_be_function(f: Any, call: str) -> None:
