@@ -92,10 +92,6 @@ class Communicators(Groups):
         """Returns why the communicators can no longer be used, None if they can."""
         return self.steps.lost  # which those of split units share
 
-    @lost.setter
-    def lost(self, why: str | None) -> None:
-        self.steps.lost = why
-
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
         if name not in self.streams:
@@ -121,14 +117,12 @@ class Communicators(Groups):
         """
         if self.alone:
             return
-        self._use_once("gather", self.gather_group, "all-gather")
-        self._use_once("reduce", self.reduce_group, "reduce-scatter")
+        self._meet_for_units()
         self._use_once(self._of_metrics, self.metrics_group, "all-reduce")
         if self.replicas > 1:
             self._use_once("replicate", self.replicate_group, "all-reduce")
         if self.stages > 1:
             self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
-        self._make_groups_of_nodes()
         for group in self.along.values():
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
                 self._use_once("", group, kind)
@@ -140,7 +134,9 @@ class Communicators(Groups):
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
 
-    def _make_groups_of_nodes(self) -> None:
+    def _meet_for_units(self) -> None:
+        self._use_once("gather", self.gather_group, "all-gather")
+        self._use_once("reduce", self.reduce_group, "reduce-scatter")
         for name in ("gather_local", "reduce_local", "reduce_nodes"):
             if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
                 make_communicator(group.process_group, self.device)
@@ -165,24 +161,27 @@ class Communicators(Groups):
     def connect(self, group: str, kind: str) -> None:
         """Connects the ranks of a group, "gather_local" say, for a kind of collective (`_use_once`), before a program
         that has it runs. All ranks call it, between steps."""
-        if self.device.type == "cuda" and not self.alone and (group, kind) not in self._connected:
-            self._connected.add((group, kind))
+        if self._connects((group, kind)):
             self._use_once(group.partition("_")[0], getattr(self, f"{group}_group"), kind)
 
     def connect_sums(self, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype) -> None:
         """Connects ranks for sums that they make themselves, by one of each, before there is a state that has them: see
         `reduce_scatter`. All ranks call it, between steps."""
-        if self.device.type == "cuda" and not self.alone and accumulate not in self._connected:
-            self._connected.add(accumulate)
+        if self._connects(accumulate):
             self.reduce_scatter(torch.zeros(ALIGN * self.ranks, dtype=wire, device=self.device), dtype, accumulate)
+
+    def _connects(self, what: Hashable) -> bool:
+        """Returns whether ranks have yet to connect for this, and notes that they do."""
+        if self.device.type != "cuda" or self.alone or what in self._connected:
+            return False
+        self._connected.add(what)
+        return True
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         found = super()._narrowed(names)
         found._connected = set()
         if found.ranks > 1 and self.device.type == "cuda":
-            found._use_once("gather", found.gather_group, "all-gather")
-            found._use_once("reduce", found.reduce_group, "reduce-scatter")
-            found._make_groups_of_nodes()
+            found._meet_for_units()
         return found
 
     def share(self, stages: tuple[int, ...]) -> None:
@@ -391,7 +390,7 @@ class Communicators(Groups):
     def abort_late(self, what: str) -> None:
         """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
         waiting for that work."""
-        self.lost = what
+        self.steps.lost = what
         self._abort_groups()
 
     def _abort_groups(self) -> None:
@@ -424,23 +423,22 @@ class Communicators(Groups):
         try:
             self._clean_up(place, error)
         except BaseException as interrupt:
-            self.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
+            self.steps.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
             raise
 
     def _clean_up(self, place: str, error: BaseException) -> None:
-        midway = (
-            self.called is not None if isinstance(error, RanksDisagree) else not isinstance(error, CommunicationError)
-        )
+        disagree = isinstance(error, RanksDisagree)
+        # ranks that disagree have compared notes: nothing of it was issued
+        broken = isinstance(error, CommunicationError) and not disagree
+        midway = self.called is not None if disagree else not broken
         if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
-            self.lost = f"this rank failed, and stages are never at one place ({place})"
+            self.steps.lost = f"this rank failed, and stages are never at one place ({place})"
             self._abandon()
             return
         if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
             self._say(place, error)
         self.drain()
-        # ranks that disagree have compared notes: nothing of it was issued
-        broken = isinstance(error, CommunicationError) and not isinstance(error, RanksDisagree)
         if broken:
             self.note_positions(error)
         if self.alone or self.lost is not None:
@@ -449,9 +447,10 @@ class Communicators(Groups):
         text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
         with suppress(RuntimeError):
             together = agreement.same_on_all(text, self.abort_group)
-        if broken or not together:
-            alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
-            self.lost = f"{alone} ({place})"
+        if broken:
+            self.steps.lost = f"communication failed ({place})"
+        elif not together:
+            self.steps.lost = f"this rank failed alone, or elsewhere than the others ({place})"
 
     def _say(self, place: str, error: BaseException) -> None:
         """Prints what failed, since the exception is raised only when the others have been waited for."""

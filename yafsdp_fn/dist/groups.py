@@ -19,7 +19,7 @@ communicators. Within one, messages between two ranks arrive in the order in whi
 import os
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.collectives import GlooGroup, Group
 from yafsdp_fn.dist.micro_shards import Scratch, micro_shards_of
-from yafsdp_fn.dist.ranks import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, Axis, Ranks, check_inside, inside_of
+from yafsdp_fn.dist.ranks import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, Axis, Ranks, inside_of
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
@@ -59,55 +59,45 @@ GRACE = timedelta(seconds=60)
 # the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
 
 
-class Grid(NamedTuple):
-    """The ranks of a mesh and this rank's coordinates.
+class MeshRanks(Ranks):
+    """The ranks of a mesh, and this rank's coordinates, without collectives. Raises TypeError for axes other than those
+    above, naming them.
 
-    ranks: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
-    axes: inside blocks, a part of the last one
+    grid: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
+    node, local_rank: of this rank; world_rank: among all ranks of the mesh
     """
 
-    ranks: torch.Tensor
-    stage: int
-    replica: int
-    node: int
-    local: int
-    axes: dict[str, Axis]
+    def __init__(self, mesh: DeviceMesh) -> None:
+        inside = _axes_inside(mesh)
+        names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+        place, grid = mesh.get_coordinate(), mesh.mesh.detach().cpu()
+        if place is None:
+            raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {grid.flatten().tolist()}")
+        if bool((grid.flatten().diff() <= 0).any()):
+            # process groups number their members in ascending order, whatever a mesh says
+            raise ValueError(f"mesh: ranks must ascend along its axes, got {grid.tolist()}")
+        outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
+        size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
+        axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
+        self.grid = grid.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
+        self.node, self.local_rank = at.get(NODE, 0), place[len(outer)]
+        for axis in axes.values():
+            self.local_rank = self.local_rank * axis.size + axis.place
+        stages, replicas, nodes, local_ranks = self.grid.shape
+        rank, replica, stage = self.node * local_ranks + self.local_rank, at.get(REPLICATE, 0), at.get(STAGE, 0)
+        super().__init__(replicas, nodes, local_ranks, device_of(mesh), rank, replica, stages, stage, axes)
+        self.world_rank = (stage * replicas + replica) * self.ranks + rank
 
-    def groups(self, *members: str) -> list[list[int]]:
+    def groups_over(self, *members: str) -> list[list[int]]:
         """The ranks in groups, the same list on every rank: those of a group differ on the axes `members` alone, of
         stage, copy, node and local."""
         axes = ("stage", "copy", "node", "local")
         others = [axis for axis in axes if axis not in members]
-        return rearrange(self.ranks, f"{' '.join(axes)} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
-
-    @property
-    def shard_rank(self) -> int:
-        """The index of this rank's shard."""
-        return self.node * self.ranks.shape[3] + self.local
-
-    @property
-    def batch_ranks(self) -> int:
-        """The number of parts that batches are dealt to, in one stage, since all stages see the same batches."""
-        return self.numbers(torch.device("cpu")).batch_ranks
-
-    @property
-    def batch_rank(self) -> int:
-        """The part of this rank among `batch_ranks`."""
-        return self.numbers(torch.device("cpu")).batch_rank
-
-    @property
-    def world_rank(self) -> int:
-        return (self.stage * self.ranks.shape[1] + self.replica) * self.ranks[0, 0].numel() + self.shard_rank
-
-    def numbers(self, device: torch.device) -> Ranks:
-        """Returns the numbers of this grid, without collectives."""
-        stages, replicas, nodes, local = self.ranks.shape
-        here = self.shard_rank, self.replica, stages, self.stage, self.axes
-        return Ranks(replicas, nodes, local, device, *here)
+        return rearrange(self.grid, f"{' '.join(axes)} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
 
 
-def grid(mesh: DeviceMesh) -> Grid:
-    """Returns `mesh` as a `Grid`. Raises TypeError for axes other than those above, naming them."""
+def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Returns the axes of `mesh` inside blocks. Raises TypeError unless it has axes of ours."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
     names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
@@ -129,22 +119,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
             "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
         )
-    if inside:
-        check_inside(inside)
-    place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
-    if place is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
-    if bool((ranks.flatten().diff() <= 0).any()):
-        # process groups number their members in ascending order, whatever a mesh says
-        raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
-    outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
-    size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
-    ranks = ranks.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
-    local = place[len(outer)]
-    axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
-    for axis in axes.values():
-        local = local * axis.size + axis.place
-    return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
+    return inside
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
@@ -161,23 +136,17 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 # ---- The process groups of a mesh.
 
 
-class Groups(Ranks):
-    """The process groups of one mesh.
+class Groups(MeshRanks):
+    """The process groups of one mesh. parent: the default process group when they were made
 
-    world_rank: among all ranks of the mesh; parent: the default process group when they were made
     timeout: of a collective, None where the backend does not say
     groups: those whose collectives read and write slots and shards
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        places = grid(mesh)
-        stages, replicas, nodes, local_ranks = places.ranks.shape
-        here = places.shard_rank, places.replica, stages, places.stage, places.axes
-        super().__init__(replicas, nodes, local_ranks, device_of(mesh), *here)
-        self.node, self.local_rank = places.node, places.local
-        self.world_rank = places.world_rank
+        super().__init__(mesh)
         self.deal(micro_shards_of(mesh))
-        self.parent, self._places = default_group(), places
+        self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
         self.groups, self._others = list[Group](), list[Group]()
@@ -198,17 +167,17 @@ class Groups(Ranks):
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
         self._how = timeout, backend
-        copies, everyone = places.groups("node", "local"), [places.ranks.flatten().tolist()]
+        copies, everyone = self.groups_over("node", "local"), [self.grid.flatten().tolist()]
         self.gather_group = self.gather_local_group = self._new(copies, "gather")
         self.reduce_group = self.metrics_group = self._new(copies, "reduce")
         if self.nodes > 1:
-            self.gather_local_group = self._new(places.groups("local"), "gather in a node")
-            self.reduce_local_group = self._new(places.groups("local"), "reduce in a node")
-            self.reduce_nodes_group = self._new(places.groups("node"), "reduce between nodes")
+            self.gather_local_group = self._new(self.groups_over("local"), "gather in a node")
+            self.reduce_local_group = self._new(self.groups_over("local"), "reduce in a node")
+            self.reduce_nodes_group = self._new(self.groups_over("node"), "reduce between nodes")
         if self.replicas > 1:
-            self.replicate_group = self._new(places.groups("copy"), "replicate")
+            self.replicate_group = self._new(self.groups_over("copy"), "replicate")
         if self.stages > 1:
-            of_stages = places.groups("stage")
+            of_stages = self.groups_over("stage")
             self.stages_group = self._new(of_stages, "stages")
             for sender in range(self.stages):
                 self.message_groups.append(self._new(of_stages, f"sent by stage {sender}", moves_units=False))
@@ -220,7 +189,7 @@ class Groups(Ranks):
                 self.along[name] = self._new(along, f"along {name}", moves_units=False)
         self.control_group = self.stage_control_group = _group(everyone, self.timeout, control, "control")
         if self.stages > 1 and self.along:
-            of_stages = self._places.ranks.flatten(1).tolist()
+            of_stages = self.grid.flatten(1).tolist()
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, self.abort_timeout, control, "abort")
 
@@ -232,7 +201,7 @@ class Groups(Ranks):
 
     def _in_copies(self, subgroups: list[list[int]]) -> list[list[int]]:
         """Returns `subgroups` of a copy, as global ranks of every copy."""
-        copies = self._places.groups("node", "local")
+        copies = self.groups_over("node", "local")
         return [[copy[rank] for rank in members] for copy in copies for members in subgroups]
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
@@ -266,7 +235,7 @@ class Groups(Ranks):
         """Makes the group of `stages`, which share a unit, from the ranks with this rank's coordinates. All ranks call
         it."""
         if stages not in self._sharing:
-            by_stage = self._places.groups("stage")
+            by_stage = self.groups_over("stage")
             of = [[ranks[stage] for stage in stages] for ranks in by_stage]
             rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
             self._sharing[stages] = self._new([*of, *filter(None, rest)], f"stages {stages}")

@@ -326,16 +326,20 @@ class TreeLayout:
 def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
     """Returns the layout of `tree`, and the leaves of each entry (in the order of `Entry.spec`)."""
     tree = push_frozen(tree)
-    subtrees = [
-        (name, subtree) for name, subtree in _subtrees(tree) if is_marker(subtree) or optree.tree_leaves(subtree)
-    ]
+
+    def is_entry(node: Any) -> bool:
+        """Entries are markers, and other children of the root, or of any container with a marker below it."""
+        if is_marker(node):
+            return True
+        return node is not tree and not has_marker(node) and bool(optree.tree_leaves(node))
+
+    accessors, subtrees, container = optree.tree_flatten_with_accessor(tree, is_leaf=is_entry)
     entries, leaves, next_unit = [], [], 0
-    for name, subtree in subtrees:
-        entry, entry_leaves = _entry(name, subtree, next_unit)
+    for accessor, subtree in zip(accessors, subtrees, strict=True):
+        entry, entry_leaves = _entry(dotted(accessor), subtree, next_unit)
         next_unit += sum(len(group.units) for group in entry.groups)
         entries.append(entry)
         leaves.append(entry_leaves)
-    container = optree.tree_structure(tree, is_leaf=lambda node: any(node is subtree for _, subtree in subtrees))
     return TreeLayout(tuple(entries), container), leaves
 
 
@@ -349,19 +353,6 @@ def push_frozen(tree: Tree) -> Tree:
         return push_frozen(optree.tree_map(lambda child: Frozen(child, dtype), inner, is_leaf=lambda n: n is not inner))
 
     return optree.tree_map(push, tree, is_leaf=is_marker)
-
-
-def _subtrees(tree: Tree, name: str = "", root: bool = True) -> Iterator[tuple[str, Tree]]:
-    """Yields the subtrees that are entries: children of the root, or of any container with a marker below it."""
-    container = not is_marker(tree) and not optree.tree_is_leaf(tree)
-    if not (container and (root or has_marker(tree))):
-        yield name, tree
-        return
-    accessors = optree.tree_accessors(tree, is_leaf=lambda node: node is not tree)
-    children = optree.tree_leaves(tree, is_leaf=lambda node: node is not tree)
-    for accessor, child in zip(accessors, children, strict=True):
-        if child is not None:
-            yield from _subtrees(child, join(name, dotted(accessor)), root=False)
 
 
 def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
@@ -413,11 +404,11 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         count = 1 if length is None or kind.pinned else length
         ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
         layout, name_of = FlatLayout(paths, shapes), kind.name(alone=len(kinds) == 1)
-        group = Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned)
-        groups.append(dataclasses.replace(group, splits=tuple(leaf.split for leaf in nodes)) if kind.over else group)
-    twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
-    if twice:
-        raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+        if name_of in (group.name for group in groups):
+            raise ValueError(f"{name_of}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+        splits = tuple(leaf.split for leaf in nodes) if kind.over else ()
+        group = Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned, splits=splits)
+        groups.append(group)
     members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
     return Entry(name, spec, tuple(groups), length), leaves
 
