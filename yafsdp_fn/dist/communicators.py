@@ -64,6 +64,8 @@ class Communicators(Groups):
         self.steps, self.states = Steps(), itertools.count(1)
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
+        if self.device.type == "cuda" and self.timeout is not None:  # so it is not alone
+            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
         self.streams: dict[str, Stream] = {}
@@ -95,17 +97,15 @@ class Communicators(Groups):
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
         if name not in self.streams:
-            cuda = self.device.type == "cuda"
-            made = self._cuda_stream(name) if cuda else HostStream(name, self.world_rank)
-            must_differ((*self.streams.values(), made))
+            made: Stream
+            if self.device.type == "cuda":
+                add = None if self._watch is None else partial(self._watch.add, name)
+                made = CudaStream(self.device, self.world_rank, add)
+                must_differ([*self.streams.values(), made])
+            else:
+                made = HostStream(name, self.world_rank)
             self.streams[name] = made
         return self.streams[name]
-
-    def _cuda_stream(self, name: str) -> Stream:
-        if self._watch is None and self.timeout is not None and not self.alone:
-            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
-        add = None if self._watch is None else partial(self._watch.add, name)
-        return CudaStream(self.device, self.world_rank, add)
 
     def _meet(self) -> None:
         """Makes every communicator, and uses those that all steps use, in one order on all ranks.

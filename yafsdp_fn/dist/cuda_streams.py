@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.streams import Event, Stream, Work, failure
+from yafsdp_fn.dist.streams import Event, Work, failure
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED of the CUDA driver."""
@@ -104,7 +104,7 @@ class CudaStream:
         return int(self._stream.cuda_stream)
 
 
-def must_differ(streams: Sequence[Stream]) -> None:
+def must_differ(streams: Sequence[Any]) -> None:
     """Raises RuntimeError if two streams are the same CUDA stream: torch hands them out round-robin, from a
     pool of 32."""
     handles = [stream.handle for stream in streams]

@@ -59,9 +59,6 @@ class Stream(Protocol):
     def close(self) -> None:
         """Ends the stream, when the work submitted so far is done or abandoned."""
 
-    @property
-    def handle(self) -> int: ...  # tells streams apart
-
 
 class HostEvent:
     """An event of a host thread that carries errors. Most end before anybody waits, so the waiter creates the lock."""
@@ -124,10 +121,6 @@ class HostStream:
         while not idle.wait(1.0):
             if not self._thread.is_alive():
                 return
-
-    @property
-    def handle(self) -> int:
-        return id(self)
 
     def abandon(self) -> None:
         self._abandoned = True
