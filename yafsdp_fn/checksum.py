@@ -133,7 +133,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
         bits = torch.view_as_real(bits).view(-1)
     pattern = bits.view(PATTERNS[bits.element_size()])  # uint8 of bools, too
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in pattern.split(AT_ONCE):
+    for part in torch.split(pattern, AT_ONCE):
         found += part.sum(dtype=torch.int64)
     return found
 

@@ -128,7 +128,8 @@ def _check_inside(inside: dict[str, int]) -> None:
     """Raises unless these axes inside blocks can be."""
     known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
     for name, size in inside.items():
-        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
+        if near:
             raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
         if type(size) is not int or size < 1:
             raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")

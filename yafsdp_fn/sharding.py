@@ -157,7 +157,8 @@ def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: 
     """Returns a state over `memory`, with its optimizer before the first step."""
     params = memory.params(seed, step)
     opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
-    if tx is not None and memory.trained and (lost := memory.precision.lost) is not None:
+    lost = memory.precision.lost
+    if tx is not None and memory.trained and lost is not None:
         warnings.warn(lost, stacklevel=4)
     return ShardedState(params, opt_state, step, seed, memory)
 

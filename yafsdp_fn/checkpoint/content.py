@@ -366,7 +366,8 @@ def from_json(text: str, path: str) -> Manifest:
         raise CheckpointError(f"{path}: it is nested deeper than {DEEPEST} levels")
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    if (version := values.pop("format", None)) == PICKLED:
+    version = values.pop("format", None)
+    if version == PICKLED:
         why = "its tensors lie in pickles, which this one does not open; go on with the version that wrote it"
         raise CheckpointError(f"{path}: format {PICKLED}: {why}")
     if version != FORMAT:

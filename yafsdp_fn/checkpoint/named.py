@@ -121,7 +121,8 @@ def _lazy(find: Callable[..., Theirs], path: str, shape: tuple[int, ...], layere
         one = find(path, None, shape)
         return Lazy(shape, one.dtype, lambda _: one.read())
     layers = [find(path, layer, shape[1:]) for layer in range(shape[0])]
-    if len(dtypes := {layer.dtype for layer in layers}) > 1:
+    dtypes = {layer.dtype for layer in layers}
+    if len(dtypes) > 1:
         raise CheckpointError(f"{path}: its layers have dtypes {', '.join(sorted(map(str, dtypes)))}: expected one")
 
     def load(layer: int | None) -> Tensor:

@@ -65,7 +65,8 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
     if around is None:
         if graph_task_id() != -1:
             raise RuntimeError(f"a collective over {axis_name!r} {IN_BACKWARD}")
-        if (size := max((of.axes.get(axis_name, ALONE).size for of in ranks_elsewhere()), default=1)) > 1:
+        size = max((of.axes.get(axis_name, ALONE).size for of in ranks_elsewhere()), default=1)
+        if size > 1:
             raise RuntimeError(f"a collective over {axis_name!r} {IN_THREAD.format(size=size)}")
     ranks: Any = None if around is None else around.ranks
     if ranks is None:

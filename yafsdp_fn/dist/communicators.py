@@ -138,13 +138,15 @@ class Communicators(Groups):
         self._use_once("gather", self.gather_group, "all-gather")
         self._use_once("reduce", self.reduce_group, "reduce-scatter")
         for name in ("gather_local", "reduce_local", "reduce_nodes"):
-            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
+            group = getattr(self, f"{name}_group", self.gather_group)
+            if group is not self.gather_group:
                 make_communicator(group.process_group, self.device)
 
     def _use_once(self, stream: str, group: Group, kind: str) -> None:
         """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
         connections of their own."""
-        if (ranks := group.process_group.size()) == 1:
+        ranks = group.process_group.size()
+        if ranks == 1:
             return
         one, every = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
         kinds = {
@@ -345,7 +347,10 @@ class Communicators(Groups):
     def note_positions(self, error: BaseException) -> None:
         """Adds the positions of all ranks to `error`, a failed communication, as a note."""
         said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
-        if self.watchdog is not None and not said and (found := self.watchdog.ask()):
+        if self.watchdog is None or said:
+            return
+        found = self.watchdog.ask()
+        if found:
             error.add_note(f"{WHERE}\n{found}")
 
     # ---- health

@@ -124,7 +124,7 @@ class Ranks:
 
     @property
     def deterministic(self) -> bool:
-        """Whether global batches are cut in micro-shards: bits do not depend on the number of ranks."""
+        """Returns whether global batches are cut in micro-shards: bits do not depend on the number of ranks."""
         return self.micro_shards is not None
 
     # ---- axes inside blocks

@@ -310,7 +310,8 @@ class Ending(Protocol):
     def query(self) -> bool: ...
 
 
-class _Pending(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Pending:
     end: Ending
     label: tuple[str]
     since: float
@@ -348,11 +349,10 @@ class Watch:
                 while pending and pending[0].end.query():
                     pending.popleft()
                     if pending:  # it cannot have begun before
-                        pending[0] = pending[0]._replace(since=max(pending[0].since, ended))
+                        pending[0].since = max(pending[0].since, ended)
                 if pending and ended - pending[0].since > self._seconds:
-                    what = (
-                        f"rank {self._rank}: {pending[0].label[0]} has not ended after {self._seconds:.0f} s. {ADVICE}"
-                    )
+                    (label,) = pending[0].label
+                    what = f"rank {self._rank}: {label} has not ended after {self._seconds:.0f} s. {ADVICE}"
                     print(what, file=sys.stderr, flush=True)
                     self._late(what)
                     return

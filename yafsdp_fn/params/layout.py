@@ -163,14 +163,16 @@ class Group:
         """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
         over them."""
         names = [name for name, _ in self.splits[0]] if self.splits else []
-        if unknown := [name for name in names if name not in (*INSIDE, *axes)] if axes else []:
+        unknown = [name for name in names if name not in (*INSIDE, *axes)]
+        if axes and unknown:
             raise ValueError(
                 f"{self.layout.names[0]} is split over {unknown[0]!r}, which is no axis of this mesh; it has "
                 f"{', '.join(axes)}. Make it, of size 1 if nothing is to be split: ya.mesh({unknown[0]}=1)"
             )
         here = tuple((name, axis.size) for name, axis in axes.items() if name in names and axis.size > 1)
-        shapes = [list(shape) for shape in self.whole.shapes]
-        for path, shape, split in zip(self.layout.names, shapes, self.splits, strict=True) if here else ():
+        shapes = []
+        for path, whole, split in zip(self.layout.names, self.whole.shapes, self.splits, strict=True):
+            shape = list(whole)
             for name, size in here:
                 dim, blocks = cut_of(split, name)
                 if shape[dim] // blocks % size:
@@ -179,7 +181,8 @@ class Group:
                         f"divide by its {size} ranks; take a mesh with fewer ranks on {name}, or another split"
                     )
                 shape[dim] //= size
-        return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(map(tuple, shapes))), axes=here)
+            shapes.append(tuple(shape))
+        return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(shapes)), axes=here)
 
     def part(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
@@ -211,7 +214,8 @@ class Group:
         """Returns leaf `number`, whole, from its parts in the order of `axes`. behind: trailing axes of the parts"""
         for name, size in reversed(self.axes):
             dim, blocks = cut_of(self.splits[number], name)
-            dim, pieces = dim - behind, [_in_blocks(piece, dim - behind, blocks) for piece in pieces]
+            dim -= behind
+            pieces = [_in_blocks(piece, dim, blocks) for piece in pieces]
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 

@@ -54,24 +54,22 @@ class Lazy:
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
-    def draw(layer: int | None) -> Tensor:
-        shape = leaf.shape if layer is None else leaf.shape[1:]
-        made: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
-        if tuple(made.shape) != shape:
-            raise ValueError(f"{path}: its initializer made shape {tuple(made.shape)}, expected {shape}")
-        return made
+    def give(layer: int | None) -> Tensor:
+        shape, where = leaf.shape, ""
+        if layer is not None:
+            shape, where = leaf.shape[1:], f" of layer {layer}"
+        if isinstance(leaf, Param):
+            value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
+            fault = f"{path}: its initializer made shape {tuple(value.shape)}, expected {shape}"
+        else:
+            value = leaf.load(layer)
+            fault = f"{path}{where}: loaded {shape_of(value)}, expected shape {shape}"
+        if tuple(value.shape) != shape:
+            raise ValueError(fault)
+        return value
 
-    def load(layer: int | None) -> Tensor:
-        where, shape = ("", leaf.shape) if layer is None else (f" of layer {layer}", leaf.shape[1:])
-        loaded: Tensor = leaf.load(layer)
-        if tuple(loaded.shape) != shape:
-            raise ValueError(f"{path}{where}: loaded {shape_of(loaded)}, expected shape {shape}")
-        return loaded
-
-    if isinstance(leaf, Param):
-        return draw
-    if isinstance(leaf, Lazy):
-        return load
+    if isinstance(leaf, Param | Lazy):
+        return give
     if isinstance(leaf, Tensor):
         return lambda layer: leaf.detach() if layer is None else leaf.detach()[layer]
     raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(leaf).__name__}")
@@ -106,24 +104,23 @@ def fill_group(
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
     stacked, rank = entry.stacked(group), ranks.within(group.over).rank
-    given: Sequence[Source] = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
-    if group.axes:
-        given = [_parts_of(group, number, ranks, give) for number, give in enumerate(given)]
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
+
+    def part(number: int, give: Source, layer: int | None) -> Tensor:
+        whole = give(layer) if stacked else whole_leaf(give, entry.length)
+        return group.part(number, whole, ranks)
+
+    parts = [partial(part, number, give) for number, give in enumerate(sources)]
     for place in range(len(group.units)) if together else group.here:
         layer = place if stacked else None
         if place in rows:
-            fill(rows[place], group.layout, rank, given, layer, together)
+            fill(rows[place], group.layout, rank, parts, layer, together)
         else:
-            for give in given:
+            for give in parts:
                 give(layer)
 
 
-def _parts_of(group: Group, number: int, ranks: Ranks, give: Source) -> Source:
-    return lambda layer: group.part(number, give(layer), ranks)
-
-
-def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:
+def whole_leaf(give: Source, length: int | None) -> Tensor:
     """Returns a whole leaf from its source: [L, ...] if it has a layer axis."""
     return give(None) if length is None else torch.stack([give(layer) for layer in range(length)])
 
