@@ -31,7 +31,7 @@ from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import Memory, Use
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.schedules.cut import cut
 
@@ -133,6 +133,11 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
+def writing(memory: Memory) -> Use:
+    """Returns the context in which a load overwrites a state: it waits for all that uses its buffers."""
+    return memory.using(*Update(tuple(unit.id for unit in memory.units)).uses())
+
+
 def load(
     directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
 ) -> tuple[ShardedState, dict[str, Any]]:
@@ -190,7 +195,7 @@ def _load(
     program, memory = _program(facts.program, where), like.memory
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
     try:
-        with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+        with writing(memory):
             memory.begin_write()  # also for a failure: `like` is partly overwritten
             ranks.each(lambda: _fill(tensors, recuts, stored), reading)
             memory.refresh(sorted(memory.held))

@@ -32,15 +32,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
-from yafsdp_fn.checkpoint.io import reads
+from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
-from yafsdp_fn.params.tree import Tree, dotted, in_stack, leaf_names, without_markers
-from yafsdp_fn.program.ops import Update
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
@@ -180,8 +179,8 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
 
     def take(path: str, tree: Tree, layer: int | None) -> None:
         mine = next(units) % ranks.count == ranks.rank
-        for key, leaf in zip(optree.tree_leaves(leaf_names(tree)), optree.tree_leaves(tree), strict=True):
-            full = name(".".join(part for part in (path, key) if part), layer)
+        for key, leaf in named_leaves(tree):
+            full = name(join(path, key), layer)
             if full in seen:
                 raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
             seen.add(full)
@@ -233,8 +232,7 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
                 for _, group, shard in handle.group_leaves():
                     layers = [None] if handle.entry.length is None else list(range(handle.entry.length))
                     sources = []
-                    for path, shape in zip(group.layout.names, group.whole.shapes, strict=True):
-                        shape = shape[1:] if group.pinned else shape
+                    for path, shape in zip(group.layout.names, group.layer_shapes, strict=True):
                         kept = {layer: find(path, layer, shape, suffix) for layer in layers}
                         for layer in layers:
                             steps.setdefault(find(path, layer, (), STEP).read().item(), path)
@@ -257,7 +255,7 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
         for kept in _states(state.opt_state, ScaleByAdamState | ScaleByScheduleState):
             kept.count.fill_(count)
 
-    with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+    with writing(memory):
         memory.begin_write()  # also for a failure: the state is partly overwritten
         ranks.each(fill, f"reading {root}")
     memory.end_write()
