@@ -89,12 +89,15 @@ class Value(NamedTuple):
 
 def _shards(state: ShardedState) -> Iterator[Value]:
     """Yields each unit's parameters, working copies and optimizer state."""
-    memory, precision = state.memory, state.precision
-    master, working = memory.master.rows, memory.working.rows
+    memory = state.memory
+    precision = state.precision
+    master = memory.master.rows
+    working = memory.working.rows
     has_copies = precision.param != precision.gather_dtype
     for group in memory.groups:
         for place, unit in enumerate(group.units):
-            name, stages = memory.units[unit].name, group.holders(place)
+            name = memory.units[unit].name
+            stages = group.holders(place)
             yield Value(name, stages, master.get(unit))
             if group.trainable and has_copies:
                 yield Value(f"{WORKING}{name}", stages, working.get(unit))

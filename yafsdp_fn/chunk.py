@@ -103,17 +103,21 @@ class _Part:
     """`f` on one chunk, as a function of the chunk's tensors that can run again."""
 
     def __init__(self, name: str, call: TensorCall, replay: Replay) -> None:
-        self.name, self.call, self._replay = name, call, replay
+        self.name = name
+        self.call = call
+        self._replay = replay
         self._ready: tuple[Tensor, ...] | None = None
         self.watch = False  # the first run looks for tensors from outside
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._ready is not None:
-            ready, self._ready = self._ready, None
+            ready = self._ready
+            self._ready = None
             return ready
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.watch:
-            watch, self.watch = Watch(tensors, self.name), False
+            watch = Watch(tensors, self.name)
+            self.watch = False
         with watch:
             outs = self._replay.run(self.call.run, tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too

@@ -120,7 +120,8 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
 
 def _as_rank(call: Call, ranks: int) -> list[bytes]:
     """Returns the function's saved result of each rank that torchrun has started, this one among them."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ["WORLD_SIZE"])
     here = f"this process is rank {rank} of {world}"
     # forks of `launch` have a store that outlives them, too, but no run of torchrun
     if not dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -175,7 +176,9 @@ class _Rank:
     """A process, the pipe of its answer, what it prints into its two files; and its answer, once it has come."""
 
     def __init__(self, process: Any, pipe: Any, prints: tuple[_Printed, _Printed]) -> None:
-        self.process, self.pipe, self.prints = process, pipe, prints
+        self.process = process
+        self.pipe = pipe
+        self.prints = prints
         self.answer: Answer | None = None
 
     def poll(self) -> bool | None:
@@ -213,7 +216,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _no_interrupts() -> Iterator[Callable[[], None]]:
     """Only notes Ctrl-C while ranks run, and yields a function that lets it interrupt, for places where nothing is half
     done: one that comes while ranks are started, or a second one while they are ended, would leave some running."""
-    before, noted = signal.getsignal(signal.SIGINT), list[Any]()
+    before = signal.getsignal(signal.SIGINT)
+    noted = list[Any]()
 
     def let_interrupt() -> None:
         if noted and callable(before):
@@ -345,7 +349,8 @@ def _answer(call: Call) -> Answer:
         result = call()
     except BaseException as raised:
         frames = raised.__traceback__.tb_next if raised.__traceback__ else None  # without this one
-        error, text = raised, "".join(traceback.format_exception(type(raised), raised, frames))
+        error = raised
+        text = "".join(traceback.format_exception(type(raised), raised, frames))
     else:
         buffer = io.BytesIO()
         try:
@@ -353,7 +358,8 @@ def _answer(call: Call) -> Answer:
             return Answer(time.monotonic(), buffer.getvalue())
         except Exception as raised:
             what = f"its result, a {type(result).__name__}, cannot be sent here"
-            error, text = raised, f"{what} ({raised}): return tensors, numbers and text"
+            error = raised
+            text = f"{what} ({raised}): return tensors, numbers and text"
     finally:
         sys.stdout.flush(), sys.stderr.flush()
     return Answer(time.monotonic(), None, type(error).__name__, text.rstrip())

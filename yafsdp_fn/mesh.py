@@ -140,7 +140,8 @@ def _sizes(
     replicate: int, shard: int, world: int, stage: int = 1, inside: Mapping[str, int] | None = None
 ) -> tuple[int, int]:
     """Returns `(replicas, ranks on the axis shard)` of a stage, for `world` ranks. inside: sizes of axes in blocks"""
-    given, inside = {"replicate": replicate, "shard": shard}, inside or {}
+    given = {"replicate": replicate, "shard": shard}
+    inside = inside or {}
     shown = {"stage": stage, **given, **inside}.items()
     stage *= math.prod(inside.values())
     asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
@@ -201,9 +202,11 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, 
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
     if kind == "cuda":
-        local, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        found = torch.cuda.device_count()
         if local >= found:
-            rank, gpus = os.environ.get("RANK", 0), f"{found} GPU{'s' * (found > 1)}"
+            rank = os.environ.get("RANK", 0)
+            gpus = f"{found} GPU{'s' * (found > 1)}"
             raise RuntimeError(
                 f"mesh: rank {rank} is number {local + 1} on a machine where torch sees {gpus}, and each needs one; "
                 f'start {found} there (torchrun --nproc-per-node {found} ...), or take device="cpu"'

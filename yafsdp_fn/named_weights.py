@@ -85,7 +85,8 @@ def _compare(comms: Communicators, unit: int, name: str) -> None:
 def _unit(
     handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    comms, views = handle.owner.comms, {}
+    comms = handle.owner.comms
+    views = {}
     for number, group, leaf in handle.check().group_leaves():
         wholes = pinned.get(number)
         if wholes is None:

@@ -124,7 +124,8 @@ def shard(
         )
     must_be_one("shard", found)
     layout = old.layout if like is None else tree_layout(like)[0]
-    mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
+    mesh = old.mesh if mesh is None else mesh
+    seed = found[0].origin.seed if seed is None else seed
     described = {} if like is None else dict(named_leaves(like))
     if unknown := sorted(set(grow).difference(described)):
         raise ValueError(f"shard(grow=...): `like` has no {', '.join(unknown)}; it has {', '.join(described)}"[:500])
@@ -327,7 +328,8 @@ class _Whole:
 
 def _keep(old: Tree, new: Tree, grow: Collection[str]) -> None:
     """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
-    there, unclear = _by_part(old), set[str]()
+    there = _by_part(old)
+    unclear = set[str]()
     for part, nodes in _by_part(new).items():
         kept = there.get(part, [])
         if len(kept) == len(nodes):
@@ -363,7 +365,8 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
     """Copies what an optimizer state had in this place, if it is alike."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
-        whole, first = _Whole([before]), _Whole([begun])
+        whole = _Whole([before])
+        first = _Whole([begun])
         for _, group, leaf in node.group_leaves():
             if whole.names.issuperset(group.layout.names):
                 named = _leaves_of(group)

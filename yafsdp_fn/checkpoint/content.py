@@ -39,14 +39,18 @@ class ShardSlice:
     """
 
     def __init__(self, shard: Tensor, entry: Entry, group: Group, ranks: Ranks) -> None:
-        self.entry, self.group, self.ranks, self.dtype = entry, group, ranks, shard.dtype
+        self.entry = entry
+        self.group = group
+        self.ranks = ranks
+        self.dtype = shard.dtype
         self.layers = group.here if entry.stacked(group) else None
         self.shape = _shape_of(group, None if self.layers is None else len(group.units))
         self.part: int | None = None
         if group.axes:
             subgroups = ranks.subgroups(across=group.over)
             self.part = next(number for number, members in enumerate(subgroups) if ranks.rank in members)
-        numel, n = self.shape[-1], shard.shape[-1]
+        numel = self.shape[-1]
+        n = shard.shape[-1]
         start = ranks.within(group.over).rank * n
         self.start = min(start, numel)
         self.shard = shard.narrow(-1, 0, min(start + n, numel) - self.start)
@@ -171,7 +175,9 @@ class Recut(NamedTuple):
 
     def fill(self, read: Read) -> None:
         """Fills the slice from whole leaves, of one layer at a time."""
-        shard, group, ranks = self.slice.shard, self.slice.group, self.slice.ranks
+        shard = self.slice.shard
+        group = self.slice.group
+        ranks = self.slice.ranks
         n = group.layout.shard_numel(ranks.within(group.over).ranks)
         row = shard.new_empty(*shard.shape[:-1], n)  # the slice ends before padding
         sources = [partial(self._whole, read, leaf) for leaf in self.leaves]
@@ -198,7 +204,8 @@ def recuts(
 ) -> dict[str, Recut]:
     """Returns how to read the tensors that were saved split or grouped otherwise, of descriptions that `check` has
     accepted."""
-    there, out = _by_leaf(saved, where), {}
+    there = _by_leaf(saved, where)
+    out = {}
     for key, tensor in tensors.items():
         if not isinstance(tensor, ShardSlice) or (key in saved and _lies(saved[key]) == _lies(wanted[key])):
             continue
@@ -221,7 +228,8 @@ def _lies(described: Description) -> tuple[Any, ...]:
 
 def _group_of(described: Description, like: Group) -> Group:
     """Returns the group that was saved so. like: one of this state, for all that a description does not say"""
-    leaves, axes = described["leaves"], described.get("axes", {})
+    leaves = described["leaves"]
+    axes = described.get("axes", {})
     given = zip(described.get("splits", [{}] * len(leaves)), leaves.values(), strict=True)
     of_leaves = tuple(checked_split(split, tuple(shape)) for split, shape in given)
     layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())))
@@ -255,7 +263,8 @@ ANOTHER_OPTIMIZER = (
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:
     """Raises CheckpointError unless the checkpoint at `where` has exactly the leaves that the state needs, naming the
     first difference."""
-    have, want = _by_leaf(saved, where), _by_leaf(wanted, where)
+    have = _by_leaf(saved, where)
+    want = _by_leaf(wanted, where)
     handles = {handle for handle, _ in have}
     for (handle, leaf), (key, needs) in want.items():
         if handle not in handles:
@@ -266,7 +275,8 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
             continue
         field = next(field for field in needs if there.get(field) != needs[field])
         of_leaf = f", leaf {leaf}" if leaf else ""
-        has, wants = _field(field, there), _field(field, needs)
+        has = _field(field, there)
+        wants = _field(field, needs)
         raise CheckpointError(f"{where}: {key}{of_leaf}: the checkpoint has {has}, this state {wants}")
     asked = {handle for handle, _ in want}
     more = {at: key for at, (key, _) in have.items() if at not in want}
@@ -278,7 +288,8 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
 
 def _form(of: Description) -> tuple[Any, ...]:
     """Returns dtype and shape, with all layers: a leaf of a stack may be in units of layers, or in one."""
-    shape, layers = of.get("shape"), of.get("layers")
+    shape = of.get("shape")
+    layers = of.get("layers")
     return of.get("dtype"), [layers, *shape] if layers is not None and isinstance(shape, list) else shape
 
 

@@ -49,7 +49,8 @@ class Job(NamedTuple):
 
     def write(self, ranks: AllRanks) -> Path:
         """Writes it on every rank, with one outcome: the folder, or CheckpointError."""
-        root, step = self.root, self.manifest.step
+        root = self.root
+        step = self.manifest.step
         what = f"saving step {step} in {root}"
         with owned(root, ranks, what):
             target = ranks.first(lambda: folder.prepare(root, step), what)
@@ -183,7 +184,8 @@ def _load(
 ) -> tuple[ShardedState, dict[str, Any]]:
     like, ranks = like.check(), ranks_of(like.mesh)
     source = _whole(directory, step, ranks)
-    where, reading = str(source), f"reading {source}"
+    where = str(source)
+    reading = f"reading {source}"
     facts = ranks.first(lambda: content.read(source), reading)
     # errors are found before `like` is touched
     tensors, described = _contents(like, params_only=params_only)
@@ -192,7 +194,8 @@ def _load(
     content.check(saved, described, where)
     recuts = content.recuts(tensors, facts.tensors, described, where)
     stored = ranks.each(lambda: _stored(source, tensors, recuts), reading)[ranks.rank]
-    program, memory = _program(facts.program, where), like.memory
+    program = _program(facts.program, where)
+    memory = like.memory
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
     try:
         with writing(memory):

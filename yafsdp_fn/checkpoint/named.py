@@ -175,7 +175,9 @@ def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks)
 def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
     """Returns the tensors that this rank writes, by name: every R-th unit."""
     must_be_one("save_named", handles(params))
-    units, out, seen = itertools.count(), dict[str, Tensor](), set[str]()
+    units = itertools.count()
+    out = dict[str, Tensor]()
+    seen = set[str]()
 
     def take(path: str, tree: Tree, layer: int | None) -> None:
         mine = next(units) % ranks.count == ranks.rank
@@ -226,7 +228,8 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
     fills: list[Callable[[], None]] = []
 
     def find_all() -> float:
-        find, steps = _finder(root, name), dict[float, str]()
+        find = _finder(root, name)
+        steps = dict[float, str]()
         for tree, suffix in ((adam.mu, MEAN), (adam.nu, SQUARE)):
             for handle in handles(tree):
                 for _, group, shard in handle.group_leaves():

@@ -96,7 +96,8 @@ class Stored(NamedTuple):
     def read_into(self, target: Tensor, offsets: Sequence[int]) -> None:
         """Fills `target` with the slice of its shape at `offsets`. Holds one part at a time."""
         for part in self.parts:
-            here, there = [], []
+            here = []
+            there = []
             for begin, size, at, n in zip(offsets, target.shape, part.offsets, part.sizes, strict=True):
                 first = max(begin, at)
                 last = max(first, min(begin + size, at + n))
@@ -132,7 +133,9 @@ def scan(folder: Path) -> dict[str, Stored]:
 
 
 def _part(path: Path, name: str, about: Any) -> Part:
-    match, dtype, sizes = _NAME.fullmatch(name), about.get_dtype(), tuple(about.get_shape())
+    match = _NAME.fullmatch(name)
+    dtype = about.get_dtype()
+    sizes = tuple(about.get_shape())
     offsets: tuple[int, ...] = ()
     if match is not None and match[2]:
         offsets = tuple(map(int, match[2].split(",")))
@@ -152,7 +155,8 @@ def _tiles(shape: tuple[int, ...], parts: Sequence[Part]) -> bool:
     cells = 1
     for axis, size in enumerate(shape):
         spans = sorted({(part.offsets[axis], part.offsets[axis] + part.sizes[axis]) for part in held})
-        starts, ends = [start for start, _ in spans], [end for _, end in spans]
+        starts = [start for start, _ in spans]
+        ends = [end for _, end in spans]
         if [*starts, size] != [0, *ends]:  # each begins where the one before it ends
             return False
         cells *= len(spans)

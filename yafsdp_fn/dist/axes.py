@@ -359,7 +359,8 @@ def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
             f"ppermute: perm={list(perm)}: expected pairs (source, destination) of ranks 0 to {of.size - 1} of "
             f"{axis_name}, each at most once on a side"
         )
-    to, source = dict(perm), {b: a for a, b in perm}
+    to = dict(perm)
+    source = {b: a for a, b in perm}
     sent, received = (tuple(int(k == other.get(of.place)) for k in range(of.size)) for other in (to, source))
 
     def one(leaf: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ class GlooGroup(Group):
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
-        self._rank, self._ranks = process_group.rank(), process_group.size()
+        self._rank = process_group.rank()
+        self._ranks = process_group.size()
         self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
@@ -238,14 +239,16 @@ def _pieces(shards: Sequence[Tensor], *, cut: bool) -> Iterator[Piece]:
     pack: Piece = []
     packed = 0  # bytes
     for number, shard in enumerate(shards):
-        n, size = shard.numel(), shard.nbytes
+        n = shard.numel()
+        size = shard.nbytes
         if size >= PACKED_BYTES:
             step = max(1, PIECE_BYTES // shard.itemsize) if cut else max(1, n)
             yield from ([(number, first, min(n, first + step))] for first in range(0, n, step))
             continue
         if pack and (packed + size > PIECE_BYTES or shards[pack[0][0]].dtype != shard.dtype):
             yield pack
-            pack, packed = [], 0
+            pack = []
+            packed = 0
         pack.append((number, 0, n))
         packed += size
     if pack:

@@ -61,7 +61,8 @@ class Communicators(Groups):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.steps, self.states = Steps(), itertools.count(1)
+        self.steps = Steps()
+        self.states = itertools.count(1)
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
         if self.device.type == "cuda" and self.timeout is not None:  # so it is not alone
@@ -148,7 +149,8 @@ class Communicators(Groups):
         ranks = group.process_group.size()
         if ranks == 1:
             return
-        one, every = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
+        one = torch.zeros(1, device=self.device)
+        every = torch.zeros(ranks, device=self.device)
         kinds = {
             "all-gather": partial(group.all_gathers, [every], [one]),
             "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
@@ -218,7 +220,9 @@ class Communicators(Groups):
         replicas: bool = True,
     ) -> Tensor:
         out = super().reduce_scatter(full, dtype)
-        shard, wire, n = out.view(-1), full.dtype, out.numel()
+        shard = out.view(-1)
+        wire = full.dtype
+        n = out.numel()
         receive = full.new_empty(receive_numel(self, n, accumulate))
         job = partial(flat.reduce_into, self, [shard], [full.view(-1)], receive)
         self._now("reduce", partial(job, adds=[False], accumulate=accumulate), "reduce-scatter")
@@ -278,7 +282,8 @@ class Communicators(Groups):
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
         """Runs work on a stream, and has the compute stream wait for it; on the CPU, this thread."""
         self.check()
-        before, after = self.event(), self.event()
+        before = self.event()
+        after = self.event()
         before.complete()
         self.streams[stream].submit(work, (before,), after, label)
         try:
@@ -377,7 +382,8 @@ class Communicators(Groups):
         try:
             yield
         except BaseException as error:
-            after, self.steps.failed = f"after {type(error).__name__} in {look().place}", True
+            after = f"after {type(error).__name__} in {look().place}"
+            self.steps.failed = True
             raise
         finally:
             self.steps.after = after

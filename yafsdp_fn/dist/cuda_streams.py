@@ -68,7 +68,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device, rank: int, watch: Callable[[Any, str], None] | None = None) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._rank, self._watch = rank, watch
+        self._rank = rank
+        self._watch = watch
         self._broken: str | None = None
 
     def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:

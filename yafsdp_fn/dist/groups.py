@@ -69,22 +69,28 @@ class MeshRanks(Ranks):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         inside = _axes_inside(mesh)
-        names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
-        place, grid = mesh.get_coordinate(), mesh.mesh.detach().cpu()
+        names = mesh.mesh_dim_names or ()
+        sizes = tuple(mesh.shape)
+        place = mesh.get_coordinate()
+        grid = mesh.mesh.detach().cpu()
         if place is None:
             raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {grid.flatten().tolist()}")
         if bool((grid.flatten().diff() <= 0).any()):
             # process groups number their members in ascending order, whatever a mesh says
             raise ValueError(f"mesh: ranks must ascend along its axes, got {grid.tolist()}")
         outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
-        size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
+        size = dict(zip(outer, sizes, strict=False))
+        at = dict(zip(outer, place, strict=False))
         axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
         self.grid = grid.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
-        self.node, self.local_rank = at.get(NODE, 0), place[len(outer)]
+        self.node = at.get(NODE, 0)
+        self.local_rank = place[len(outer)]
         for axis in axes.values():
             self.local_rank = self.local_rank * axis.size + axis.place
         stages, replicas, nodes, local_ranks = self.grid.shape
-        rank, replica, stage = self.node * local_ranks + self.local_rank, at.get(REPLICATE, 0), at.get(STAGE, 0)
+        rank = self.node * local_ranks + self.local_rank
+        replica = at.get(REPLICATE, 0)
+        stage = at.get(STAGE, 0)
         super().__init__(replicas, nodes, local_ranks, device_of(mesh), rank, replica, stages, stage, axes)
         self.world_rank = (stage * replicas + replica) * self.ranks + rank
 
@@ -100,7 +106,8 @@ def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
     """Returns the axes of `mesh` inside blocks. Raises TypeError unless it has axes of ours."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
-    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+    names = mesh.mesh_dim_names or ()
+    sizes = tuple(mesh.shape)
     if names == (STAGE,):
         raise TypeError(
             "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'stage'; for stages "
@@ -149,7 +156,8 @@ class Groups(MeshRanks):
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
-        self.groups, self._others = list[Group](), list[Group]()
+        self.groups = list[Group]()
+        self._others = list[Group]()
         self.message_groups: list[Group] = []
         self._sharing: dict[tuple[int, ...], Group] = {}
         self.along: dict[str, Group] = {}
@@ -159,7 +167,8 @@ class Groups(MeshRanks):
         timeout = timeout_of(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
         self.timeout = timeout
         self.abort_timeout = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
-        backend, control = "gloo", "gloo"
+        backend = "gloo"
+        control = "gloo"
         if self.device.type == "cuda":
             backend = "nccl"
             timeout = None if timeout is None else timeout + GRACE
@@ -167,7 +176,8 @@ class Groups(MeshRanks):
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
         self._how = timeout, backend
-        copies, everyone = self.groups_over("node", "local"), [self.grid.flatten().tolist()]
+        copies = self.groups_over("node", "local")
+        everyone = [self.grid.flatten().tolist()]
         self.gather_group = self.gather_local_group = self._new(copies, "gather")
         self.reduce_group = self.metrics_group = self._new(copies, "reduce")
         if self.nodes > 1:
@@ -208,7 +218,8 @@ class Groups(MeshRanks):
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
         found.local_rank = found.rank % found.local_ranks
-        subgroups, of = self._in_copies(self.subgroups(across=names)), ", ".join(names)
+        subgroups = self._in_copies(self.subgroups(across=names))
+        of = ", ".join(names)
         if found.ranks > 1:
             found.gather_group = found.gather_local_group = self._new(subgroups, f"gather within {of}")
             found.reduce_group = self._new(subgroups, f"reduce within {of}")
@@ -280,7 +291,8 @@ def host_group() -> ProcessGroup | None:
 
     All ranks make it together, on their main threads, at the first call.
     """
-    default, cpu = default_group(), torch.device("cpu")
+    default = default_group()
+    cpu = torch.device("cpu")
     if default.name() == EMULATED or serves(default, cpu):
         return None
     if default not in _HOST_GROUPS:

@@ -35,8 +35,10 @@ def rendezvous_store(timeout: timedelta) -> dict[str, Any]:
     """
     if "MASTER_ADDR" not in os.environ:
         return {}  # torch names what is missing
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         keys = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}, {world} ranks"
         store: Any = dist.TCPStore(address, port, world, False, timeout)  # type: ignore[attr-defined]
@@ -94,7 +96,8 @@ def answers(timeout: timedelta | None, what: str) -> Iterator[None]:
     if timeout is None or store_port() is None:
         yield
         return
-    seconds, silent = timeout.total_seconds() + LATER, threading.Event()
+    seconds = timeout.total_seconds() + LATER
+    silent = threading.Event()
 
     def give_up() -> None:
         silent.set()

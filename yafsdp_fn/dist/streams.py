@@ -96,10 +96,12 @@ class HostStream:
     _closed = _abandoned = False
 
     def __init__(self, name: str, rank: int) -> None:
-        self._name, self._rank = name, rank
+        self._name = name
+        self._rank = rank
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], HostEvent, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"yafsdp-{name}", daemon=True)
-        threads, started = torch.get_num_threads(), HostEvent()
+        threads = torch.get_num_threads()
+        started = HostEvent()
         self._thread.start()
         self.submit(lambda: None, (), started, "start")
         started.wait()

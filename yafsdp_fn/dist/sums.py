@@ -40,10 +40,13 @@ def reduce_wide(
 
 def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: torch.dtype) -> Tensor:
     """Returns [M, n]: each node's sum for this rank's shard, in the wire's dtype."""
-    ranks, nodes = comms.local_ranks, comms.nodes
+    ranks = comms.local_ranks
+    nodes = comms.nodes
     n = full.numel() // comms.ranks
-    within, rest = receive[: ranks * n], receive[ranks * n :]
-    mine, theirs = rest[: nodes * n], rest[nodes * n : 2 * nodes * n]
+    within = receive[: ranks * n]
+    rest = receive[ranks * n :]
+    mine = rest[: nodes * n]
+    theirs = rest[nodes * n : 2 * nodes * n]
     for node, part in enumerate(full.view(nodes, ranks * n)):  # shards of one node lie side by side
         comms.reduce_local_group.all_to_all(within, part)
         local_sum(mine[node * n : (node + 1) * n], within.view(ranks, n), comms.reduce_scratch, dtype=accumulate)

@@ -48,7 +48,8 @@ class PeerStatus:
         self._store = store
         self._period = beat * max(1.0, world / READS)
         self._patience = max(SILENCE_S, SILENCE_BEATS * beat, 1.5 * self._period)
-        self._since, self._read_at = time.monotonic(), 0.0
+        self._since = time.monotonic()
+        self._read_at = 0.0
         self.posts = dict.fromkeys(range(world), RankStatus(0, "has said nothing yet", 0.0))
         self._heard_at = dict.fromkeys(self.posts, self._since)
         self.silent: dict[int, float] = {}
@@ -59,7 +60,8 @@ class PeerStatus:
         now = time.monotonic()
         if now - self._read_at < 0.9 * self._period and not now_or_never:
             return ""
-        self._read_at, self.silent = now, {}
+        self._read_at = now
+        self.silent = {}
         for rank in self.posts:
             key = f"rank {rank}"
             if self._store.check([key]):  # it would wait for a missing one
@@ -138,15 +140,23 @@ class Watchdog:
         device: torch.device = CPU,
     ) -> None:
         seconds = timeout.total_seconds()
-        self._store, self._rank, self._world, self._under_way = store, rank, world, under_way
-        self._beat, self._patience = min(LONGEST_S, seconds / BEATS), seconds / 2
-        self._steps, self._device = steps, device
-        self._position, self._since = RankPosition(steps.after), time.monotonic()
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._under_way = under_way
+        self._beat = min(LONGEST_S, seconds / BEATS)
+        self._patience = seconds / 2
+        self._steps = steps
+        self._device = device
+        self._position = RankPosition(steps.after)
+        self._since = time.monotonic()
         self._waits: list[tuple[tuple[str], float]] = []
         self._post = RankStatus(0, steps.after, 0.0)
         self._peers: PeerStatus | None = None
         self._shown: str | None = None  # its position when it showed the table
-        self.table, self._made_at, self._asked = "", float("-inf"), False
+        self.table = ""
+        self._made_at = float("-inf")
+        self._asked = False
         self._turned = time.monotonic()  # since then the thread waits for a beat, or for the store
         self._keeps_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._closed = threading.Event()
@@ -159,7 +169,8 @@ class Watchdog:
     def ask(self) -> str:
         """Returns the table, after a failure. If the last one is old, it takes some beats to find out who is silent."""
         begun = time.monotonic()
-        recent, until = begun - STALL * self._beat, begun + 4 * STALL * self._beat + 5
+        recent = begun - STALL * self._beat
+        until = begun + 4 * STALL * self._beat + 5
         self._asked = True
         while self._made_at < recent and self._thread.is_alive():
             if self._stuck or time.monotonic() > until:
@@ -229,7 +240,9 @@ class Watchdog:
         method = self._under_way()
         if method is None:
             return False
-        labels, now, before = method(), time.monotonic(), self._position
+        labels = method()
+        now = time.monotonic()
+        before = self._position
         position = RankPosition(self._steps.after)
         for look in self._steps.looks[-1:]:
             position = look()
@@ -246,7 +259,8 @@ class Watchdog:
     def _status(self, position: RankPosition, now: float) -> RankStatus:
         """Describes the position. A rank that stands still says its op and line, too."""
         seconds = now - self._since
-        waits, waited = ", ".join(label for (label,), _ in self._waits), 0.0
+        waits = ", ".join(label for (label,), _ in self._waits)
+        waited = 0.0
         if self._waits:
             waited = now - min(since for _, since in self._waits)
         shown = self._shown is not None
@@ -289,7 +303,8 @@ class Watchdog:
         """Ends the report: the communication that it waited for has come, or failed."""
         if self._shown is not None and self._post.place is not self._shown and not self._steps.failed:
             print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
-        self._peers, self._shown = None, None
+        self._peers = None
+        self._shown = None
 
 
 # ---- A watchdog thread on CUDA: names the collective that does not end, and aborts it.
@@ -322,7 +337,10 @@ class Watch:
     ends"""
 
     def __init__(self, rank: int, timeout: timedelta, late: Callable[[str], None], device: torch.device = CPU) -> None:
-        self._rank, self._seconds, self._late, self._device = rank, timeout.total_seconds(), late, device
+        self._rank = rank
+        self._seconds = timeout.total_seconds()
+        self._late = late
+        self._device = device
         self._pending: dict[str, deque[_Pending]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="yafsdp-watch", daemon=True)

@@ -65,7 +65,8 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def _span(values: Sequence[int]) -> str:
-    first, last = values[0], values[-1]
+    first = values[0]
+    last = values[-1]
     return str(first) if first == last else f"{first}-{last}"
 
 

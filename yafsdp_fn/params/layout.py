@@ -112,7 +112,8 @@ class FlatLayout:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            a, b = max(offset, start), min(offset + size, stop)
+            a = max(offset, start)
+            b = min(offset + size, stop)
             if a < b:
                 yield Piece(index, a - start, b - start, a - offset)
 
@@ -338,7 +339,9 @@ def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
         return node is not tree and not has_marker(node) and bool(optree.tree_leaves(node))
 
     accessors, subtrees, container = optree.tree_flatten_with_accessor(tree, is_leaf=is_entry)
-    entries, leaves, next_unit = [], [], 0
+    entries = []
+    leaves = []
+    next_unit = 0
     for accessor, subtree in zip(accessors, subtrees, strict=True):
         entry, entry_leaves = _entry(dotted(accessor), subtree, next_unit)
         next_unit += sum(len(group.units) for group in entry.groups)
@@ -353,7 +356,8 @@ def push_frozen(tree: Tree) -> Tree:
     def push(node: Any) -> Any:
         if not isinstance(node, Frozen) or is_marker(node.tree) or not has_marker(node.tree):
             return node
-        inner, dtype = node.tree, node.dtype
+        inner = node.tree
+        dtype = node.dtype
         return push_frozen(optree.tree_map(lambda child: Frozen(child, dtype), inner, is_leaf=lambda n: n is not inner))
 
     return optree.tree_map(push, tree, is_leaf=is_marker)
@@ -361,7 +365,8 @@ def push_frozen(tree: Tree) -> Tree:
 
 def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
     members: dict[_Kind, list[tuple[int, str, Any]]] = {}
-    stacked, seen = False, 0
+    stacked = False
+    seen = 0
 
     def walk(node: Tree, path: str, kind: _Kind, top: bool) -> None:
         nonlocal stacked, seen
@@ -407,7 +412,8 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         shapes = tuple(tuple(leaf.shape[1:] if stacked and not kind.pinned else leaf.shape) for leaf in nodes)
         count = 1 if length is None or kind.pinned else length
         ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
-        layout, name_of = FlatLayout(paths, shapes), kind.name(alone=len(kinds) == 1)
+        layout = FlatLayout(paths, shapes)
+        name_of = kind.name(alone=len(kinds) == 1)
         if name_of in (group.name for group in groups):
             raise ValueError(f"{name_of}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
         splits = tuple(leaf.split for leaf in nodes) if kind.over else ()

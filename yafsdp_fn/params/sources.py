@@ -55,9 +55,11 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
     def give(layer: int | None) -> Tensor:
-        shape, where = leaf.shape, ""
+        shape = leaf.shape
+        where = ""
         if layer is not None:
-            shape, where = leaf.shape[1:], f" of layer {layer}"
+            shape = leaf.shape[1:]
+            where = f" of layer {layer}"
         if isinstance(leaf, Param):
             value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
             fault = f"{path}: its initializer made shape {tuple(value.shape)}, expected {shape}"
@@ -103,7 +105,8 @@ def fill_group(
 ) -> None:
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
-    stacked, rank = entry.stacked(group), ranks.within(group.over).rank
+    stacked = entry.stacked(group)
+    rank = ranks.within(group.over).rank
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
 
     def part(number: int, give: Source, layer: int | None) -> Tensor:
@@ -172,7 +175,8 @@ def _whole(node: Any) -> Any:
     columns: list[Any] = [None] * node.entry.leaf_count
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
-        stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.within(group.over).ranks)
+        stacked = node.entry.stacked(group)
+        n = group.layout.shard_numel(comms.within(group.over).ranks)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")

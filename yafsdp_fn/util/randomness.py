@@ -106,7 +106,9 @@ class VisitCounter:
         ranks: Any = None,
     ) -> None:
         self._key = (seed, step, microbatch)
-        self._rank, self._inside, self.ranks = rank, inside, ranks
+        self._rank = rank
+        self._inside = inside
+        self.ranks = ranks
         self._batch_rank = rank if batch_rank is None else batch_rank
         self._visits = [0, 0]  # without grad and with it, as a session numbers them
 
@@ -197,7 +199,8 @@ def run_visit(seed: int | None, device: torch.device, function: Callable[..., T]
 
 
 def _run_seeded(seed: int, device: torch.device, ranks: Any, function: Callable[..., T], *args: Any) -> T:
-    token, before = _enter(VisitCounter(seed, 0, inside=True, ranks=ranks)), _seed(seed, device)
+    token = _enter(VisitCounter(seed, 0, inside=True, ranks=ranks))
+    before = _seed(seed, device)
     try:
         return function(*args)
     finally:
@@ -219,7 +222,8 @@ class Replay:
     """
 
     def __init__(self, device: torch.device, seed: int | None = None, ranks: Any = None) -> None:
-        self._device, self._seed = device, seed
+        self._device = device
+        self._seed = seed
         around = _counter.get()
         self._ranks = around.ranks if ranks is None and around is not None else ranks
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
