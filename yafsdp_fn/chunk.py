@@ -69,10 +69,9 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
     if not isinstance(in_axes, int | tuple | None):
         got = type(in_axes).__name__
         raise TypeError(f"chunk: in_axes is {got}; expected an int or a tuple, one entry per argument")
-    _check_axes("in_axes", in_axes)
-    _check_axes("out_axes", out_axes)
-    if not optree.tree_leaves(in_axes):
+    if not _axes("in_axes", in_axes):
         raise ValueError(f"chunk: in_axes={in_axes} declares no axis to cut; without one, call the function itself")
+    _axes("out_axes", out_axes)
     if n == 1:
         return f
     name = f"chunk of {getattr(f, '__qualname__', type(f).__name__).replace('.<locals>', '')}"
@@ -89,11 +88,13 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
     return chunked
 
 
-def _check_axes(what: str, axes: Any) -> None:
-    """Raises TypeError unless the leaves of an axis tree are ints and None."""
-    for axis in optree.tree_leaves(axes):  # None is no leaf
+def _axes(what: str, axes: Any) -> list[Any]:
+    """Returns the axes in a tree of ints and None."""
+    found: list[Any] = optree.tree_leaves(axes)  # None is no leaf
+    for axis in found:
         if not isinstance(axis, int) or isinstance(axis, bool):
             raise TypeError(f"chunk: {what} holds {axis!r}; expected ints and None")
+    return found
 
 
 # ---- running the chunks
