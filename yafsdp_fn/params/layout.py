@@ -15,6 +15,7 @@ from yafsdp_fn.dist.ranks import INSIDE, Axis, Ranks, padded_numel, round_up
 from yafsdp_fn.params.tree import (
     Frozen,
     LayerParam,
+    LeafSplit,
     Marker,
     Param,
     Pinned,
@@ -39,17 +40,13 @@ from yafsdp_fn.params.tree import (
 # Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
 # rank owns an equal, aligned slice. Gaps and padding always hold zeros.
 
-Split = tuple[tuple[str, int | tuple[int, int]], ...]
-"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that
-and a number of blocks, each of which is cut."""
-
 
 def _in_blocks(leaf: Tensor, dim: int, blocks: int) -> Tensor:
     """Splits a dimension, counted from the end, into blocks: [.., blocks * n, ..] -> [.., blocks, n, ..]."""
     return leaf.view(*leaf.shape[:dim], blocks, leaf.shape[dim] // blocks, *leaf.shape[leaf.ndim + dim + 1 :])
 
 
-def cut_of(split: Split, name: str) -> tuple[int, int]:
+def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
     """Returns the dimension that axis `name` cuts, and the blocks that it has there."""
     found = dict(split)[name]
     return (found, 1) if isinstance(found, int) else found
@@ -141,7 +138,7 @@ class Group:
     pinned: bool = False
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
-    splits: tuple[Split, ...] = ()
+    splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
 
     @cached_property

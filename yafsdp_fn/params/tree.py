@@ -144,7 +144,12 @@ Tree = Any
 """Any pytree: NamedTuples, dicts, lists, tuples, nested."""
 
 
-def checked_split(split: Any, shape: tuple[int, ...]) -> tuple[tuple[str, int | tuple[int, int]], ...]:
+LeafSplit = tuple[tuple[str, int | tuple[int, int]], ...]
+"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that
+and a number of blocks, each of which is cut."""
+
+
+def checked_split(split: Any, shape: tuple[int, ...]) -> LeafSplit:
     """Returns `split`, a mapping or pairs, as pairs by name, which can be hashed."""
     pairs = tuple(sorted((axis, tuple(cut) if isinstance(cut, list) else cut) for axis, cut in dict(split).items()))
     for axis, cut in pairs:
