@@ -15,7 +15,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.groups import device_of, grid
+from yafsdp_fn.dist.groups import MeshRanks, device_of
 from yafsdp_fn.mesh import _sizes
 
 
@@ -96,7 +96,7 @@ def test_meshes_with_other_axes_are_refused_by_name() -> None:
     refused(("replicate", "local", "node"), "got axes")
     refused(("replicate",), r"its axis is called 'replicate'; for copies alone give axes \('replicate', 'shard'\)")
     with pytest.raises(TypeError, match=r"got axes without names of sizes \(1, 1\)"):
-        grid(init_device_mesh("cpu", (1, 1)))
+        MeshRanks(init_device_mesh("cpu", (1, 1)))
     with pytest.raises(TypeError, match=r"mesh: expected a DeviceMesh, as ya.mesh\(\) makes, got str"):
         ya.init({"a": ya.Param((3,))}, ya.optim.sgd(0.1), mesh="cpu")  # type: ignore[arg-type]
 
@@ -121,7 +121,7 @@ def at(group: Group) -> tuple[int, int]:
 def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[Any, ...]:
     made = ya.mesh(device="cpu", **options)
     assert made.mesh_dim_names == names
-    comms, places = communicators(made), grid(made)
+    comms, places = communicators(made), MeshRanks(made)
     assert communicators(made) is comms, "a mesh has one set of communicators"
     assert at(comms.gather_group) == (comms.rank, comms.ranks) and at(comms.control_group) == (comms.world_rank, 4)
     assert at(comms.gather_local_group)[0] == comms.local_rank
@@ -130,7 +130,12 @@ def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[A
     if comms.replicas > 1:
         assert at(comms.replicate_group) == (comms.replica, comms.replicas)
     assert ("replicate" in comms.streams) == (comms.replicas > 1) == (len(comms.streams) == 3)
-    kinds = (places.groups("node", "local"), places.groups("copy"), places.groups("local"), places.groups("node"))
+    kinds = (
+        places.groups_over("node", "local"),
+        places.groups_over("copy"),
+        places.groups_over("local"),
+        places.groups_over("node"),
+    )
     own = [group for groups in kinds for group in groups if mesh.get_rank() in group]
     assert [len(group) for group in own] == [comms.ranks, comms.replicas, comms.local_ranks, comms.nodes]
     return (comms.rank, comms.replica, comms.node, comms.local_rank), *own

@@ -9,8 +9,8 @@ A bit that flips in one replica's memory, or on its way, shows nowhere else: the
 """
 
 import zlib
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,24 +48,26 @@ def checksum(state: ShardedState) -> int:
     >>> ya.checksum(state) == ya.checksum(ya.init(params, tx, mesh=mesh, seed=1))
     False
     """
-    memory, comms = state.check().memory, state.memory.comms
+    memory = state.check().memory
+    comms = memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
-        of_shards, of_all = list(_shards(state)), list(_replicated(state))
-        nothing = torch.zeros((), dtype=torch.int64, device=comms.device)
-        tensors = [*(row for _, _, row in of_shards), *(value for _, value in of_all)]
-        sums = torch.stack([nothing if tensor is None else sum_of_bits(tensor) for tensor in tensors]).cpu()
-    names = [*(name for name, _, _ in of_shards), *(name for name, _ in of_all)]
+        found = [*_shards(state), *_replicated(state)]
+        sums = torch.stack([_sum_of(value, comms.device) for value in found]).cpu()
+    names = [value.name for value in found]
     must_be_one("checksum", handles(state.params))
     comms.must_agree("what a checksum is of", {"names": str(names)})
     every = comms.numbers_of_all(sums, "comparing checksums")
-    holders = [stages for _, stages, _ in of_shards]
-    _must_be_equal(every, names, holders, comms)
+    _must_be_equal(found, every, comms)
     one_copy = every.view(comms.stages, comms.world // comms.stages, -1)[:, : comms.ranks]
-    of_units = [one_copy[stages[0], :, number].sum() for number, stages in enumerate(holders)]
     total = 0
-    for name, value in zip(names, [*of_units, *one_copy[0, 0, len(of_shards) :]], strict=True):
-        if not name.startswith(WORKING):
-            total += int(value) * (zlib.crc32(name.encode()) | 1)  # odd: no bit is lost
+    for number, value in enumerate(found):
+        if value.name.startswith(WORKING):
+            continue
+        if value.stages is None:
+            its_sum = one_copy[0, 0, number]
+        else:
+            its_sum = one_copy[value.stages[0], :, number].sum()
+        total += int(its_sum) * (zlib.crc32(value.name.encode()) | 1)  # odd: no bit is lost
     return total % (1 << 64)
 
 
@@ -76,70 +78,94 @@ SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
-def _shards(state: ShardedState) -> Iterator[tuple[str, tuple[int, ...], Tensor | None]]:
-    """Yields name, stages and this rank's part of each unit's parameters, working copies and optimizer state; None for
-    parts of other stages."""
-    memory, precision = state.memory, state.precision
-    master, working = memory.master.rows, memory.working.rows
+class Value(NamedTuple):
+    """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, None for
+    those of other stages"""
+
+    name: str
+    stages: tuple[int, ...] | None
+    here: Tensor | None
+
+
+def _shards(state: ShardedState) -> Iterator[Value]:
+    """Yields each unit's parameters, working copies and optimizer state."""
+    memory = state.memory
+    precision = state.precision
+    master = memory.master.rows
+    working = memory.working.rows
+    has_copies = precision.param != precision.gather_dtype
     for group in memory.groups:
         for place, unit in enumerate(group.units):
-            name, stages = memory.units[unit].name, group.holders(place)
-            yield name, stages, master.get(unit)
-            if group.trainable and precision.param != precision.gather_dtype:
-                yield f"{WORKING}{name}", stages, working.get(unit)
+            name = memory.units[unit].name
+            stages = group.holders(place)
+            yield Value(name, stages, master.get(unit))
+            if group.trainable and has_copies:
+                yield Value(f"{WORKING}{name}", stages, working.get(unit))
     for at, node in handles_and_leaves(state.opt_state):
-        if is_sharded(node):
-            for _, group, leaf in node.group_leaves():
-                name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
-                rows = dict(zip(group.here, leaf.unbind() if leaf.ndim == 2 else (leaf,), strict=False))
-                for layer in range(len(group.units) if leaf.ndim == 2 else 1):
-                    yield f"{name}[{layer}]" if leaf.ndim == 2 else name, group.holders(layer), rows.get(layer)
+        for _, group, leaf in node.group_leaves() if is_sharded(node) else ():
+            name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
+            if leaf.ndim < 2:
+                yield Value(name, group.holders(0), leaf if group.here else None)
+                continue
+            rows = dict(zip(group.here, leaf.unbind(), strict=True))
+            for layer in range(len(group.units)):
+                yield Value(f"{name}[{layer}]", group.holders(layer), rows.get(layer))
 
 
-def _replicated(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
-    """Yields name and value of everything that every rank holds."""
+def _replicated(state: ShardedState) -> Iterator[Value]:
+    """Yields everything that every rank holds."""
     device = state.memory.comms.device
-    for name, value in (("step", state.step), ("seed", state.seed)):
-        yield name, torch.tensor([value >> 32 & 0xFFFFFFFF, value & 0xFFFFFFFF], device=device)
+    for name, number in (("step", state.step), ("seed", state.seed)):
+        halves = [number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF]
+        yield Value(name, None, torch.tensor(halves, device=device))
     for at, node in handles_and_leaves(state.opt_state):
         if isinstance(node, Tensor | int | float):
-            yield f"opt_state.{dotted(at)}", torch.as_tensor(node, device=device)
+            yield Value(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
+
+
+def _sum_of(value: Value, device: torch.device) -> Tensor:
+    if value.here is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return sum_of_bits(value.here)
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """Sums the elements as integers of their size, modulo 2 ** 64: int64 []."""
     bits = tensor.contiguous().view(-1)
-    if bits.dtype == torch.bool or bits.is_complex():
-        bits = bits.view(torch.uint8) if bits.dtype == torch.bool else torch.view_as_real(bits).view(-1)
-    pattern = bits.view(PATTERNS[bits.element_size()])
-    parts = [pattern[at : at + AT_ONCE].sum(dtype=torch.int64) for at in range(0, pattern.numel(), AT_ONCE)]
-    return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if bits.is_complex():
+        bits = torch.view_as_real(bits).view(-1)
+    pattern = bits.view(PATTERNS[bits.element_size()])  # uint8 of bools, too
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in torch.split(pattern, AT_ONCE):
+        found += part.sum(dtype=torch.int64)
+    return found
 
 
-def _must_be_equal(every: Tensor, names: list[str], holders: list[tuple[int, ...]], comms: Communicators) -> None:
-    """Raises Corrupted where numbers differ. every: [ranks of the mesh, numbers]; holders: stages of the leading
-    numbers, which are of shards, equal over replicas and these stages; the others are equal on all ranks"""
+def _must_be_equal(found: Sequence[Value], every: Tensor, comms: Communicators) -> None:
+    """Raises Corrupted where numbers differ: shards of replicas and of the stages that hold them, and what all ranks
+    hold. every: [ranks of the mesh, numbers]"""
     ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
-    with_shards = {stages: ranks[list(stages)].flatten(0, 1).T.tolist() for stages in holders}
-    of_all = [ranks.flatten().tolist()]
-    of_each = [*(with_shards[stages] for stages in holders), *[of_all] * (len(names) - len(holders))]
-    found = []
-    for name, values, alike in zip(names, every.T.tolist(), of_each, strict=True):
-        for members in alike:
+    faults = []
+    for value, sums in zip(found, every.T.tolist(), strict=True):
+        alike = ranks.view(1, -1) if value.stages is None else ranks[list(value.stages)].flatten(0, 1).T
+        for members in alike.tolist():
             sides: dict[int, list[int]] = {}
             for rank in members:
-                sides.setdefault(values[rank], []).append(rank)
+                sides.setdefault(sums[rank], []).append(rank)
             if len(sides) > 1:
-                found.append(f"  {name}: {_odd_ones(list(sides.values()))}")
-    if found:
-        more = [f"  and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
-        raise Corrupted("\n".join(["ranks that should hold the same bits do not:", *found[:SHOWN], *more, TO_DO]))
+                faults.append(f"  {value.name}: {_odd_ones(list(sides.values()))}")
+    if not faults:
+        return
+    lines = ["ranks that should hold the same bits do not:", *faults[:SHOWN]]
+    if len(faults) > SHOWN:
+        lines.append(f"  and {len(faults) - SHOWN} more")
+    raise Corrupted("\n".join([*lines, TO_DO]))
 
 
 def _odd_ones(sides: list[list[int]]) -> str:
     """Describes the ranks that differ from the majority, if there is one."""
     most = max(sides, key=len)
+    if sum(len(side) == len(most) for side in sides) > 1:
+        return f"{' and '.join(map(named, sides))} differ"
     others = sorted(rank for side in sides if side is not most for rank in side)
-    if Counter(map(len, sides))[len(most)] > 1:
-        return f"{' and '.join(named(side) for side in sides)} differ"
     return f"{named(others)} differ{'s' * (len(others) == 1)} from {named(most)}"

@@ -69,7 +69,7 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
     if not isinstance(in_axes, int | tuple | None):
         got = type(in_axes).__name__
         raise TypeError(f"chunk: in_axes is {got}; expected an int or a tuple, one entry per argument")
-    if not any(axis is not None for axis in _axes("in_axes", in_axes)):
+    if not _axes("in_axes", in_axes):
         raise ValueError(f"chunk: in_axes={in_axes} declares no axis to cut; without one, call the function itself")
     _axes("out_axes", out_axes)
     if n == 1:
@@ -89,10 +89,10 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
 
 
 def _axes(what: str, axes: Any) -> list[Any]:
-    """Returns the leaves of an axis tree, each an int or None."""
-    found: list[Any] = optree.tree_leaves(axes, none_is_leaf=True)
+    """Returns the axes in a tree of ints and None."""
+    found: list[Any] = optree.tree_leaves(axes)  # None is no leaf
     for axis in found:
-        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+        if not isinstance(axis, int) or isinstance(axis, bool):
             raise TypeError(f"chunk: {what} holds {axis!r}; expected ints and None")
     return found
 
@@ -104,15 +104,21 @@ class _Part:
     """`f` on one chunk, as a function of the chunk's tensors that can run again."""
 
     def __init__(self, name: str, call: TensorCall, replay: Replay) -> None:
-        self.name, self.call, self._replay = name, call, replay
+        self.name = name
+        self.call = call
+        self._replay = replay
         self._ready: tuple[Tensor, ...] | None = None
         self.watch = False  # the first run looks for tensors from outside
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._ready is not None:
-            ready, self._ready = self._ready, None
+            ready = self._ready
+            self._ready = None
             return ready
-        watch, self.watch = Watch(tensors, self.name) if self.watch else contextlib.nullcontext(), False
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.watch:
+            watch = Watch(tensors, self.name)
+            self.watch = False
         with watch:
             outs = self._replay.run(self.call.run, tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too
@@ -183,14 +189,19 @@ def _cut(name: str, args: Any, leaves: Sequence[Any], in_axes: Any, n: int) -> l
         prefix = in_axes[number] if isinstance(in_axes, tuple) else in_axes
         axes += _spread(f"{name}: in_axes of argument {number}", prefix, arg)
     accessors = optree.tree_accessors(args, is_leaf=is_sharded, none_is_leaf=True)
-    columns = []
+    columns: list[Sequence[Any]] = []
+    cut = False
     for accessor, leaf, axis in zip(accessors, leaves, axes, strict=True):
         where = join(f"{name}: argument {accessor[0].entry}", dotted(accessor[1:]))
         if isinstance(leaf, Sharded):
             inside = "chunk the block inside, as ya.scan(ya.chunk(block, ...), ...)"
             raise TypeError(f"{where} is a sharded handle: {inside}")
-        columns.append([leaf] * n if axis is None or leaf is None else _pieces(where, leaf, axis, n))
-    if not any(axis is not None and isinstance(leaf, Tensor) for axis, leaf in zip(axes, leaves, strict=True)):
+        if axis is None or leaf is None:
+            columns.append([leaf] * n)
+        else:
+            columns.append(_pieces(where, leaf, axis, n))
+            cut = True
+    if not cut:
         raise ValueError(f"{name}: in_axes={in_axes} declares an axis of no tensor among the arguments")
     return columns
 
@@ -237,10 +248,9 @@ def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
     if isinstance(first, Max):
         return Max(torch.stack([leaf.value for leaf in column]).amax(0))
     if not isinstance(first, Tensor):
-        if any(leaf is not first and leaf != first for leaf in column):
-            all_of_it = ", ".join(map(repr, column))
-            raise ValueError(f"{where} is {all_of_it} in the chunks; what is no tensor must be equal")
-        return first
+        if all(leaf is first or leaf == first for leaf in column):
+            return first
+        raise ValueError(f"{where} is {', '.join(map(repr, column))} in the chunks; what is no tensor must be equal")
     if first.ndim == 0:
         raise TypeError(
             f"{where} is a 0-dim tensor, which has no axis to concatenate along: say how chunks combine by returning "
@@ -255,5 +265,7 @@ def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
-    return sum(values) if device is None else torch.stack([torch.as_tensor(x, device=device) for x in values]).sum(0)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return sum(values)
+    return torch.stack([torch.as_tensor(value, device=tensors[0].device) for value in values]).sum(0)

@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +34,7 @@ from yafsdp_fn.util import local_ranks
 from yafsdp_fn.util.torch_private import cuda_is_lost, forget_groups
 
 Result = TypeVar("Result")
+Call = Callable[[], Any]
 
 GRACE = 2.0
 """Seconds that other ranks may go on after one has failed: they notice as soon as it has ended, and may say more."""
@@ -97,14 +99,15 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
         raise TypeError(f"launch: expected a function, got {type(function).__name__}")
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"launch(ranks={ranks!r}): expected the number of ranks to start, 1 or more")
+    call = partial(function, *args)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _loaded(_as_rank(function, args, ranks))
+        return _loaded(_as_rank(call, ranks))
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("ya.launch forks this process, which this system cannot do: start a script by torchrun")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     started: list[_Rank] = []
     try:
-        _run_to_the_end(function, args, [_environment(rank, ranks, store.port) for rank in range(ranks)], started)
+        _run_to_the_end(call, [_environment(rank, ranks, store.port) for rank in range(ranks)], started)
         _finish([printed for each in started for printed in each.prints])
     finally:
         for each in started:
@@ -115,19 +118,21 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
     return _loaded([answer.result or b"" for answer in answers if answer is not None])
 
 
-def _as_rank(function: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> list[bytes]:
+def _as_rank(call: Call, ranks: int) -> list[bytes]:
     """Returns the function's saved result of each rank that torchrun has started, this one among them."""
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ["WORLD_SIZE"])
     here = f"this process is rank {rank} of {world}"
     # forks of `launch` have a store that outlives them, too, but no run of torchrun
     if not dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise RuntimeError(f"ya.launch starts ranks, and {here} itself: call it once, or the function alone")
     if ranks != world:
         raise RuntimeError(f"launch(ranks={ranks}): {here} that torchrun has started: expected ranks={world}")
-    torch.save(function(*args), buffer := io.BytesIO())
+    buffer = io.BytesIO()
+    torch.save(call(), buffer)
     store = rendezvous_store(timedelta(days=1))["store"]
-    call = store.add(f"launches of rank {rank}", 1)
-    keys = [f"launch {call}, rank {each}" for each in range(world)]
+    number = store.add(f"launches of rank {rank}", 1)
+    keys = [f"launch {number}, rank {each}" for each in range(world)]
     store.set(keys[rank], buffer.getvalue())
     store.wait(keys, timedelta(days=1))  # torchrun ends this rank where another has failed
     return [store.get(key) for key in keys]
@@ -171,7 +176,9 @@ class _Rank:
     """A process, the pipe of its answer, what it prints into its two files; and its answer, once it has come."""
 
     def __init__(self, process: Any, pipe: Any, prints: tuple[_Printed, _Printed]) -> None:
-        self.process, self.pipe, self.prints = process, pipe, prints
+        self.process = process
+        self.pipe = pipe
+        self.prints = prints
         self.answer: Answer | None = None
 
     def poll(self) -> bool | None:
@@ -209,7 +216,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _no_interrupts() -> Iterator[Callable[[], None]]:
     """Only notes Ctrl-C while ranks run, and yields a function that lets it interrupt, for places where nothing is half
     done: one that comes while ranks are started, or a second one while they are ended, would leave some running."""
-    before, noted = signal.getsignal(signal.SIGINT), list[Any]()
+    before = signal.getsignal(signal.SIGINT)
+    noted = list[Any]()
 
     def let_interrupt() -> None:
         if noted and callable(before):
@@ -226,9 +234,7 @@ def _no_interrupts() -> Iterator[Callable[[], None]]:
     let_interrupt()
 
 
-def _run_to_the_end(
-    function: Callable[..., Any], args: tuple[Any, ...], environments: Sequence[dict[str, str]], started: list[_Rank]
-) -> None:
+def _run_to_the_end(call: Call, environments: Sequence[dict[str, str]], started: list[_Rank]) -> None:
     """Starts a rank in each environment, and waits for the answers of all, or for those that come soon after one has
     failed. All have ended then."""
     with _no_interrupts() as let_interrupt:
@@ -239,7 +245,7 @@ def _run_to_the_end(
 
         try:
             for environment in environments:
-                started.append(_start(function, args, environment, started))
+                started.append(_start(call, environment, started))
                 let_interrupt()
             for printed in (printed for each in started for printed in each.prints):
                 threading.Thread(target=printed.pass_on, daemon=True).start()
@@ -251,9 +257,7 @@ def _run_to_the_end(
                 each.process.join()
 
 
-def _start(
-    function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str], before: Sequence[_Rank]
-) -> _Rank:
+def _start(call: Call, environment: dict[str, str], before: Sequence[_Rank]) -> _Rank:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     prints = _Printed(sys.stdout), _Printed(sys.stderr)
     # a rank that kept them could not be told that nobody reads what it or another one writes
@@ -261,7 +265,7 @@ def _start(
     for printed in (*prints, *(printed for each in before for printed in each.prints)):
         inherited += [printed.read, printed.write]
     bind = local_ranks.dies_with(os.getpid())
-    every = (function, args, environment, bind, theirs, prints, inherited)
+    every = (call, environment, bind, theirs, prints, inherited)
     process = multiprocessing.get_context("fork").Process(target=_run, args=every)
     with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -276,7 +280,8 @@ def _finish(prints: Sequence[_Printed]) -> None:
         printed.write.write(f"{END}\n".encode())
     for printed in prints:
         printed.passed.wait()
-    if lost := [printed.lost for printed in prints if printed.lost is not None]:
+    lost = [printed.lost for printed in prints if printed.lost is not None]
+    if lost:
         error = f"{type(lost[0]).__name__}: {lost[0]}"
         warnings.warn(
             f"ya.launch: what ranks printed is lost in part, since printing it here raised {error}", stacklevel=3
@@ -306,8 +311,7 @@ def _failure(answers: Sequence[Answer | None]) -> RankFailed:
 
 
 def _run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
+    call: Call,
     environment: dict[str, str],
     bind: Callable[[], None],
     pipe: Any,
@@ -330,29 +334,32 @@ def _run(
         kept = forget_groups()  # noqa: F841, until the end
         gc.freeze()  # garbage of the parent, freed here, may wait for its threads: so it was after an interrupt
         torch.set_num_threads(1)
-        pipe.send(_answer(function, args))
+        pipe.send(_answer(call))
         status = 0
         atexit._run_exitfuncs()  # others see in the store that this rank has ended well
     finally:
         os._exit(status)
 
 
-def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> Answer:
+def _answer(call: Call) -> Answer:
     error: BaseException
     if cuda_is_lost():
         return Answer(time.monotonic(), None, "RuntimeError", CUDA_IS_LOST)
     try:
-        result = function(*args)
+        result = call()
     except BaseException as raised:
         frames = raised.__traceback__.tb_next if raised.__traceback__ else None  # without this one
-        error, text = raised, "".join(traceback.format_exception(type(raised), raised, frames))
+        error = raised
+        text = "".join(traceback.format_exception(type(raised), raised, frames))
     else:
+        buffer = io.BytesIO()
         try:
-            torch.save(result, buffer := io.BytesIO())
+            torch.save(result, buffer)
             return Answer(time.monotonic(), buffer.getvalue())
         except Exception as raised:
             what = f"its result, a {type(result).__name__}, cannot be sent here"
-            error, text = raised, f"{what} ({raised}): return tensors, numbers and text"
+            error = raised
+            text = f"{what} ({raised}): return tensors, numbers and text"
     finally:
         sys.stdout.flush(), sys.stderr.flush()
     return Answer(time.monotonic(), None, type(error).__name__, text.rstrip())

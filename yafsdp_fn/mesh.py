@@ -128,7 +128,8 @@ def _check_inside(inside: dict[str, int]) -> None:
     """Raises unless these axes inside blocks can be."""
     known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
     for name, size in inside.items():
-        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.8)):
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
+        if near:
             raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
         if type(size) is not int or size < 1:
             raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
@@ -139,7 +140,8 @@ def _sizes(
     replicate: int, shard: int, world: int, stage: int = 1, inside: Mapping[str, int] | None = None
 ) -> tuple[int, int]:
     """Returns `(replicas, ranks on the axis shard)` of a stage, for `world` ranks. inside: sizes of axes in blocks"""
-    given, inside = {"replicate": replicate, "shard": shard}, inside or {}
+    given = {"replicate": replicate, "shard": shard}
+    inside = inside or {}
     shown = {"stage": stage, **given, **inside}.items()
     stage *= math.prod(inside.values())
     asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
@@ -200,9 +202,11 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, 
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
     if kind == "cuda":
-        local, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        found = torch.cuda.device_count()
         if local >= found:
-            rank, gpus = os.environ.get("RANK", 0), f"{found} GPU{'s' * (found > 1)}"
+            rank = os.environ.get("RANK", 0)
+            gpus = f"{found} GPU{'s' * (found > 1)}"
             raise RuntimeError(
                 f"mesh: rank {rank} is number {local + 1} on a machine where torch sees {gpus}, and each needs one; "
                 f'start {found} there (torchrun --nproc-per-node {found} ...), or take device="cpu"'

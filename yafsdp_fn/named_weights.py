@@ -60,8 +60,9 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
 def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
     """Returns the handles of a tree and their communicators. Raises TypeError for a tree without a state's memory."""
     handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
-    if odd := [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)] or not handles:
-        has = f"one with a {odd[0]}" if isinstance(odd, list) else "nothing"
+    others = [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)]
+    if others or not handles:
+        has = f"one with a {others[0]}" if others else "nothing"
         raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
     memory = handles[0].owner
     if not isinstance(memory, Memory):
@@ -84,7 +85,8 @@ def _compare(comms: Communicators, unit: int, name: str) -> None:
 def _unit(
     handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    comms, views = handle.owner.comms, {}
+    comms = handle.owner.comms
+    views = {}
     for number, group, leaf in handle.check().group_leaves():
         wholes = pinned.get(number)
         if wholes is None:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn import optim
 from yafsdp_fn.checksum import sum_of_bits
 from yafsdp_fn.dist.communicators import Communicators, communicators
-from yafsdp_fn.dist.groups import mesh_axes
 from yafsdp_fn.mesh import mesh as default_mesh
 from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
@@ -125,7 +124,8 @@ def shard(
         )
     must_be_one("shard", found)
     layout = old.layout if like is None else tree_layout(like)[0]
-    mesh, seed = old.mesh if mesh is None else mesh, found[0].origin.seed if seed is None else seed
+    mesh = old.mesh if mesh is None else mesh
+    seed = found[0].origin.seed if seed is None else seed
     described = {} if like is None else dict(named_leaves(like))
     if unknown := sorted(set(grow).difference(described)):
         raise ValueError(f"shard(grow=...): `like` has no {', '.join(unknown)}; it has {', '.join(described)}"[:500])
@@ -158,7 +158,8 @@ def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: 
     """Returns a state over `memory`, with its optimizer before the first step."""
     params = memory.params(seed, step)
     opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
-    if tx is not None and memory.trained and (lost := memory.precision.lost) is not None:
+    lost = memory.precision.lost
+    if tx is not None and memory.trained and lost is not None:
         warnings.warn(lost, stacklevel=4)
     return ShardedState(params, opt_state, step, seed, memory)
 
@@ -176,24 +177,25 @@ def _from_leaves(
     mesh = default_mesh() if mesh is None else mesh
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
     comms = communicators(mesh)
-    device = comms.device
-    of_group = {group.name: own for entry, own in zip(layout.entries, leaves, strict=True) for group in entry.groups}
+    leaf_of: dict[str, Any] = {}
+    length_of: dict[str, int | None] = {}
+    for entry, own in zip(layout.entries, leaves, strict=True):
+        for group in entry.groups:
+            for name, position in zip(group.layout.names, group.leaves, strict=True):
+                leaf_of[name], length_of[name] = own[position], entry.length
 
     def sources(group: Group) -> list[Source]:
         found = []
-        for name, position in zip(group.layout.names, group.leaves, strict=True):
-            leaf = of_group[group.name][position]
-            give = source(name, leaf, seed, device)
-            found.append(_of_rank_0(leaf, give, comms) if from_rank_0 else give)
+        for name in group.layout.names:
+            give = source(name, leaf_of[name], seed, comms.device)
+            found.append(_of_rank_0(leaf_of[name], give, comms) if from_rank_0 else give)
         return found
 
     def compare() -> None:
         values = {}
-        for entry, group in layout.groups:
-            for name, position in zip(group.layout.names, group.leaves, strict=True):
-                leaf = of_group[group.name][position]
-                bits = "" if from_rank_0 else _bits(leaf, entry.length)
-                values[name] = f"{leaf.dtype}{bits}"
+        for name, leaf in leaf_of.items():
+            bits = "" if from_rank_0 else _bits(leaf, length_of[name])
+            values[name] = f"{leaf.dtype}{bits}"
         comms.must_agree(SAME_VALUES, values)
 
     made = _filled(layout, sources, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
@@ -233,18 +235,21 @@ def _of_rank_0(leaf: Any, give: Source, comms: Communicators) -> Source:
 
 def _in_place_of(like: Tree, params: Tree) -> Tree:
     """Returns `like` with the leaves of `params`, as `Lazy` ones that are split as those of `like` are."""
-    given, (accessors, leaves, spec) = dict(named_leaves(params)), optree.tree_flatten_with_accessor(like)
-    out = []
-    for path, leaf in zip(map(dotted, accessors), leaves, strict=True):
+    given = dict(named_leaves(params))
+
+    def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
+        path = dotted(accessor)
         own = given.pop(path, None)
         if own is None or tuple(own.shape) != tuple(leaf.shape):
             raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
         give = source(path, own, 0, torch.device("cpu"))
         in_memory = isinstance(own, Tensor) or (isinstance(own, Lazy) and own.in_memory)
-        out.append(Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory))
+        return Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory)
+
+    out = optree.tree_map_with_accessor(lazy, like)
     if given:
         raise ValueError(f"shard(like=...): `like` has no {', '.join(sorted(given)[:4])}: they would be lost")
-    return optree.tree_unflatten(spec, out)
+    return out
 
 
 Sources = Callable[[Group], list[Source]]
@@ -272,10 +277,13 @@ def _filled(
     comms.must_agree("the parameters", described)
     if compare is not None and not comms.alone:
         compare()
-    placement = Placement(layout, mesh_axes(mesh), precision, comms, stages)
-    masters = placement.shards(comms.device)
-    for master, (entry, group) in zip(masters, placement.layout.groups, strict=True):
-        fill_group(master, entry, group, comms, sources(group), together)
+
+    def masters(placement: Placement[Communicators]) -> list[Tensor]:
+        made = placement.shards(comms.device)
+        for master, (entry, group) in zip(made, placement.layout.groups, strict=True):
+            fill_group(master, entry, group, comms, sources(group), together)
+        return made
+
     return Memory(layout, masters, mesh, precision, stages)
 
 
@@ -320,7 +328,8 @@ class _Whole:
 
 def _keep(old: Tree, new: Tree, grow: Collection[str]) -> None:
     """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
-    there, unclear = _by_part(old), set[str]()
+    there = _by_part(old)
+    unclear = set[str]()
     for part, nodes in _by_part(new).items():
         kept = there.get(part, [])
         if len(kept) == len(nodes):
@@ -356,7 +365,8 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
     """Copies what an optimizer state had in this place, if it is alike."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
-        whole, first = _Whole([before]), _Whole([begun])
+        whole = _Whole([before])
+        first = _Whole([begun])
         for _, group, leaf in node.group_leaves():
             if whole.names.issuperset(group.layout.names):
                 named = _leaves_of(group)

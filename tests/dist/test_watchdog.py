@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
-from yafsdp_fn.dist.watchdog import Watch
+from yafsdp_fn.dist import watchdog
+from yafsdp_fn.dist.watchdog import PeerStatus, Watch
+from yafsdp_fn.dist.where import RankStatus
 
 
 class Work:
@@ -53,3 +57,22 @@ def test_it_ends_when_it_is_told() -> None:
     watch, said, _ = watched({"gather": [(Work(), "a")]}, seconds=3600)
     watch.close()
     assert not watch._thread.is_alive() and not said
+
+
+class Store(dict[str, str]):
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_rank_that_has_never_spoken_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    store = Store({"rank 0": json.dumps(RankStatus(5, "after step 1", 3.0))})
+    peers = PeerStatus(store, world=2, beat=1.0)
+    now[0] = 1.0
+    assert peers.read(False) == ""  # who is silent is not known yet
+    now[0] = 10.0
+    store["rank 0"] = json.dumps(RankStatus(14, "after step 1", 12.0))
+    text = peers.read(False)
+    assert "rank 0: after step 1, 12 s\n" in text and "rank 1: no sign of life for 10 s: ended, or in a call" in text
+    assert text.endswith("Look at rank 1 first.")

@@ -159,9 +159,9 @@ def test_streams_must_differ() -> None:
         def __init__(self, handle: int) -> None:
             self.handle = handle
 
-    must_differ([Stream(1), Stream(2)])  # type: ignore[list-item]
+    must_differ([Stream(1), Stream(2)])
     with pytest.raises(RuntimeError, match="two communication streams are one CUDA stream"):
-        must_differ([Stream(1), Stream(2), Stream(1)])  # type: ignore[list-item]
+        must_differ([Stream(1), Stream(2), Stream(1)])
 
 
 @pytest.mark.gpu

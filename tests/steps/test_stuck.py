@@ -89,7 +89,7 @@ def pauses(mesh: Any) -> dict[str, str]:
 def cost(lookout: Any) -> float:
     """Seconds that its thread has computed for each second at one look a second; 0 where the system does not tell."""
     told = Path(f"/proc/self/task/{lookout._thread.native_id}/schedstat")
-    return int(told.read_text().split()[0]) / 1e9 / lookout._number if told.exists() else 0.0
+    return int(told.read_text().split()[0]) / 1e9 / lookout._post.beat if told.exists() else 0.0
 
 
 def paused(pause: Callable[[], None]) -> Callable[[str], None]:

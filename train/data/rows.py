@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import MANY, ConfigError, require
 from yafsdp_fn.dist.cuda_streams import begin_thread
-from yafsdp_fn.dist.groups import grid
+from yafsdp_fn.dist.groups import MeshRanks
 from yafsdp_fn.util.words import counted
 
 Row = dict[str, Tensor]
@@ -169,12 +169,10 @@ class Place(NamedTuple):
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Place:
-        cuda = mesh.device_type == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
-        at = grid(mesh)
+        at = MeshRanks(mesh)
         context = (found.place, found.size) if (found := at.axes.get("context")) else (0, 1)
-        world = at.world_rank, at.ranks.numel()
-        return Place(at.batch_rank, at.batch_ranks, device, at.ranks.shape[0], context, world)
+        world = at.world_rank, at.world
+        return Place(at.batch_rank, at.batch_ranks, at.device, at.stages, context, world)
 
 
 def batches(rows: Rows, position: Position, size: int, place: Place, *, seed: int) -> Iterator[tuple[Batch, Position]]:

@@ -33,26 +33,27 @@ from yafsdp_fn.util import disk
 class ShardSlice:
     """A tensor of the whole shape, of which only `shard` is here, this rank's part of the last axis.
 
-    shard: [L here, n] or [n], padding included; shape: (L, N) or (N,); start: a
-    layers: of the rows of the shard, if there are layers; saved: rows that this stage saves, (0,) of an [n]
+    shard: [L here, n] or [n], without padding; shape: (L, N) or (N,); start: a
+    layers: of the rows of the shard, if there are layers
     part: of a unit that is split over axes, the number of this rank's part, else None
-    of: the group and its entry, and the ranks
     """
 
-    def __init__(
-        self,
-        shard: Tensor,
-        *,
-        shape: tuple[int, ...],
-        start: int,
-        layers: tuple[int, ...] | None,
-        saved: tuple[int, ...],
-        part: int | None,
-        of: tuple[Entry, Group, Ranks],
-    ) -> None:
-        self.shape, self.dtype, self.start = shape, shard.dtype, min(start, shape[-1])
-        self.layers, self.saved, self.part, self.of = layers, saved, part, of
-        self.shard = shard.narrow(-1, 0, min(start + shard.shape[-1], shape[-1]) - self.start)
+    def __init__(self, shard: Tensor, entry: Entry, group: Group, ranks: Ranks) -> None:
+        self.entry = entry
+        self.group = group
+        self.ranks = ranks
+        self.dtype = shard.dtype
+        self.layers = group.here if entry.stacked(group) else None
+        self.shape = _shape_of(group, None if self.layers is None else len(group.units))
+        self.part: int | None = None
+        if group.axes:
+            subgroups = ranks.subgroups(across=group.over)
+            self.part = next(number for number, members in enumerate(subgroups) if ranks.rank in members)
+        numel = self.shape[-1]
+        n = shard.shape[-1]
+        start = ranks.within(group.over).rank * n
+        self.start = min(start, numel)
+        self.shard = shard.narrow(-1, 0, min(start + n, numel) - self.start)
 
     def over(self, memory: Tensor) -> "ShardSlice":
         """Returns the same slice over `memory`, which has the shape of `shard`, on any device."""
@@ -66,22 +67,20 @@ class ShardSlice:
 
         saved: only what this stage saves
         """
-        found = self._runs(saved)
+        found: dict[tuple[int, ...], Tensor] = {}
+        if self.layers is not None:
+            layers = self.layers
+            rows = self.group.counted if saved else range(len(layers))
+            # neighbours are as far from their places in the list as the one before, as rows and as layers
+            runs = itertools.groupby(enumerate(rows), lambda each: (each[1] - each[0], layers[each[1]] - each[0]))
+            for _, run in runs:
+                own = [row for _, row in run]
+                found[layers[own[0]], self.start] = self.shard.narrow(0, own[0], len(own))
+        elif self.group.counted or not saved:
+            found[(self.start,)] = self.shard
         if self.part is None:
             return found
         return {(self.part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
-
-    def _runs(self, saved: bool) -> dict[tuple[int, ...], Tensor]:
-        if self.layers is None:
-            return {(self.start,): self.shard} if self.saved or not saved else {}
-        runs: list[list[int]] = []  # [first row, first layer, length]
-        for row in self.saved if saved else range(len(self.layers)):
-            layer = self.layers[row]
-            if runs and (row, layer) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-                runs[-1][2] += 1
-            else:
-                runs.append([row, layer, 1])
-        return {(layer, self.start): self.shard.narrow(0, row, length) for row, layer, length in runs}
 
 
 Content = ShardSlice | Tensor
@@ -119,7 +118,7 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                out[key] = _shard_slice(node, group, shard)
+                out[key] = ShardSlice(shard, node.entry, group, node.owner.comms)
                 leaves = dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True))
                 layers = node.entry.length if node.entry.stacked(group) else None
                 described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
@@ -130,18 +129,6 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
         else:
             raise TypeError(f"{path}: a state holds tensors, got {type(node).__name__}; checkpoints keep tensors only")
     return out, described
-
-
-def _shard_slice(handle: Sharded, group: Group, shard: Tensor) -> ShardSlice:
-    ranks, stacked, part = handle.owner.comms, handle.entry.stacked(group), None
-    start = ranks.within(group.over).rank * shard.shape[-1]
-    if group.axes:
-        part = next(
-            number for number, members in enumerate(ranks.subgroups(across=group.over)) if ranks.rank in members
-        )
-    layers, shape = group.here if stacked else None, _shape_of(group, len(group.units) if stacked else None)
-    of = handle.entry, group, ranks
-    return ShardSlice(shard, shape=shape, start=start, layers=layers, saved=group.counted, part=part, of=of)
 
 
 def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
@@ -158,43 +145,58 @@ def _cut_of(group: Group) -> Description:
     return {"axes": dict(group.axes), "splits": splits}  # as JSON has it
 
 
+class SavedLeaf(NamedTuple):
+    """A leaf as it was saved: the key of its group, the group, its layers (None of [N]), and the leaf's number
+    there."""
+
+    key: str
+    group: Group
+    layers: int | None
+    number: int
+
+
+Read = Callable[[str, Tensor, tuple[int, ...]], None]
+"""Fills a tensor from that place in what was saved under a key."""
+
+
 class Recut(NamedTuple):
     """A slice of units that were saved split otherwise, over other axes or over none, or with other leaves in a unit.
 
-    slice: to be filled; saved: by key, the groups that have its leaves, and their layers, None of [N]; lies: the key
-        and the number there of each leaf
+    slice: to be filled; leaves: those of its group
     """
 
     slice: ShardSlice
-    saved: dict[str, tuple[Group, int | None]]
-    lies: tuple[tuple[str, int], ...]
+    leaves: tuple[SavedLeaf, ...]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes in which these groups were saved."""
-        return {key: _shape_of(*saved) for key, saved in self.saved.items()}
+        """The shapes in which the groups of the leaves were saved."""
+        return {leaf.key: _shape_of(leaf.group, leaf.layers) for leaf in self.leaves}
 
-    def fill(self, read: Callable[[str, Tensor, tuple[int, ...]], None]) -> None:
-        """Fills the slice from whole leaves, of one layer at a time. read: fills a tensor from that place in what was
-        saved under a key"""
-        entry, group, ranks = self.slice.of
-
-        def whole(leaf: int, layer: int | None) -> Tensor:
-            key, number = self.lies[leaf]
-            (saved, layers), pieces = self.saved[key], []
-            layout, row = saved.layout, () if layers is None else (layer or 0,)
-            for part in range(self.shapes[key][0]) if saved.axes else (None,):
-                at = (*(() if part is None else (part,)), *row, layout.offsets[number])
-                piece = self.slice.shard.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
-                read(key, piece, at)
-                pieces.append(piece.view(layout.shapes[number]))
-            found = saved.joined(number, pieces)
-            return found if row or layer is None else found[layer]  # of a pinned one, which has all layers
-
+    def fill(self, read: Read) -> None:
+        """Fills the slice from whole leaves, of one layer at a time."""
+        shard = self.slice.shard
+        group = self.slice.group
+        ranks = self.slice.ranks
         n = group.layout.shard_numel(ranks.within(group.over).ranks)
-        row = self.slice.shard.new_empty(*self.slice.shard.shape[:-1], n)  # the slice ends before padding
-        fill_group(row, entry, group, ranks, [partial(whole, leaf) for leaf in range(len(self.lies))])
-        self.slice.shard.copy_(row.narrow(-1, 0, self.slice.shard.shape[-1]))
+        row = shard.new_empty(*shard.shape[:-1], n)  # the slice ends before padding
+        sources = [partial(self._whole, read, leaf) for leaf in self.leaves]
+        fill_group(row, self.slice.entry, group, ranks, sources)
+        shard.copy_(row.narrow(-1, 0, shard.shape[-1]))
+
+    def _whole(self, read: Read, leaf: SavedLeaf, layer: int | None) -> Tensor:
+        layout = leaf.group.layout
+        row = () if leaf.layers is None else (layer or 0,)
+        places: list[tuple[int, ...]] = [(*row, layout.offsets[leaf.number])]
+        if leaf.group.axes:
+            places = [(part, *places[0]) for part in range(self.shapes[leaf.key][0])]
+        pieces = []
+        for place in places:
+            piece = self.slice.shard.new_empty(*[1] * (len(place) - 1), layout.sizes[leaf.number])
+            read(leaf.key, piece, place)
+            pieces.append(piece.view(layout.shapes[leaf.number]))
+        found = leaf.group.joined(leaf.number, pieces)
+        return found if row or layer is None else found[layer]  # of a pinned one, which has all layers
 
 
 def recuts(
@@ -202,20 +204,20 @@ def recuts(
 ) -> dict[str, Recut]:
     """Returns how to read the tensors that were saved split or grouped otherwise, of descriptions that `check` has
     accepted."""
-    there, out = _by_leaf(saved, where), {}
+    there = _by_leaf(saved, where)
+    out = {}
     for key, tensor in tensors.items():
-        if not isinstance(tensor, ShardSlice):
+        if not isinstance(tensor, ShardSlice) or (key in saved and _lies(saved[key]) == _lies(wanted[key])):
             continue
-        names = list(wanted[key]["leaves"])
-        keys = [there[handle_of(key), name][0] for name in names]
-        if key in saved and _lies(saved[key]) == _lies(wanted[key]):
-            continue
+        leaves = []
         try:
-            groups = {each: (_group_of(saved[each], tensor.of[1]), saved[each].get("layers")) for each in keys}
+            for name in wanted[key]["leaves"]:
+                at, _ = there[handle_of(key), name]
+                group = _group_of(saved[at], tensor.group)
+                leaves.append(SavedLeaf(at, group, saved[at].get("layers"), group.layout.names.index(name)))
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
             raise CheckpointError(f"{where}: {key}: how it was split cannot be: {error}") from error
-        lies = [(each, groups[each][0].layout.names.index(name)) for each, name in zip(keys, names, strict=True)]
-        out[key] = Recut(tensor, groups, tuple(lies))
+        out[key] = Recut(tensor, tuple(leaves))
     return out
 
 
@@ -226,7 +228,8 @@ def _lies(described: Description) -> tuple[Any, ...]:
 
 def _group_of(described: Description, like: Group) -> Group:
     """Returns the group that was saved so. like: one of this state, for all that a description does not say"""
-    leaves, axes = described["leaves"], described.get("axes", {})
+    leaves = described["leaves"]
+    axes = described.get("axes", {})
     given = zip(described.get("splits", [{}] * len(leaves)), leaves.values(), strict=True)
     of_leaves = tuple(checked_split(split, tuple(shape)) for split, shape in given)
     layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())))
@@ -245,7 +248,8 @@ def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, s
     out: dict[tuple[str, str], tuple[str, Description]] = {}
     for key, of in described.items():
         for leaf, shape in of.get("leaves", {"": of.get("shape")}).items():
-            if (at := (handle_of(key), leaf)) in out:
+            at = handle_of(key), leaf
+            if at in out:
                 raise CheckpointError(f"{where}: {key} and {out[at][0]} both have {leaf or at[0]}")
             out[at] = key, {"shape": shape, "layers": of.get("layers"), "dtype": of.get("dtype")}
     return out
@@ -259,27 +263,33 @@ ANOTHER_OPTIMIZER = (
 def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:
     """Raises CheckpointError unless the checkpoint at `where` has exactly the leaves that the state needs, naming the
     first difference."""
-    have, want = _by_leaf(saved, where), _by_leaf(wanted, where)
-    handles, asked = ({handle for handle, _ in of} for of in (have, want))
+    have = _by_leaf(saved, where)
+    want = _by_leaf(wanted, where)
+    handles = {handle for handle, _ in have}
     for (handle, leaf), (key, needs) in want.items():
         if handle not in handles:
             text = f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}"
             raise CheckpointError(text + ANOTHER_OPTIMIZER * key.startswith("opt_state"))
-        there = have.get((handle, leaf), (key, {}))[1]
-        for field in needs if _form(there) != _form(needs) else ():
-            if there.get(field) != needs[field]:
-                of_leaf = f", leaf {leaf}" if leaf else ""
-                texts = ", this state ".join(_field(field, of) for of in (there, needs))
-                raise CheckpointError(f"{where}: {key}{of_leaf}: the checkpoint has {texts}")
-    extra = {at: key for at, (key, _) in have.items() if at not in want}
-    if names := {f"{leaf} in {key}" if handle in asked else key for (handle, leaf), key in extra.items()}:
+        _, there = have.get((handle, leaf), (key, {}))
+        if _form(there) == _form(needs):
+            continue
+        field = next(field for field in needs if there.get(field) != needs[field])
+        of_leaf = f", leaf {leaf}" if leaf else ""
+        has = _field(field, there)
+        wants = _field(field, needs)
+        raise CheckpointError(f"{where}: {key}{of_leaf}: the checkpoint has {has}, this state {wants}")
+    asked = {handle for handle, _ in want}
+    more = {at: key for at, (key, _) in have.items() if at not in want}
+    names = {f"{leaf} in {key}" if handle in asked else key for (handle, leaf), key in more.items()}
+    if names:
         text = f"{where}: the checkpoint holds {_some(names)}, which this state has not"
         raise CheckpointError(text + ANOTHER_OPTIMIZER * all(name.startswith("opt_state") for name in names))
 
 
 def _form(of: Description) -> tuple[Any, ...]:
     """Returns dtype and shape, with all layers: a leaf of a stack may be in units of layers, or in one."""
-    shape, layers = of.get("shape"), of.get("layers")
+    shape = of.get("shape")
+    layers = of.get("layers")
     return of.get("dtype"), [layers, *shape] if layers is not None and isinstance(shape, list) else shape
 
 
@@ -300,6 +310,13 @@ MANIFEST = "manifest.json"
 FORMAT, PICKLED = 3, 2
 """The format that is written, and that of earlier versions."""
 LARGEST = 2**63
+KINDS: dict[str, tuple[Any, str]] = {
+    "program": (str | None, "text or null"),
+    "extra": (dict, "an object"),
+    "circumstances": (dict, "an object"),
+    "tensors": (dict, "an object"),
+}
+"""The types of the manifest's fields that are no numbers, and their words in errors."""
 DEEPEST = 100
 """Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""
 
@@ -360,7 +377,8 @@ def from_json(text: str, path: str) -> Manifest:
         raise CheckpointError(f"{path}: it is nested deeper than {DEEPEST} levels")
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    if (version := values.pop("format", None)) == PICKLED:
+    version = values.pop("format", None)
+    if version == PICKLED:
         why = "its tensors lie in pickles, which this one does not open; go on with the version that wrote it"
         raise CheckpointError(f"{path}: format {PICKLED}: {why}")
     if version != FORMAT:
@@ -368,19 +386,14 @@ def from_json(text: str, path: str) -> Manifest:
     fields = [field.name for field in dataclasses.fields(Manifest)]
     if sorted(values) != sorted(fields):
         raise CheckpointError(f"{path}: expected the fields {', '.join(fields)}, got {', '.join(values)[:200]}")
-    for name in ("step", "seed", "ranks"):
+    for name, least in {"step": 0, "seed": -LARGEST, "ranks": 0}.items():
         number = values[name]
-        if type(number) is not int or not (-LARGEST if name == "seed" else 0) <= number < LARGEST:
+        if type(number) is not int or not least <= number < LARGEST:
             raise CheckpointError(f"{path}: {name} is {str(number)[:40]}, expected an integer of 64 bits")
-    if values["program"] is not None and not isinstance(values["program"], str):
-        raise CheckpointError(f"{path}: program is {type(values['program']).__name__}, expected text or null")
-    for name in ("extra", "circumstances"):
-        if not isinstance(values[name], dict):
-            raise CheckpointError(f"{path}: {name} is {type(values[name]).__name__}, expected an object")
-    tensors = values["tensors"]
-    if not isinstance(tensors, dict):
-        raise CheckpointError(f"{path}: tensors is {type(tensors).__name__}, expected an object")
-    for key, described in tensors.items():
+    for name, (kind, what) in KINDS.items():
+        if not isinstance(values[name], kind):
+            raise CheckpointError(f"{path}: {name} is {type(values[name]).__name__}, expected {what}")
+    for key, described in values["tensors"].items():
         leaves = described.get("leaves", {}) if isinstance(described, dict) else None
         if not isinstance(leaves, dict) or not all(isinstance(shape, list) for shape in leaves.values()):
             raise CheckpointError(f"{path}: tensors: {key[:200]}: expected its dtype and the shapes of its leaves")

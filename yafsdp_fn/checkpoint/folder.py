@@ -68,7 +68,8 @@ def prepare(directory: Path, step: int) -> Path:
 
 def publish(directory: Path, step: int, keep_last: int | None = None, keep_every: int | None = None) -> Path:
     """Makes the partial folder of `step` complete, points `latest` to it, and deletes checkpoints that are not kept."""
-    source, target = partial(directory, step), directory / folder_name(step)
+    source = partial(directory, step)
+    target = directory / folder_name(step)
     replaced = target.with_name(f"{target.name}.replaced")
     sync_folder(source)
     if os.path.lexists(target):  # the same step again, after a resume from an earlier one
@@ -211,7 +212,8 @@ _GROUP = "_yafsdp_checkpoints"  # attribute of a mesh of some of the ranks
 
 def group_of(mesh: DeviceMesh, name: str) -> ProcessGroup:
     """Makes a new gloo group of the mesh's ranks. All of them call it, on the main thread."""
-    ranks, timeout = mesh.mesh.flatten().tolist(), timeout_of(default_group(), CPU)
+    ranks = mesh.mesh.flatten().tolist()
+    timeout = timeout_of(default_group(), CPU)
     some = len(ranks) < dist.get_world_size()  # as in dist/groups.py
     return new_group(ranks, timeout, "gloo", name, use_local_synchronization=some)
 

@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import Memory, Use
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.schedules.cut import cut
 
@@ -49,7 +49,8 @@ class Job(NamedTuple):
 
     def write(self, ranks: AllRanks) -> Path:
         """Writes it on every rank, with one outcome: the folder, or CheckpointError."""
-        root, step = self.root, self.manifest.step
+        root = self.root
+        step = self.manifest.step
         what = f"saving step {step} in {root}"
         with owned(root, ranks, what):
             target = ranks.first(lambda: folder.prepare(root, step), what)
@@ -133,6 +134,11 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
+def writing(memory: Memory) -> Use:
+    """Returns the context in which a load overwrites a state: it waits for all that uses its buffers."""
+    return memory.using(*Update(tuple(unit.id for unit in memory.units)).uses())
+
+
 def load(
     directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
 ) -> tuple[ShardedState, dict[str, Any]]:
@@ -178,53 +184,42 @@ def _load(
 ) -> tuple[ShardedState, dict[str, Any]]:
     like, ranks = like.check(), ranks_of(like.mesh)
     source = _whole(directory, step, ranks)
-    facts = ranks.first(lambda: content.read(source), f"reading {source}")
-    tensors, described = _wanted(like, facts, str(source), params_only=params_only)
-    recuts = content.recuts(tensors, facts.tensors, described, str(source))
+    where = str(source)
+    reading = f"reading {source}"
+    facts = ranks.first(lambda: content.read(source), reading)
     # errors are found before `like` is touched
-    stored = ranks.each(lambda: _stored(source, tensors, recuts), f"reading {source}")[ranks.rank]
-    return _adopted(like, facts, lambda: _fill(tensors, recuts, stored), ranks, str(source)), facts.extra
-
-
-def _wanted(
-    like: ShardedState, facts: Manifest, where: str, *, params_only: bool = False
-) -> tuple[dict[str, Content], dict[str, content.Description]]:
-    """Returns the tensors of `like` to fill, and their descriptions. Raises CheckpointError if others were saved."""
     tensors, described = _contents(like, params_only=params_only)
     handles = set(map(content.handle_of, described))
     saved = {key: of for key, of in facts.tensors.items() if not params_only or content.handle_of(key) in handles}
     content.check(saved, described, where)
-    return tensors, described
-
-
-def _adopted(
-    like: ShardedState, facts: Manifest, fill: Callable[[], None], ranks: AllRanks, where: str
-) -> ShardedState:
-    """Returns the saved state over the memory of `like`, which `fill` writes to."""
-    program, memory = _program(facts.program, where), like.memory
+    recuts = content.recuts(tensors, facts.tensors, described, where)
+    stored = ranks.each(lambda: _stored(source, tensors, recuts), reading)[ranks.rank]
+    program = _program(facts.program, where)
+    memory = like.memory
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
     try:
-        with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+        with writing(memory):
             memory.begin_write()  # also for a failure: `like` is partly overwritten
-            ranks.each(fill, f"reading {where}")
+            ranks.each(lambda: _fill(tensors, recuts, stored), reading)
             memory.refresh(sorted(memory.held))
     finally:
         memory.end_write()
     if program is not None and not (_fits(program, memory) and _accepted(program, where)):
         program = None
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
-    return state.over(memory, like.opt_state)
+    return state.over(memory, like.opt_state), facts.extra
 
 
 def _warn_of_other_circumstances(saved: Mapping[str, str], comms: Ranks, where: str) -> None:
     if not comms.deterministic or not saved:
         return
     here = circumstances(comms)
-    there = {name: saved.get(name) for name in {**here, **saved} if saved.get(name) != here.get(name)}
-    if there:
-        now = {name: here.get(name) for name in there}
+    differ = [name for name in {**here, **saved} if saved.get(name) != here.get(name)]
+    if differ:
+        there = {name: saved.get(name) for name in differ}
+        now = {name: here.get(name) for name in differ}
         text = f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run"
-        warnings.warn(text, stacklevel=5)
+        warnings.warn(text, stacklevel=4)
 
 
 def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:

@@ -32,15 +32,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
-from yafsdp_fn.checkpoint.io import reads
+from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
-from yafsdp_fn.params.tree import Tree, dotted, in_stack, leaf_names, without_markers
-from yafsdp_fn.program.ops import Update
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
@@ -67,11 +66,11 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     True
     """
     find = _finder(Path(directory), name)
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(params)
-    out = []
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        out.append(_lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor)))
-    return optree.tree_unflatten(spec, out)
+
+    def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
+        return _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
+
+    return optree.tree_map_with_accessor(lazy, params)
 
 
 class Theirs(NamedTuple):
@@ -121,7 +120,8 @@ def _lazy(find: Callable[..., Theirs], path: str, shape: tuple[int, ...], layere
         one = find(path, None, shape)
         return Lazy(shape, one.dtype, lambda _: one.read())
     layers = [find(path, layer, shape[1:]) for layer in range(shape[0])]
-    if len(dtypes := {layer.dtype for layer in layers}) > 1:
+    dtypes = {layer.dtype for layer in layers}
+    if len(dtypes) > 1:
         raise CheckpointError(f"{path}: its layers have dtypes {', '.join(sorted(map(str, dtypes)))}: expected one")
 
     def load(layer: int | None) -> Tensor:
@@ -175,12 +175,14 @@ def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks)
 def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
     """Returns the tensors that this rank writes, by name: every R-th unit."""
     must_be_one("save_named", handles(params))
-    units, out, seen = itertools.count(), dict[str, Tensor](), set[str]()
+    units = itertools.count()
+    out = dict[str, Tensor]()
+    seen = set[str]()
 
     def take(path: str, tree: Tree, layer: int | None) -> None:
         mine = next(units) % ranks.count == ranks.rank
-        for key, leaf in zip(optree.tree_leaves(leaf_names(tree)), optree.tree_leaves(tree), strict=True):
-            full = name(".".join(part for part in (path, key) if part), layer)
+        for key, leaf in named_leaves(tree):
+            full = name(join(path, key), layer)
             if full in seen:
                 raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
             seen.add(full)
@@ -226,14 +228,14 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
     fills: list[Callable[[], None]] = []
 
     def find_all() -> float:
-        find, steps = _finder(root, name), dict[float, str]()
+        find = _finder(root, name)
+        steps = dict[float, str]()
         for tree, suffix in ((adam.mu, MEAN), (adam.nu, SQUARE)):
             for handle in handles(tree):
                 for _, group, shard in handle.group_leaves():
                     layers = [None] if handle.entry.length is None else list(range(handle.entry.length))
                     sources = []
-                    for path, shape in zip(group.layout.names, group.whole.shapes, strict=True):
-                        shape = shape[1:] if group.pinned else shape
+                    for path, shape in zip(group.layout.names, group.layer_shapes, strict=True):
                         kept = {layer: find(path, layer, shape, suffix) for layer in layers}
                         for layer in layers:
                             steps.setdefault(find(path, layer, (), STEP).read().item(), path)
@@ -256,7 +258,7 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
         for kept in _states(state.opt_state, ScaleByAdamState | ScaleByScheduleState):
             kept.count.fill_(count)
 
-    with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+    with writing(memory):
         memory.begin_write()  # also for a failure: the state is partly overwritten
         ranks.each(fill, f"reading {root}")
     memory.end_write()

@@ -42,7 +42,8 @@ class Saver:
     """
 
     def __init__(self, directory: io.Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
-        self._directory, self._keep = directory, (keep_last, keep_every)
+        self._directory = directory
+        self._keep = (keep_last, keep_every)
         self._group: ProcessGroup | None = None  # of the ranks that save, from the first time on
         self._memory: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -81,7 +82,8 @@ class Saver:
     @torch.no_grad()
     def _copy(self, state: ShardedState, pairs: Sequence[tuple[Content, Content]]) -> Callable[[], None]:
         """Copies each second tensor, or its slice, into the first; returns a function that waits for the end."""
-        memory, comms = state.memory, state.memory.comms
+        memory = state.memory
+        comms = state.memory.comms
         done = torch.cuda.Event() if comms.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         shards = [(held(to), source.shard) for to, source in pairs if isinstance(source, ShardSlice)]
 
@@ -98,7 +100,9 @@ class Saver:
             with memory.using(io.reads(state)):
                 copy()
             return done.synchronize if done is not None else lambda: None
-        stream, ready, over = comms.stream("save"), comms.event(), comms.event()
+        stream = comms.stream("save")
+        ready = comms.event()
+        over = comms.event()
         ready.complete()
         for _, shard in shards:
             stream.keep(shard)
@@ -117,7 +121,8 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         return self._folder

@@ -9,8 +9,6 @@ hold numbers alone, and the library checks that each tensor lies inside its file
 without gap or overlap, is checked here.
 """
 
-import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,13 +96,16 @@ class Stored(NamedTuple):
     def read_into(self, target: Tensor, offsets: Sequence[int]) -> None:
         """Fills `target` with the slice of its shape at `offsets`. Holds one part at a time."""
         for part in self.parts:
-            here, there = [], []
+            here = []
+            there = []
             for begin, size, at, n in zip(offsets, target.shape, part.offsets, part.sizes, strict=True):
-                first, last = max(begin, at), min(begin + size, at + n)
-                here.append(slice(first - begin, max(first, last) - begin))
-                there.append(slice(first - at, max(first, last) - at))
-            if target[tuple(here)].numel():
-                target[tuple(here)].copy_(self._read(part, tuple(there)))
+                first = max(begin, at)
+                last = max(first, min(begin + size, at + n))
+                here.append(slice(first - begin, last - begin))
+                there.append(slice(first - at, last - at))
+            common = target[tuple(here)]
+            if common.numel():
+                common.copy_(self._read(part, tuple(there)))
 
     def _read(self, part: Part, cut: tuple[slice, ...]) -> Tensor:
         try:
@@ -132,8 +133,12 @@ def scan(folder: Path) -> dict[str, Stored]:
 
 
 def _part(path: Path, name: str, about: Any) -> Part:
-    match, dtype, sizes = _NAME.fullmatch(name), about.get_dtype(), tuple(about.get_shape())
-    offsets = tuple(int(number) for number in match[2].split(",")) if match and match[2] else ()
+    match = _NAME.fullmatch(name)
+    dtype = about.get_dtype()
+    sizes = tuple(about.get_shape())
+    offsets: tuple[int, ...] = ()
+    if match is not None and match[2]:
+        offsets = tuple(map(int, match[2].split(",")))
     if match is None or dtype not in DTYPES or len(offsets) != len(sizes):
         raise CheckpointError(
             f"{path}: {name!r:.200} ({dtype} {sizes}): expected the key and the offsets of a part, of a dtype among "
@@ -147,10 +152,12 @@ def _tiles(shape: tuple[int, ...], parts: Sequence[Part]) -> bool:
     held = [part for part in parts if 0 not in part.sizes]
     if 0 in shape or not held:
         return not held and 0 in shape
-    edges = []
+    cells = 1
     for axis, size in enumerate(shape):
         spans = sorted({(part.offsets[axis], part.offsets[axis] + part.sizes[axis]) for part in held})
-        if spans[0][0] != 0 or spans[-1][1] != size or any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
+        starts = [start for start, _ in spans]
+        ends = [end for _, end in spans]
+        if [*starts, size] != [0, *ends]:  # each begins where the one before it ends
             return False
-        edges.append(len(spans))
-    return len(held) == len({part.offsets for part in held}) == math.prod(edges)
+        cells *= len(spans)
+    return len(held) == len({part.offsets for part in held}) == cells

@@ -22,7 +22,7 @@ calls them between two graphs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import optree
@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
-from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Ranks, Rows
+from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Rows
 from yafsdp_fn.util.randomness import ranks_around, ranks_elsewhere
 from yafsdp_fn.util.torch_private import graph_task_id, outside_graphs
 
@@ -65,7 +65,8 @@ def _axis(axis_name: str) -> tuple[Any, Axis]:
     if around is None:
         if graph_task_id() != -1:
             raise RuntimeError(f"a collective over {axis_name!r} {IN_BACKWARD}")
-        if (size := max((of.axes.get(axis_name, ALONE).size for of in ranks_elsewhere()), default=1)) > 1:
+        size = max((of.axes.get(axis_name, ALONE).size for of in ranks_elsewhere()), default=1)
+        if size > 1:
             raise RuntimeError(f"a collective over {axis_name!r} {IN_THREAD.format(size=size)}")
     ranks: Any = None if around is None else around.ranks
     if ranks is None:
@@ -99,63 +100,89 @@ def axis_index(axis_name: str) -> int:
     return _axis(axis_name)[1].place
 
 
-# ---- The collectives, along the first axis of a tensor. `how` begins with the name of the axis.
+# ---- The collectives, along the first axis of a tensor, for K ranks.
+#
+#     psum, pmax      [...] -> [...]            the sum, the maximum
+#     all_gather      [n, ...] -> [K * n, ...]
+#     psum_scatter    [K * n, ...] -> [n, ...]  the sum of this rank's parts
+#     all_to_all      [K, ...] -> [K, ...]      row k goes to rank k
+#     others          [sum of `sent`, ...] -> [sum of `received`, ...]: `sent[k]` rows go to rank k, `received[k]` come
+
+REDUCTIONS = {"psum": dist.ReduceOp.SUM, "pmax": dist.ReduceOp.MAX}
+ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
+"""Adjoints of other names; that of an exchange has `sent` and `received` the other way round."""
 
 
-def _now(
-    ranks: Ranks | None,
-    name: str,
-    what: str,
-    x: Tensor,
-    out: Tensor,
-    work: Callable[[Group], None],
-    rows: Rows = (),
-) -> Tensor:
-    """Runs `work`, which fills `out` from `x`, unless nothing is computed: on fake tensors."""
-    if ranks is None or (isinstance(ranks, Communicators) and isinstance(out, FakeTensor)):
+def _collective(ranks: Any, x: Tensor, name: str, what: str, sent: Sizes = (), received: Sizes = ()) -> Tensor:
+    """Runs the collective `what` over the axis `name`, unless nothing is computed: on fake tensors, or, with `ranks`
+    None, on plain ones."""
+    if what in REDUCTIONS:
+        out = x.clone(memory_format=torch.contiguous_format)
+    elif sent:
+        out = x.new_empty(sum(received), *x.shape[1:])
+    else:
+        size = ranks.axes[name].size
+        out = x.new_empty(x.shape[0] * size if what == "all_gather" else x.shape[0] // size, *x.shape[1:])
+    runs = isinstance(ranks, Communicators)
+    if ranks is None or (runs and isinstance(out, FakeTensor)):
         return out  # what another stage has
-    if isinstance(ranks, Communicators):
+    rows: Rows = (sent, received) if sent and what != "all_to_all" else ()
+    if runs:
         ranks.check()
     ended = None
     if ranks.called is not None:
         part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
         ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x, rows)
-    if isinstance(ranks, Communicators):
+    if runs:
         parts = "" if not rows else f", rows to each rank {rows[0]}, from each {rows[1]}"
         with ranks.blocking(f"{what} over {name}{parts}"), torch.no_grad():
-            work(ranks.along[name])
+            _communicate(ranks.along[name], what, out, x, rows)
     if ended is not None:
         ended()
     return out
 
 
-def _reduced(ranks: Ranks | None, x: Tensor, name: str, what: str, op: dist.ReduceOp.RedOpType) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    return _now(ranks, name, what, x, out, lambda group: group.all_reduce(out, op))
+def _communicate(group: Group, what: str, out: Tensor, x: Tensor, rows: Rows) -> None:
+    """Fills `out` from all ranks' `x`; of a reduction it begins as a copy."""
+    if what in REDUCTIONS:
+        group.all_reduce(out, REDUCTIONS[what])
+        return
+    mine = x.contiguous()
+    if what == "all_gather":
+        group.all_gathers([out.view(-1)], [mine.view(-1)])
+    elif what == "psum_scatter":
+        group.reduce_scatters([out.view(-1)], [mine.view(-1)])
+    elif what == "all_to_all":
+        group.all_to_all(out.view(-1), mine.view(-1))
+    else:
+        sent, received = rows
+        group.exchange(_flat_rows(out, received), _flat_rows(mine, sent))
 
 
-class _Sum(Collective):
-    """[...] -> [...], the sum."""
+def _flat_rows(values: Tensor, sizes: Sizes) -> list[Tensor]:
+    return [part.flatten() for part in torch.split(values, list(sizes))]
 
-    @staticmethod
-    def forward(ranks: Ranks, x: Tensor, name: str) -> Tensor:
-        return _reduced(ranks, x, name, "psum", dist.ReduceOp.SUM)
+
+class _Along(Collective):
+    """A collective with its adjoint."""
+
+    forward = staticmethod(_collective)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, _Sum.apply(ctx.comms, grad, *ctx.how), None  # type: ignore[no-untyped-call]
+        name, what, *sizes = ctx.how
+        back = _Along.apply(ctx.comms, grad, name, ADJOINTS.get(what, what), *sizes[::-1])  # type: ignore[no-untyped-call]
+        return None, back, *[None] * len(ctx.how)
 
 
 class _Max(Collective):
-    """[...] -> [...], the maximum; ranks: None on plain tensors, where it has no derivative either."""
+    """The maximum; ranks: None on plain tensors, where it has no derivative either."""
 
     NO_DERIVATIVE = (
         "pmax has no derivative, as in JAX: give it x.detach(), for a softmax, say, whose value it leaves alone"
     )
 
-    @staticmethod
-    def forward(ranks: Any, x: Tensor, name: str) -> Tensor:
-        return _reduced(ranks, x, name, "pmax", dist.ReduceOp.MAX)
+    forward = staticmethod(_collective)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -164,60 +191,6 @@ class _Max(Collective):
     @classmethod
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
         raise NotImplementedError(_Max.NO_DERIVATIVE)
-
-
-class _Gather(Collective):
-    """[n, ...] -> [K * n, ...] for K ranks."""
-
-    @staticmethod
-    def forward(ranks: Ranks, x: Tensor, name: str) -> Tensor:
-        out, mine = x.new_empty(x.shape[0] * ranks.axes[name].size, *x.shape[1:]), x.contiguous()
-        work: Callable[[Group], None] = lambda group: group.all_gathers([out.view(-1)], [mine.view(-1)])  # noqa: E731
-        return _now(ranks, name, "all_gather", x, out, work)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, _Scatter.apply(ctx.comms, grad, *ctx.how), None  # type: ignore[no-untyped-call]
-
-
-class _Scatter(Collective):
-    """[K * n, ...] -> [n, ...], the sum of this rank's parts."""
-
-    @staticmethod
-    def forward(ranks: Ranks, x: Tensor, name: str) -> Tensor:
-        out, every = x.new_empty(x.shape[0] // ranks.axes[name].size, *x.shape[1:]), x.contiguous()
-        work: Callable[[Group], None] = lambda group: group.reduce_scatters([out.view(-1)], [every.view(-1)])  # noqa: E731
-        return _now(ranks, name, "psum_scatter", x, out, work)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, _Gather.apply(ctx.comms, grad, *ctx.how), None  # type: ignore[no-untyped-call]
-
-
-class _Exchange(Collective):
-    """[sum of `sent`, ...] -> [sum of `received`, ...]: `sent[k]` rows go to rank k, `received[k]` come from it.
-
-    what: "all_to_all", all of whose sizes are 1 on all ranks, or another name
-    """
-
-    @staticmethod
-    def forward(ranks: Ranks, x: Tensor, name: str, what: str, sent: Sizes, received: Sizes) -> Tensor:
-        out, mine = x.new_empty(sum(received), *x.shape[1:]), x.contiguous()
-
-        def work(group: Group) -> None:
-            if what == "all_to_all":
-                group.all_to_all(out.view(-1), mine.view(-1))
-            else:
-                rows = [list(map(torch.flatten, torch.split(t, list(n)))) for t, n in ((out, received), (mine, sent))]
-                group.exchange(*rows)
-
-        return _now(ranks, name, what, x, out, work, () if what == "all_to_all" else (sent, received))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        name, what, sent, received = ctx.how
-        back = _Exchange.apply(ctx.comms, grad, name, what, received, sent)  # type: ignore[no-untyped-call]
-        return None, back, *[None] * 4
 
 
 # ---- The functions of `jax.lax`.
@@ -241,7 +214,7 @@ def psum(x: Any, axis_name: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf * axis.size
         leaf = _counted(leaf)
-        return leaf if axis.size == 1 else _Sum.apply(ranks, leaf, axis_name)  # type: ignore[no-untyped-call]
+        return leaf if axis.size == 1 else _Along.apply(ranks, leaf, axis_name, "psum")  # type: ignore[no-untyped-call]
 
     return optree.tree_map(one, x)
 
@@ -258,7 +231,7 @@ def pmax(x: Any, axis_name: str) -> Any:
     """
     ranks, axis = _axis(axis_name)
     apply: Any = _Max.apply
-    return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name), x)
+    return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name, "pmax"), x)
 
 
 @outside_graphs
@@ -280,7 +253,7 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
         leaf = leaf if tiled else leaf.unsqueeze(at)
         if of.size == 1:
             return leaf
-        found: Tensor = _Gather.apply(ranks, leaf.movedim(at, 0), axis_name)  # type: ignore[no-untyped-call]
+        found: Tensor = _Along.apply(ranks, leaf.movedim(at, 0), axis_name, "all_gather")  # type: ignore[no-untyped-call]
         return found.movedim(0, at)
 
     return optree.tree_map(one, x)
@@ -303,7 +276,8 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
         _must_fit("psum_scatter", "scatter_dimension", leaf, at, axis_name, of.size, tiled)
         leaf = _counted(leaf)
         if of.size > 1:
-            leaf = _Scatter.apply(ranks, leaf.movedim(at, 0), axis_name).movedim(0, at)  # type: ignore[no-untyped-call]
+            leaf = _Along.apply(ranks, leaf.movedim(at, 0), axis_name, "psum_scatter")  # type: ignore[no-untyped-call]
+            leaf = leaf.movedim(0, at)
         return leaf if tiled else leaf.squeeze(at)
 
     return optree.tree_map(one, x)
@@ -360,7 +334,7 @@ def all_to_all(
             parted = (*leaf.shape[:at], of.size, leaf.shape[at] // of.size, *leaf.shape[at + 1 :])
             moved = (leaf.reshape(parted) if tiled else leaf).movedim(at, 0)
         if of.size > 1:
-            moved = _Exchange.apply(ranks, moved, axis_name, what, sent, received)  # type: ignore[no-untyped-call]
+            moved = _Along.apply(ranks, moved, axis_name, what, sent, received)  # type: ignore[no-untyped-call]
         moved = moved.movedim(0, to)
         return moved.flatten(to, to + 1) if tiled and split_sizes is None else moved
 
@@ -385,13 +359,14 @@ def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
             f"ppermute: perm={list(perm)}: expected pairs (source, destination) of ranks 0 to {of.size - 1} of "
             f"{axis_name}, each at most once on a side"
         )
-    to, source = dict(perm), {b: a for a, b in perm}
+    to = dict(perm)
+    source = {b: a for a, b in perm}
     sent, received = (tuple(int(k == other.get(of.place)) for k in range(of.size)) for other in (to, source))
 
     def one(leaf: Tensor) -> Tensor:
         if of.size > 1:
             mine = leaf.unsqueeze(0)[: sum(sent)]  # nothing, where nothing is sent
-            found = _Exchange.apply(ranks, mine, axis_name, "ppermute", sent, received)  # type: ignore[no-untyped-call]
+            found = _Along.apply(ranks, mine, axis_name, "ppermute", sent, received)  # type: ignore[no-untyped-call]
             kept: Tensor = found[0] if sum(received) else found.sum(0, dtype=leaf.dtype)  # in the graph, too
             return kept
         return leaf if perm else torch.zeros_like(leaf)

@@ -135,7 +135,8 @@ class GlooGroup(Group):
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self.process_group = process_group
-        self._rank, self._ranks = process_group.rank(), process_group.size()
+        self._rank = process_group.rank()
+        self._ranks = process_group.size()
         self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
@@ -168,16 +169,12 @@ class GlooGroup(Group):
             in_flight.popleft()()
 
     def all_to_all(self, out: Tensor, full: Tensor) -> None:
-        sent, received = full.view(self._ranks, -1), out.view(self._ranks, -1)
+        self.exchange(out.view(self._ranks, -1).unbind(), full.view(self._ranks, -1).unbind())
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         works = self._post([sent[peer] for peer in self._peers], [received[peer] for peer in self._peers])
         received[self._rank].copy_(sent[self._rank])
         _wait(works)
-
-    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        received[self._rank].copy_(sent[self._rank])
-        ranks, peers = self.process_group, self._peers
-        works = [ranks.send([part], peer, _tag(part)) for peer in peers if (part := sent[peer]).numel()]
-        _wait(works + [ranks.recv([part], peer, _tag(part)) for peer in peers if (part := received[peer]).numel()])
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         if values.nbytes > PACKED_BYTES or op not in COMBINES:
@@ -217,10 +214,13 @@ class GlooGroup(Group):
         return finish
 
     def _post(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
-        """Posts a message to each peer, and a receive from each."""
-        ranks = self.process_group
-        works = [ranks.send([part], peer, _tag(part)) for peer, part in zip(self._peers, sent, strict=True)]
-        return works + [ranks.recv([part], peer, _tag(part)) for peer, part in zip(self._peers, received, strict=True)]
+        """Posts a message to each peer, and a receive from each; both sides leave out what is empty."""
+        works = []
+        for post, parts in ((self.process_group.send, sent), (self.process_group.recv, received)):
+            for peer, part in zip(self._peers, parts, strict=True):
+                if part.numel():
+                    works.append(post([part], peer, _tag(part)))
+        return works
 
     def _scratch_rows(self, half: int, count: int, piece: Piece, like: list[Tensor]) -> list[Tensor]:
         """Returns `count` vectors of the piece's length, in one half of the scratch."""
@@ -239,14 +239,16 @@ def _pieces(shards: Sequence[Tensor], *, cut: bool) -> Iterator[Piece]:
     pack: Piece = []
     packed = 0  # bytes
     for number, shard in enumerate(shards):
-        n, size = shard.numel(), shard.nbytes
+        n = shard.numel()
+        size = shard.nbytes
         if size >= PACKED_BYTES:
             step = max(1, PIECE_BYTES // shard.itemsize) if cut else max(1, n)
             yield from ([(number, first, min(n, first + step))] for first in range(0, n, step))
             continue
         if pack and (packed + size > PIECE_BYTES or shards[pack[0][0]].dtype != shard.dtype):
             yield pack
-            pack, packed = [], 0
+            pack = []
+            packed = 0
         pack.append((number, 0, n))
         packed += size
     if pack:

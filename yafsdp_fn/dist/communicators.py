@@ -39,7 +39,7 @@ from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, begin_thread, mus
 from yafsdp_fn.dist.groups import Groups
 from yafsdp_fn.dist.ranks import ALIGN, receive_numel, staging_numel
 from yafsdp_fn.dist.store import answers
-from yafsdp_fn.dist.streams import ADVICE, CommunicationError, Event, HostEvent, HostStream, Stream
+from yafsdp_fn.dist.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
@@ -61,17 +61,24 @@ class Communicators(Groups):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.steps, self.states = Steps(), itertools.count(1)
+        self.steps = Steps()
+        self.states = itertools.count(1)
         self.watchdog: Watchdog | None = None
         self._watch: Watch | None = None
+        if self.device.type == "cuda" and self.timeout is not None:  # so it is not alone
+            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         staged = self.stages > 1
-        optional = {"replicate": self.replicas > 1 or staged, "send": staged, "receive": staged, "metrics": staged}
-        for name in () if self.alone else ("gather", "reduce", *(name for name, there in optional.items() if there)):
+        names = ["gather", "reduce"]
+        if self.replicas > 1 or staged:
+            names.append("replicate")
+        if staged:
+            names += ["send", "receive", "metrics"]
+        for name in () if self.alone else names:
             self.stream(name)
         if self.device.type == "cuda":
             self._meet()
@@ -88,24 +95,18 @@ class Communicators(Groups):
         """Returns why the communicators can no longer be used, None if they can."""
         return self.steps.lost  # which those of split units share
 
-    @lost.setter
-    def lost(self, why: str | None) -> None:
-        self.steps.lost = why
-
     def stream(self, name: str) -> Stream:
         """Returns the stream `name`, created at first use."""
         if name not in self.streams:
-            cuda = self.device.type == "cuda"
-            made = self._cuda_stream(name) if cuda else HostStream(name, self.world_rank)
-            must_differ((*self.streams.values(), made))
+            made: Stream
+            if self.device.type == "cuda":
+                add = None if self._watch is None else partial(self._watch.add, name)
+                made = CudaStream(self.device, self.world_rank, add)
+                must_differ([*self.streams.values(), made])
+            else:
+                made = HostStream(name, self.world_rank)
             self.streams[name] = made
         return self.streams[name]
-
-    def _cuda_stream(self, name: str) -> Stream:
-        if self._watch is None and self.timeout is not None and not self.alone:
-            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
-        add = None if self._watch is None else partial(self._watch.add, name)
-        return CudaStream(self.device, self.world_rank, add)
 
     def _meet(self) -> None:
         """Makes every communicator, and uses those that all steps use, in one order on all ranks.
@@ -117,14 +118,12 @@ class Communicators(Groups):
         """
         if self.alone:
             return
-        self._use_once("gather", self.gather_group, "all-gather")
-        self._use_once("reduce", self.reduce_group, "reduce-scatter")
+        self._meet_for_units()
         self._use_once(self._of_metrics, self.metrics_group, "all-reduce")
         if self.replicas > 1:
             self._use_once("replicate", self.replicate_group, "all-reduce")
         if self.stages > 1:
             self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
-        self._make_groups_of_nodes()
         for group in self.along.values():
             for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
                 self._use_once("", group, kind)
@@ -136,17 +135,22 @@ class Communicators(Groups):
                 elif receiver == self.stage != sender:
                     self._now("receive", self.receive(token, sender), "first message")
 
-    def _make_groups_of_nodes(self) -> None:
+    def _meet_for_units(self) -> None:
+        self._use_once("gather", self.gather_group, "all-gather")
+        self._use_once("reduce", self.reduce_group, "reduce-scatter")
         for name in ("gather_local", "reduce_local", "reduce_nodes"):
-            if (group := getattr(self, f"{name}_group", self.gather_group)) is not self.gather_group:
+            group = getattr(self, f"{name}_group", self.gather_group)
+            if group is not self.gather_group:
                 make_communicator(group.process_group, self.device)
 
     def _use_once(self, stream: str, group: Group, kind: str) -> None:
         """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
         connections of their own."""
-        if (ranks := group.process_group.size()) == 1:
+        ranks = group.process_group.size()
+        if ranks == 1:
             return
-        one, every = torch.zeros(1, device=self.device), torch.zeros(ranks, device=self.device)
+        one = torch.zeros(1, device=self.device)
+        every = torch.zeros(ranks, device=self.device)
         kinds = {
             "all-gather": partial(group.all_gathers, [every], [one]),
             "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
@@ -161,24 +165,27 @@ class Communicators(Groups):
     def connect(self, group: str, kind: str) -> None:
         """Connects the ranks of a group, "gather_local" say, for a kind of collective (`_use_once`), before a program
         that has it runs. All ranks call it, between steps."""
-        if self.device.type == "cuda" and not self.alone and (group, kind) not in self._connected:
-            self._connected.add((group, kind))
+        if self._connects((group, kind)):
             self._use_once(group.partition("_")[0], getattr(self, f"{group}_group"), kind)
 
     def connect_sums(self, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype) -> None:
         """Connects ranks for sums that they make themselves, by one of each, before there is a state that has them: see
         `reduce_scatter`. All ranks call it, between steps."""
-        if self.device.type == "cuda" and not self.alone and accumulate not in self._connected:
-            self._connected.add(accumulate)
+        if self._connects(accumulate):
             self.reduce_scatter(torch.zeros(ALIGN * self.ranks, dtype=wire, device=self.device), dtype, accumulate)
+
+    def _connects(self, what: Hashable) -> bool:
+        """Returns whether ranks have yet to connect for this, and notes that they do."""
+        if self.device.type != "cuda" or self.alone or what in self._connected:
+            return False
+        self._connected.add(what)
+        return True
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         found = super()._narrowed(names)
         found._connected = set()
         if found.ranks > 1 and self.device.type == "cuda":
-            found._use_once("gather", found.gather_group, "all-gather")
-            found._use_once("reduce", found.reduce_group, "reduce-scatter")
-            found._make_groups_of_nodes()
+            found._meet_for_units()
         return found
 
     def share(self, stages: tuple[int, ...]) -> None:
@@ -213,7 +220,9 @@ class Communicators(Groups):
         replicas: bool = True,
     ) -> Tensor:
         out = super().reduce_scatter(full, dtype)
-        shard, wire, n = out.view(-1), full.dtype, out.numel()
+        shard = out.view(-1)
+        wire = full.dtype
+        n = out.numel()
         receive = full.new_empty(receive_numel(self, n, accumulate))
         job = partial(flat.reduce_into, self, [shard], [full.view(-1)], receive)
         self._now("reduce", partial(job, adds=[False], accumulate=accumulate), "reduce-scatter")
@@ -255,15 +264,14 @@ class Communicators(Groups):
         return values
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        if not self.alone:
-            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.SUM)
-            self._now(self._of_metrics, work, "all-reduce (sum)")
-        return values
+        return self._over_all(values, dist.ReduceOp.SUM, "all-reduce (sum)")
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
+        return self._over_all(values, dist.ReduceOp.MAX, "all-reduce (max)")
+
+    def _over_all(self, values: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Tensor:
         if not self.alone:
-            work = partial(self.metrics_group.all_reduce, values, dist.ReduceOp.MAX)
-            self._now(self._of_metrics, work, "all-reduce (max)")
+            self._now(self._of_metrics, partial(self.metrics_group.all_reduce, values, op), label)
         return values
 
     @property
@@ -272,19 +280,17 @@ class Communicators(Groups):
         return "metrics" if self.stages > 1 else "reduce"
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
-        event = self._start(stream, work, label)
+        """Runs work on a stream, and has the compute stream wait for it; on the CPU, this thread."""
+        self.check()
+        before = self.event()
+        after = self.event()
+        before.complete()
+        self.streams[stream].submit(work, (before,), after, label)
         try:
-            event.wait()
+            after.wait()
         except CommunicationError as error:
             self.note_positions(error)
             raise
-
-    def _start(self, name: str, work: Callable[[], None], label: str) -> Event:
-        self.check()
-        before, event = self.event(), self.event()
-        before.complete()
-        self.streams[name].submit(work, (before,), event, label)
-        return event
 
     @contextmanager
     def blocking(self, what: str, why: str = "it failed") -> Iterator[None]:
@@ -307,7 +313,10 @@ class Communicators(Groups):
         if self.alone:
             return True
         with self._checks_consistency(what):
-            return agreement.same_on_all(text, self.stage_control_group if in_stage else self.control_group)
+            return agreement.same_on_all(text, self._control(in_stage))
+
+    def _control(self, in_stage: bool) -> Group:
+        return self.stage_control_group if in_stage else self.control_group
 
     def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
         return self.blocking(what, "ranks could not compare notes")
@@ -326,11 +335,10 @@ class Communicators(Groups):
         """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
         if self.same_on_all(repr(parts), place or f"comparing {what}", in_stage=in_stage):
             return None
-        group, first = self.control_group, 0
-        if in_stage:
-            group, first = self.stage_control_group, self.stage * (self.world // self.stages)
+        first = self.stage * (self.world // self.stages) if in_stage else 0
         with self._checks_consistency(place or f"comparing {what}"):
-            return f"ranks disagree on {what}; {agreement.first_difference(parts, group, first)}"
+            found = agreement.first_difference(parts, self._control(in_stage), first)
+        return f"ranks disagree on {what}; {found}"
 
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
@@ -338,14 +346,16 @@ class Communicators(Groups):
         if self.alone:
             return every.copy_(mine)
         with self._checks_consistency(what):
-            group = self.stage_control_group if in_stage else self.control_group
-            group.all_gathers([every.view(-1)], [mine])
+            self._control(in_stage).all_gathers([every.view(-1)], [mine])
         return every
 
     def note_positions(self, error: BaseException) -> None:
         """Adds the positions of all ranks to `error`, a failed communication, as a note."""
         said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
-        if self.watchdog is not None and not said and (found := self.watchdog.ask()):
+        if self.watchdog is None or said:
+            return
+        found = self.watchdog.ask()
+        if found:
             error.add_note(f"{WHERE}\n{found}")
 
     # ---- health
@@ -372,7 +382,8 @@ class Communicators(Groups):
         try:
             yield
         except BaseException as error:
-            after, self.steps.failed = f"after {type(error).__name__} in {look().place}", True
+            after = f"after {type(error).__name__} in {look().place}"
+            self.steps.failed = True
             raise
         finally:
             self.steps.after = after
@@ -390,12 +401,12 @@ class Communicators(Groups):
     def abort_late(self, what: str) -> None:
         """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
         waiting for that work."""
-        self.lost = what
+        self.steps.lost = what
         self._abort_groups()
 
     def _abort_groups(self) -> None:
         """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
-        groups = [*dict.fromkeys([*self.groups, *self.along.values(), *self.message_groups, self.metrics_group])]
+        groups = [*self.groups, *self._others]
         with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
             for abort in [threads.submit(group.process_group.abort) for group in groups]:
                 abort.result()
@@ -423,23 +434,22 @@ class Communicators(Groups):
         try:
             self._clean_up(place, error)
         except BaseException as interrupt:
-            self.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
+            self.steps.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
             raise
 
     def _clean_up(self, place: str, error: BaseException) -> None:
-        midway = (
-            self.called is not None if isinstance(error, RanksDisagree) else not isinstance(error, CommunicationError)
-        )
+        disagree = isinstance(error, RanksDisagree)
+        # ranks that disagree have compared notes: nothing of it was issued
+        broken = isinstance(error, CommunicationError) and not disagree
+        midway = self.called is not None if disagree else not broken
         if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
-            self.lost = f"this rank failed, and stages are never at one place ({place})"
+            self.steps.lost = f"this rank failed, and stages are never at one place ({place})"
             self._abandon()
             return
         if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
             self._say(place, error)
         self.drain()
-        # ranks that disagree have compared notes: nothing of it was issued
-        broken = isinstance(error, CommunicationError) and not isinstance(error, RanksDisagree)
         if broken:
             self.note_positions(error)
         if self.alone or self.lost is not None:
@@ -448,9 +458,10 @@ class Communicators(Groups):
         text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
         with suppress(RuntimeError):
             together = agreement.same_on_all(text, self.abort_group)
-        if broken or not together:
-            alone = "communication failed" if broken else "this rank failed alone, or elsewhere than the others"
-            self.lost = f"{alone} ({place})"
+        if broken:
+            self.steps.lost = f"communication failed ({place})"
+        elif not together:
+            self.steps.lost = f"this rank failed alone, or elsewhere than the others ({place})"
 
     def _say(self, place: str, error: BaseException) -> None:
         """Prints what failed, since the exception is raised only when the others have been waited for."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.streams import Event, Stream, Work, failure
+from yafsdp_fn.dist.streams import Event, Work, failure
 
 RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED of the CUDA driver."""
@@ -68,7 +68,8 @@ class CudaStream:
 
     def __init__(self, device: torch.device, rank: int, watch: Callable[[Any, str], None] | None = None) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._rank, self._watch = rank, watch
+        self._rank = rank
+        self._watch = watch
         self._broken: str | None = None
 
     def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
@@ -104,7 +105,7 @@ class CudaStream:
         return int(self._stream.cuda_stream)
 
 
-def must_differ(streams: Sequence[Stream]) -> None:
+def must_differ(streams: Sequence[Any]) -> None:
     """Raises RuntimeError if two streams are the same CUDA stream: torch hands them out round-robin, from a
     pool of 32."""
     handles = [stream.handle for stream in streams]

@@ -54,7 +54,8 @@ class Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.comms, tensor, *ctx.how = inputs
-        ctx.dtype, ctx.in_transform = tensor.dtype, transforms_active()
+        ctx.dtype = tensor.dtype
+        ctx.in_transform = transforms_active()
 
     @classmethod
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:

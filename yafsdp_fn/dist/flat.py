@@ -78,7 +78,8 @@ def reduce_into(
             need = 0 if shard.dtype == full.dtype and not add else shard.numel()
             if used + need > receive.numel():
                 _reduce_together(comms, together)
-                together, used = [], 0
+                together = []
+                used = 0
             together.append((shard, full, receive[used : used + need], add))
             used += need
     if together:

@@ -19,7 +19,7 @@ communicators. Within one, messages between two ranks arrive in the order in whi
 import os
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.collectives import GlooGroup, Group
 from yafsdp_fn.dist.micro_shards import Scratch, micro_shards_of
-from yafsdp_fn.dist.ranks import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, Axis, Ranks, check_inside, inside_of
+from yafsdp_fn.dist.ranks import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, Axis, Ranks, inside_of
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
@@ -59,58 +59,55 @@ GRACE = timedelta(seconds=60)
 # the shard group, all ranks of a replica of a stage: shard index = node * local ranks + local index.
 
 
-class Grid(NamedTuple):
-    """The ranks of a mesh and this rank's coordinates.
+class MeshRanks(Ranks):
+    """The ranks of a mesh, and this rank's coordinates, without collectives. Raises TypeError for axes other than those
+    above, naming them.
 
-    ranks: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
-    axes: inside blocks, a part of the last one
+    grid: global ranks [stages, replicas, nodes, ranks of a node]; an axis that the mesh lacks has size 1
+    node, local_rank: of this rank; world_rank: among all ranks of the mesh
     """
 
-    ranks: torch.Tensor
-    stage: int
-    replica: int
-    node: int
-    local: int
-    axes: dict[str, Axis]
+    def __init__(self, mesh: DeviceMesh) -> None:
+        inside = _axes_inside(mesh)
+        names = mesh.mesh_dim_names or ()
+        sizes = tuple(mesh.shape)
+        place = mesh.get_coordinate()
+        grid = mesh.mesh.detach().cpu()
+        if place is None:
+            raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {grid.flatten().tolist()}")
+        if bool((grid.flatten().diff() <= 0).any()):
+            # process groups number their members in ascending order, whatever a mesh says
+            raise ValueError(f"mesh: ranks must ascend along its axes, got {grid.tolist()}")
+        outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
+        size = dict(zip(outer, sizes, strict=False))
+        at = dict(zip(outer, place, strict=False))
+        axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
+        self.grid = grid.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
+        self.node = at.get(NODE, 0)
+        self.local_rank = place[len(outer)]
+        for axis in axes.values():
+            self.local_rank = self.local_rank * axis.size + axis.place
+        stages, replicas, nodes, local_ranks = self.grid.shape
+        rank = self.node * local_ranks + self.local_rank
+        replica = at.get(REPLICATE, 0)
+        stage = at.get(STAGE, 0)
+        super().__init__(replicas, nodes, local_ranks, device_of(mesh), rank, replica, stages, stage, axes)
+        self.world_rank = (stage * replicas + replica) * self.ranks + rank
 
-    def groups(self, *members: str) -> list[list[int]]:
+    def groups_over(self, *members: str) -> list[list[int]]:
         """The ranks in groups, the same list on every rank: those of a group differ on the axes `members` alone, of
         stage, copy, node and local."""
         axes = ("stage", "copy", "node", "local")
         others = [axis for axis in axes if axis not in members]
-        return rearrange(self.ranks, f"{' '.join(axes)} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
-
-    @property
-    def shard_rank(self) -> int:
-        """The index of this rank's shard."""
-        return self.node * self.ranks.shape[3] + self.local
-
-    @property
-    def batch_ranks(self) -> int:
-        """The number of parts that batches are dealt to, in one stage, since all stages see the same batches."""
-        return self.numbers(torch.device("cpu")).batch_ranks
-
-    @property
-    def batch_rank(self) -> int:
-        """The part of this rank among `batch_ranks`."""
-        return self.numbers(torch.device("cpu")).batch_rank
-
-    @property
-    def world_rank(self) -> int:
-        return (self.stage * self.ranks.shape[1] + self.replica) * self.ranks[0, 0].numel() + self.shard_rank
-
-    def numbers(self, device: torch.device) -> Ranks:
-        """Returns the numbers of this grid, without collectives."""
-        stages, replicas, nodes, local = self.ranks.shape
-        here = self.shard_rank, self.replica, stages, self.stage, self.axes
-        return Ranks(replicas, nodes, local, device, *here)
+        return rearrange(self.grid, f"{' '.join(axes)} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
 
 
-def grid(mesh: DeviceMesh) -> Grid:
-    """Returns `mesh` as a `Grid`. Raises TypeError for axes other than those above, naming them."""
+def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Returns the axes of `mesh` inside blocks. Raises TypeError unless it has axes of ours."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
-    names, sizes = mesh.mesh_dim_names or (), tuple(mesh.shape)
+    names = mesh.mesh_dim_names or ()
+    sizes = tuple(mesh.shape)
     if names == (STAGE,):
         raise TypeError(
             "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'stage'; for stages "
@@ -129,22 +126,7 @@ def grid(mesh: DeviceMesh) -> Grid:
             f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
             "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
         )
-    if inside:
-        check_inside(inside)
-    place, ranks = mesh.get_coordinate(), mesh.mesh.detach().cpu()
-    if place is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {ranks.flatten().tolist()}")
-    if bool((ranks.flatten().diff() <= 0).any()):
-        # process groups number their members in ascending order, whatever a mesh says
-        raise ValueError(f"mesh: ranks must ascend along its axes, got {ranks.tolist()}")
-    outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
-    size, at = dict(zip(outer, sizes, strict=False)), dict(zip(outer, place, strict=False))
-    ranks = ranks.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
-    local = place[len(outer)]
-    axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
-    for axis in axes.values():
-        local = local * axis.size + axis.place
-    return Grid(ranks, at.get(STAGE, 0), at.get(REPLICATE, 0), at.get(NODE, 0), local, axes)
+    return inside
 
 
 def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
@@ -161,24 +143,21 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 # ---- The process groups of a mesh.
 
 
-class Groups(Ranks):
-    """The process groups of one mesh.
+class Groups(MeshRanks):
+    """The process groups of one mesh. parent: the default process group when they were made
 
-    world_rank: among all ranks of the mesh; parent: the default process group when they were made
     timeout: of a collective, None where the backend does not say
+    groups: those whose collectives read and write slots and shards
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        places = grid(mesh)
-        stages, replicas, nodes, local_ranks = places.ranks.shape
-        here = places.shard_rank, places.replica, stages, places.stage, places.axes
-        super().__init__(replicas, nodes, local_ranks, device_of(mesh), *here)
-        self.node, self.local_rank = places.node, places.local
-        self.world_rank = places.world_rank
-        self.deal(micro_shards_of(mesh))
-        self.parent, self._places = default_group(), places
+        super().__init__(mesh)
+        self.micro_shards = micro_shards_of(mesh)
+        self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
+        self.groups = list[Group]()
+        self._others = list[Group]()
         self.message_groups: list[Group] = []
         self._sharing: dict[tuple[int, ...], Group] = {}
         self.along: dict[str, Group] = {}
@@ -188,70 +167,70 @@ class Groups(Ranks):
         timeout = timeout_of(mesh.get_group() if mesh.ndim == 1 else self.parent, self.device)
         self.timeout = timeout
         self.abort_timeout = ABORT_TIMEOUT if timeout is None else min(timeout, ABORT_TIMEOUT)
-        backend, control = "gloo", "gloo"
+        backend = "gloo"
+        control = "gloo"
         if self.device.type == "cuda":
             backend = "nccl"
             timeout = None if timeout is None else timeout + GRACE
             order_launches()
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
-        copies, everyone = places.groups("node", "local"), [places.ranks.flatten().tolist()]
         self._how = timeout, backend
-        self.gather_group = _group(copies, timeout, backend, "gather")
-        self.reduce_group = self.metrics_group = _group(copies, timeout, backend, "reduce")
-        self.gather_local_group = self.gather_group
+        copies = self.groups_over("node", "local")
+        everyone = [self.grid.flatten().tolist()]
+        self.gather_group = self.gather_local_group = self._new(copies, "gather")
+        self.reduce_group = self.metrics_group = self._new(copies, "reduce")
         if self.nodes > 1:
-            self.gather_local_group = _group(places.groups("local"), timeout, backend, "gather in a node")
-            self.reduce_local_group = _group(places.groups("local"), timeout, backend, "reduce in a node")
-            self.reduce_nodes_group = _group(places.groups("node"), timeout, backend, "reduce between nodes")
+            self.gather_local_group = self._new(self.groups_over("local"), "gather in a node")
+            self.reduce_local_group = self._new(self.groups_over("local"), "reduce in a node")
+            self.reduce_nodes_group = self._new(self.groups_over("node"), "reduce between nodes")
         if self.replicas > 1:
-            self.replicate_group = _group(places.groups("copy"), timeout, backend, "replicate")
+            self.replicate_group = self._new(self.groups_over("copy"), "replicate")
         if self.stages > 1:
-            of_stages = places.groups("stage")
-            self.stages_group = _group(of_stages, timeout, backend, "stages")
-            senders = range(self.stages)
-            self.message_groups = [_group(of_stages, timeout, backend, f"sent by stage {s}") for s in senders]
+            of_stages = self.groups_over("stage")
+            self.stages_group = self._new(of_stages, "stages")
+            for sender in range(self.stages):
+                self.message_groups.append(self._new(of_stages, f"sent by stage {sender}", moves_units=False))
         if self.replicas > 1 or self.stages > 1:
-            self.metrics_group = _group(everyone, timeout, backend, "metrics")
+            self.metrics_group = self._new(everyone, "metrics", moves_units=False)
         for name, axis in self.axes.items():
             if axis.size > 1:
-                self.along[name] = self._group_of(self.subgroups(along=(name,)), f"along {name}")
-        self.control_group = _group(everyone, self.timeout, control, "control")
-        self.stage_control_group = self.control_group
+                along = self._in_copies(self.subgroups(along=(name,)))
+                self.along[name] = self._new(along, f"along {name}", moves_units=False)
+        self.control_group = self.stage_control_group = _group(everyone, self.timeout, control, "control")
         if self.stages > 1 and self.along:
-            of_stages = self._places.ranks.flatten(1).tolist()
+            of_stages = self.grid.flatten(1).tolist()
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, self.abort_timeout, control, "abort")
 
-    def _group_of(self, subgroups: list[list[int]], name: str) -> Group:
-        """Makes a group for each of `subgroups` of each copy, and returns that of this rank."""
-        copies = self._places.groups("node", "local")
-        groups = [[copy[rank] for rank in members] for copy in copies for members in subgroups]
-        return _group(groups, *self._how, name)
+    def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> Group:
+        """Makes `groups`, each of global ranks, and returns that of this rank."""
+        made = _group(groups, *self._how, name)
+        (self.groups if moves_units else self._others).append(made)
+        return made
+
+    def _in_copies(self, subgroups: list[list[int]]) -> list[list[int]]:
+        """Returns `subgroups` of a copy, as global ranks of every copy."""
+        copies = self.groups_over("node", "local")
+        return [[copy[rank] for rank in members] for copy in copies for members in subgroups]
 
     def _narrowed(self, names: tuple[str, ...]) -> Self:
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
         found.local_rank = found.rank % found.local_ranks
-        subgroups, of = self.subgroups(across=names), ", ".join(names)
+        subgroups = self._in_copies(self.subgroups(across=names))
+        of = ", ".join(names)
         if found.ranks > 1:
-            found.gather_group = found.gather_local_group = self._group_of(subgroups, f"gather within {of}")
-            found.reduce_group = self._group_of(subgroups, f"reduce within {of}")
+            found.gather_group = found.gather_local_group = self._new(subgroups, f"gather within {of}")
+            found.reduce_group = self._new(subgroups, f"reduce within {of}")
         if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
             at = torch.tensor(subgroups).view(-1, found.nodes, found.local_ranks)
             in_node = at.flatten(0, 1).tolist()
-            found.gather_local_group = self._group_of(in_node, f"gather in a node within {of}")
-            found.reduce_local_group = self._group_of(in_node, f"reduce in a node within {of}")
+            found.gather_local_group = self._new(in_node, f"gather in a node within {of}")
+            found.reduce_local_group = self._new(in_node, f"reduce in a node within {of}")
             between = at.mT.flatten(0, 1).tolist()
-            found.reduce_nodes_group = self._group_of(between, f"reduce between nodes within {of}")
+            found.reduce_nodes_group = self._new(between, f"reduce between nodes within {of}")
         return found
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups whose collectives read and write slots and shards, each once."""
-        names = ("gather", "gather_local", "reduce", "reduce_local", "reduce_nodes", "replicate", "stages")
-        found = [getattr(ranks, f"{name}_group", None) for ranks in (self, *self._narrow.values()) for name in names]
-        return list(dict.fromkeys(group for group in (*found, *self._sharing.values()) if group is not None))
 
     def send(self, tensor: Tensor, stage: int) -> Work:
         """Returns work for the stream "send": sends `tensor` to the rank of `stage` with this rank's coordinates, and
@@ -267,11 +246,10 @@ class Groups(Ranks):
         """Makes the group of `stages`, which share a unit, from the ranks with this rank's coordinates. All ranks call
         it."""
         if stages not in self._sharing:
-            by_stage = self._places.groups("stage")
+            by_stage = self.groups_over("stage")
             of = [[ranks[stage] for stage in stages] for ranks in by_stage]
             rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
-            backend = self.stages_group.process_group.name()
-            self._sharing[stages] = _group([*of, *filter(None, rest)], self.timeout, backend, f"stages {stages}")
+            self._sharing[stages] = self._new([*of, *filter(None, rest)], f"stages {stages}")
 
     def sharing(self, stages: tuple[int, ...]) -> Group:
         """Returns the group that `share` has made, for the stream "replicate"."""
@@ -282,15 +260,8 @@ class Groups(Ranks):
         there = dist.is_initialized() and self.parent is default_group()
         # groups of a part of the ranks stay: torch names the next ones after how many there are
         if there and not self.alone and self.world == dist.get_world_size():
-            others = [
-                *self.along.values(),
-                *self.message_groups,
-                self.metrics_group,
-                self.control_group,
-                self.stage_control_group,
-                self.abort_group,
-            ]
-            for group in dict.fromkeys([*self.groups, *others]):
+            control = self.control_group, self.stage_control_group, self.abort_group
+            for group in dict.fromkeys([*self.groups, *self._others, *control]):
                 dist.destroy_process_group(group.process_group)
 
 
@@ -320,7 +291,8 @@ def host_group() -> ProcessGroup | None:
 
     All ranks make it together, on their main threads, at the first call.
     """
-    default, cpu = default_group(), torch.device("cpu")
+    default = default_group()
+    cpu = torch.device("cpu")
     if default.name() == EMULATED or serves(default, cpu):
         return None
     if default not in _HOST_GROUPS:

@@ -86,7 +86,7 @@ class Ranks:
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
     sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
     world: all ranks of the mesh; alone: world == 1
-    deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
+    micro_shards: of every global batch on a deterministic mesh (micro_shards.py); None elsewhere
     called: is told of each collective over an axis inside blocks, what it is given, and the rows of it that go to each
         rank and come from it, if parts may be uneven, before it runs; it may raise, and returns what is to be called
         afterwards, if anything
@@ -94,7 +94,6 @@ class Ranks:
 
     called: Callable[[AxisCollective, Tensor, Rows], Callable[[], None] | None] | None = None
     micro_shards: int | None = None
-    deterministic = False
 
     def __init__(
         self,
@@ -111,21 +110,28 @@ class Ranks:
         self.axes = dict(axes or {})
         self.named = set[str]()
         self._narrow: dict[tuple[str, ...], Self] = {}
-        self.replicas, self.nodes, self.local_ranks = replicas, nodes, local_ranks
+        self.replicas = replicas
+        self.nodes = nodes
+        self.local_ranks = local_ranks
         self.device: Any = device
-        self.ranks, self.rank, self.replica = nodes * local_ranks, rank, replica
-        self.stages, self.stage = stages, stage
+        self.ranks = nodes * local_ranks
+        self.rank = rank
+        self.replica = replica
+        self.stages = stages
+        self.stage = stage
         parts, part = self._over((EXPERT,))
-        self.batch_ranks, self.batch_rank = replicas * parts, replica * parts + part
+        self.batch_ranks = replicas * parts
+        self.batch_rank = replica * parts + part
         parts, part = self._over((EXPERT, CONTEXT))
         self.seed_rank = replica * parts + part
         self.sequence_parts = self.axes[CONTEXT].size if CONTEXT in self.axes else 1
         self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
-    def deal(self, micro_shards: int | None) -> None:
-        """Sets how global batches are cut (micro_shards.py). None: as the caller likes; bits depend on it."""
-        self.micro_shards, self.deterministic = micro_shards, micro_shards is not None
+    @property
+    def deterministic(self) -> bool:
+        """Returns whether global batches are cut in micro-shards: bits do not depend on the number of ranks."""
+        return self.micro_shards is not None
 
     # ---- axes inside blocks
 
@@ -150,10 +156,12 @@ class Ranks:
     def _over(self, names: Collection[str]) -> tuple[int, int]:
         """Returns the number of ranks of a copy that differ on outer axes or on `names`, and this one's index."""
         inside = math.prod(axis.size for axis in self.axes.values())
-        count, index = self.ranks // inside, self.rank // inside
+        count = self.ranks // inside
+        index = self.rank // inside
         for name, axis in self.axes.items():
             if name in names:
-                count, index = count * axis.size, index * axis.size + axis.place
+                count = count * axis.size
+                index = index * axis.size + axis.place
         return count, index
 
     def stride(self, name: str) -> int:
@@ -221,7 +229,8 @@ class Ranks:
 def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device | None = None) -> Ranks:
     """Returns the ranks of a mesh of `(name, size)` axes, outermost first, as one stage that holds all units: steps are
     traced whole. Raises ValueError for axes that no mesh here has."""
-    sizes, names = dict(axes), tuple(name for name, _ in axes)
+    sizes = dict(axes)
+    names = tuple(name for name, _ in axes)
     inside = inside_of(names)
     outer = names[: len(names) - len(inside)]
     if outer not in AXES or len(sizes) < len(axes) or any(not isinstance(n, int) or n < 1 for n in sizes.values()):

@@ -1,14 +1,13 @@
 """The store of the rendezvous: where ranks meet, and a time limit for the process that serves it."""
 
 import ipaddress
-import itertools
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -19,14 +18,7 @@ from yafsdp_fn.util.torch_private import store_port
 # ---- The store of the rendezvous, where torch's own is open to the network or does not survive a restart.
 
 
-class RendezvousStore(NamedTuple):
-    """A store and a counter of the rendezvous held there: each process group after the first has keys of its own."""
-
-    store: Any
-    numbers: Iterator[int]
-
-
-_STORES: dict[tuple[str, int, int], RendezvousStore] = {}
+_STORES: dict[tuple[str, int, int], Any] = {}
 """Stores by address, port and rank, for the life of the process: a store outlives its process group."""
 
 
@@ -43,18 +35,27 @@ def rendezvous_store(timeout: timedelta) -> dict[str, Any]:
     """
     if "MASTER_ADDR" not in os.environ:
         return {}  # torch names what is missing
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        attempt = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}, {world} ranks"
-        kept: Any = dist.TCPStore(address, port, world, False, timeout)  # type: ignore[attr-defined]
-        return {"store": dist.PrefixStore(attempt, kept), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
-    if not _is_loopback(address):
+        keys = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}, {world} ranks"
+        store: Any = dist.TCPStore(address, port, world, False, timeout)  # type: ignore[attr-defined]
+    elif _is_loopback(address):
+        place = address, port, rank
+        if place not in _STORES:
+            _STORES[place] = _loopback_store(address, port, rank, world, timeout)
+        store = _STORES[place]
+        keys = f"meeting {store.add(f'meetings of rank {rank}', 1)}"  # a process group after the first has its own
+    else:
         return {}
+    return {"store": dist.PrefixStore(keys, store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
+
+
+def _loopback_store(address: str, port: int, rank: int, world: int, timeout: timedelta) -> Any:
     listening: dict[str, Any] = {}
-    place = address, port, rank
-    made = _STORES.get(place)
-    if rank == 0 and made is None:
+    if rank == 0:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         try:
             served = socket.create_server(where[:2], family=family)
@@ -64,11 +65,7 @@ def rendezvous_store(timeout: timedelta) -> dict[str, Any]:
             ) from error
         port = served.getsockname()[1]
         listening = {"master_listen_fd": served.detach()}  # the store's from here on
-    if made is None:
-        store = dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, **listening)  # type: ignore[attr-defined]
-        made = _STORES[place] = RendezvousStore(store, itertools.count())
-    number = f"meeting {next(made.numbers)}"
-    return {"store": dist.PrefixStore(number, made.store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
+    return dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, **listening)  # type: ignore[attr-defined]
 
 
 def _is_loopback(address: str) -> bool:
@@ -99,7 +96,8 @@ def answers(timeout: timedelta | None, what: str) -> Iterator[None]:
     if timeout is None or store_port() is None:
         yield
         return
-    seconds, silent = timeout.total_seconds() + LATER, threading.Event()
+    seconds = timeout.total_seconds() + LATER
+    silent = threading.Event()
 
     def give_up() -> None:
         silent.set()

@@ -59,9 +59,6 @@ class Stream(Protocol):
     def close(self) -> None:
         """Ends the stream, when the work submitted so far is done or abandoned."""
 
-    @property
-    def handle(self) -> int: ...  # tells streams apart
-
 
 class HostEvent:
     """An event of a host thread that carries errors. Most end before anybody waits, so the waiter creates the lock."""
@@ -99,10 +96,12 @@ class HostStream:
     _closed = _abandoned = False
 
     def __init__(self, name: str, rank: int) -> None:
-        self._name, self._rank = name, rank
+        self._name = name
+        self._rank = rank
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], HostEvent, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"yafsdp-{name}", daemon=True)
-        threads, started = torch.get_num_threads(), HostEvent()
+        threads = torch.get_num_threads()
+        started = HostEvent()
         self._thread.start()
         self.submit(lambda: None, (), started, "start")
         started.wait()
@@ -124,10 +123,6 @@ class HostStream:
         while not idle.wait(1.0):
             if not self._thread.is_alive():
                 return
-
-    @property
-    def handle(self) -> int:
-        return id(self)
 
     def abandon(self) -> None:
         self._abandoned = True

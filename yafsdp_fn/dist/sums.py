@@ -40,10 +40,13 @@ def reduce_wide(
 
 def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: torch.dtype) -> Tensor:
     """Returns [M, n]: each node's sum for this rank's shard, in the wire's dtype."""
-    ranks, nodes = comms.local_ranks, comms.nodes
+    ranks = comms.local_ranks
+    nodes = comms.nodes
     n = full.numel() // comms.ranks
-    within, rest = receive[: ranks * n], receive[ranks * n :]
-    mine, theirs = rest[: nodes * n], rest[nodes * n : 2 * nodes * n]
+    within = receive[: ranks * n]
+    rest = receive[ranks * n :]
+    mine = rest[: nodes * n]
+    theirs = rest[nodes * n : 2 * nodes * n]
     for node, part in enumerate(full.view(nodes, ranks * n)):  # shards of one node lie side by side
         comms.reduce_local_group.all_to_all(within, part)
         local_sum(mine[node * n : (node + 1) * n], within.view(ranks, n), comms.reduce_scratch, dtype=accumulate)
@@ -97,19 +100,11 @@ def add_rows(out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool) -> None:
     if (kernels := vector_kernels(out)) is not None:
         kernels.sum_rows(out, rows, dtype, add, True)
         return
-    one, other = scratch.chunks(dtype)
-    for start in range(0, out.numel(), one.numel()):
-        target = out[start : start + one.numel()]
-        for number, row in enumerate(rows[:, start : start + one.numel()]):
-            if number == 0 and not add:
-                target.copy_(row)
-                continue
-            # without a fresh tensor: a mixed addition would make one
-            part = row if row.dtype == dtype else one[: row.numel()].copy_(row)
-            if target.dtype == dtype:
-                target.add_(part)
-            else:
-                target.copy_(other[: row.numel()].copy_(target).add_(part))
+    size = scratch.chunks(dtype).shape[1]
+    for start in range(0, out.numel(), size):
+        part = slice(start, start + size)
+        for number, row in enumerate(rows):
+            local_sum(out[part], row[None, part], scratch, add=add or number > 0, dtype=dtype)
 
 
 def sum_dtype(param: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:

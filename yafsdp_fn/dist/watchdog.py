@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -45,12 +45,13 @@ class PeerStatus:
     """
 
     def __init__(self, store: Any, world: int, beat: float) -> None:
-        self._store, self._world = store, world
+        self._store = store
         self._period = beat * max(1.0, world / READS)
         self._patience = max(SILENCE_S, SILENCE_BEATS * beat, 1.5 * self._period)
-        self._since, self._read_at = time.monotonic(), 0.0
-        self._seen: dict[int, tuple[RankStatus, float]] = {}
-        self.posts: dict[int, RankStatus] = {}
+        self._since = time.monotonic()
+        self._read_at = 0.0
+        self.posts = dict.fromkeys(range(world), RankStatus(0, "has said nothing yet", 0.0))
+        self._heard_at = dict.fromkeys(self.posts, self._since)
         self.silent: dict[int, float] = {}
 
     def read(self, now_or_never: bool) -> str:
@@ -60,16 +61,16 @@ class PeerStatus:
         if now - self._read_at < 0.9 * self._period and not now_or_never:
             return ""
         self._read_at = now
-        for rank in range(self._world):
+        self.silent = {}
+        for rank in self.posts:
             key = f"rank {rank}"
             if self._store.check([key]):  # it would wait for a missing one
                 post = RankStatus(*json.loads(self._store.get(key)))
-                if rank not in self._seen or self._seen[rank][0].beat != post.beat:
-                    self._seen[rank] = post, now
-        nothing = RankStatus(0, "has said nothing yet", now - self._since)
-        self.posts = {rank: self._seen[rank][0] if rank in self._seen else nothing for rank in range(self._world)}
-        ages = {rank: now - at for rank, (post, at) in self._seen.items() if post.beat != ENDS}
-        self.silent = {rank: age for rank, age in ages.items() if age > self._patience}
+                if post.beat != self.posts[rank].beat:
+                    self.posts[rank], self._heard_at[rank] = post, now
+            age = now - self._heard_at[rank]
+            if age > self._patience and self.posts[rank].beat != ENDS:
+                self.silent[rank] = age
         if not now_or_never and now - self._since <= self._patience:
             return ""  # who is silent is not known yet
         return table(self.posts, self.silent)
@@ -100,21 +101,13 @@ PendingLabels = list[tuple[str]]
 """Labels of the communication under way, each in a tuple made for this one call, so that calls are told apart."""
 
 
-class Ops(Protocol):
-    """The parts of a `Program` that the watchdog reads."""
-
-    @property
-    def stages(self) -> Sequence[Sequence[Any]]: ...
-    def fingerprint(self) -> str: ...
-
-
 class RankPosition(NamedTuple):
     """A rank's position: `place` in words, a new object for each visit of it; the number of its op in its
-    stage's program."""
+    stage's program, a `Program`."""
 
     place: str
     number: int = -1
-    program: Ops | None = None
+    program: Any = None
     stage: int = 0
 
 
@@ -147,17 +140,26 @@ class Watchdog:
         device: torch.device = CPU,
     ) -> None:
         seconds = timeout.total_seconds()
-        self._store, self._rank, self._world, self._under_way = store, rank, world, under_way
-        self._beat, self._patience = min(LONGEST_S, seconds / BEATS), seconds / 2
-        self._steps, self._device = steps, device
-        self._sight, self._since, self._number = RankPosition(steps.after), time.monotonic(), 0
+        self._store = store
+        self._rank = rank
+        self._world = world
+        self._under_way = under_way
+        self._beat = min(LONGEST_S, seconds / BEATS)
+        self._patience = seconds / 2
+        self._steps = steps
+        self._device = device
+        self._position = RankPosition(steps.after)
+        self._since = time.monotonic()
         self._waits: list[tuple[tuple[str], float]] = []
-        self._heard: PeerStatus | None = None
+        self._post = RankStatus(0, steps.after, 0.0)
+        self._peers: PeerStatus | None = None
         self._shown: str | None = None  # its position when it showed the table
-        self.table, self._made_at = "", 0.0
+        self.table = ""
+        self._made_at = float("-inf")
+        self._asked = False
         self._turned = time.monotonic()  # since then the thread waits for a beat, or for the store
         self._keeps_store = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._closed, self._asked, self._settled = threading.Event(), threading.Event(), threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="yafsdp-watchdog", daemon=True)
         self._thread.start()
         atexit.register(self._exit)
@@ -166,14 +168,16 @@ class Watchdog:
 
     def ask(self) -> str:
         """Returns the table, after a failure. If the last one is old, it takes some beats to find out who is silent."""
-        if not self.table or time.monotonic() - self._made_at > STALL * self._beat:
-            self._asked.set()
-            until = time.monotonic() + 4 * STALL * self._beat + 5
-            while not self._settled.wait(self._beat):
-                if self._stuck or time.monotonic() > until:
-                    silent = time.monotonic() - self._turned
-                    return self._alone(f"does not answer for {silent:.0f} s", "is probably frozen")
-            self._asked.clear()
+        begun = time.monotonic()
+        recent = begun - STALL * self._beat
+        until = begun + 4 * STALL * self._beat + 5
+        self._asked = True
+        while self._made_at < recent and self._thread.is_alive():
+            if self._stuck or time.monotonic() > until:
+                silent = time.monotonic() - self._turned
+                return self._alone(f"does not answer for {silent:.0f} s", "is probably frozen")
+            time.sleep(self._beat / STALL)
+        self._asked = False
         return self.table
 
     def close(self) -> None:
@@ -211,90 +215,96 @@ class Watchdog:
             while not last and not self._closed.wait(self._beat) and self._look():
                 self._turned = time.monotonic()
                 last = self._store.check([KEEPER_ENDED])
-                self._say(self._post())
-                if self._asked.is_set() or self._is_stalled(self._waited):
+                self._say(self._post)
+                if self._asked or self._is_stalled(self._post.waited):
                     self._read_status(last)
-                elif self._heard is not None:
+                elif self._peers is not None:
                     self._over()
-            self._say(self._post()._replace(beat=ENDS, place=f"has ended, {self._sight.place}", waits="", line=""))
+            self._say(RankStatus(ENDS, f"has ended, {self._post.place}", self._post.seconds))
             self._store.add("left", 1)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
-            self._made_at = float("inf")
             self.table = self._alone("cannot be reached", f"has probably ended ({why})")
-        finally:
-            self._settled.set()
+            self._made_at = float("inf")
 
     def _alone(self, store: str, keeper: str) -> str:
         """Describes this rank's position, and the trouble with the store and its server."""
-        own = table({self._rank: self._post()}, {})
+        own = table({self._rank: self._status(self._position, time.monotonic())}, {})
         return (
             f"  where others are is not known: the store of the process group {store}; the process that keeps it, "
             f"often that of rank 0, {keeper}\n{own}"
         )
 
     def _look(self) -> bool:
-        """Records this rank's position. Returns False when the communicators are gone."""
-        if (method := self._under_way()) is None:
+        """Records this rank's position and status. Returns False when the communicators are gone."""
+        method = self._under_way()
+        if method is None:
             return False
-        labels, now, before = method(), time.monotonic(), self._sight
-        self._sight = next((look() for look in self._steps.looks[-1:]), RankPosition(self._steps.after))
-        if before.place is not self._sight.place or before.number != self._sight.number:
+        labels = method()
+        now = time.monotonic()
+        before = self._position
+        position = RankPosition(self._steps.after)
+        for look in self._steps.looks[-1:]:
+            position = look()
+        if before.place is not position.place or before.number != position.number:
             self._since = now
-        if (name := where.collective(self._steps.thread)) is not None:
+        name = where.collective(self._steps.thread)
+        if name is not None:
             labels.append(next((label for label, _ in self._waits if label == (name,)), (name,)))
         old = {id(label): since for label, since in self._waits}
         self._waits = [(label, old.get(id(label), now)) for label in labels]
-        self._number += 1
+        self._position, self._post = position, self._status(position, now)
         return True
 
-    @property
-    def _waited(self) -> float:
-        """Seconds that the oldest communication under way has taken."""
-        return max((time.monotonic() - since for _, since in self._waits), default=0.0)
+    def _status(self, position: RankPosition, now: float) -> RankStatus:
+        """Describes the position. A rank that stands still says its op and line, too."""
+        seconds = now - self._since
+        waits = ", ".join(label for (label,), _ in self._waits)
+        waited = 0.0
+        if self._waits:
+            waited = now - min(since for _, since in self._waits)
+        shown = self._shown is not None
+        found = RankStatus(self._post.beat + 1, position.place, seconds, waits, waited, shown=shown)
+        if not self._is_stalled(seconds) and not self._is_stalled(waited):
+            return found
+        found = found._replace(line=where.line(self._steps.thread))
+        if position.program is None:
+            return found
+        op = f"op {position.number} of {len(position.program.stages[position.stage])}"
+        return found._replace(op=op, program=position.program.fingerprint())
 
     def _is_stalled(self, seconds: float) -> bool:
         return seconds > STALL * self._beat
-
-    def _post(self) -> RankStatus:
-        sight, seconds, waited = self._sight, time.monotonic() - self._since, self._waited
-        post = RankStatus(self._number, sight.place, seconds, shown=self._shown is not None)
-        if self._waits:
-            post = post._replace(waits=", ".join(label for (label,), _ in self._waits), waited=waited)
-        if self._is_stalled(seconds) or self._is_stalled(waited):
-            post = post._replace(line=where.line(self._steps.thread))
-            if sight.program is not None:
-                op = f"op {sight.number} of {len(sight.program.stages[sight.stage])}"
-                post = post._replace(op=op, program=sight.program.fingerprint())
-        return post
 
     def _say(self, post: RankStatus) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(post))
 
     def _read_status(self, last: bool) -> None:
         """Reads the status of the others. last: it is the last chance"""
-        self._heard = self._heard or PeerStatus(self._store, self._world, self._beat)
-        if found := self._heard.read(last):
-            self.table, self._made_at = found, time.monotonic()
-            self._show(self._heard)
-            self._settled.set()
+        self._peers = self._peers or PeerStatus(self._store, self._world, self._beat)
+        found = self._peers.read(last)
+        if found:
+            self.table = found
+            self._show(self._peers)
+            self._made_at = time.monotonic()
 
-    def _show(self, heard: PeerStatus) -> None:
+    def _show(self, peers: PeerStatus) -> None:
         """Prints the table once per stall, on one rank: the lowest of those that wait, as soon as it has for too long,
         or one that was too late before that one had stalled."""
-        able = {rank: post for rank, post in heard.posts.items() if rank not in heard.silent}
+        able = {rank: post for rank, post in peers.posts.items() if rank not in peers.silent}
         lowest = min((rank for rank, post in able.items() if self._is_stalled(post.waited)), default=None)
-        if self._waited > self._patience and self._rank == lowest and not any(post.shown for post in able.values()):
-            self._shown = self._sight.place
-            what = f"rank {self._rank} has waited for {self._waited:.0f} s. Where ranks are:\n{self.table}"
+        waited = self._post.waited
+        if waited > self._patience and self._rank == lowest and not any(post.shown for post in able.values()):
+            self._shown = self._post.place
+            what = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{self.table}"
             print(what, file=sys.stderr, flush=True)
 
     def _over(self) -> None:
         """Ends the report: the communication that it waited for has come, or failed."""
-        if self._shown is not None and self._sight.place is not self._shown and not self._steps.failed:
+        if self._shown is not None and self._post.place is not self._shown and not self._steps.failed:
             print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
-        self._heard, self._shown = None, None
-        self._settled.clear()
+        self._peers = None
+        self._shown = None
 
 
 # ---- A watchdog thread on CUDA: names the collective that does not end, and aborts it.
@@ -315,7 +325,8 @@ class Ending(Protocol):
     def query(self) -> bool: ...
 
 
-class _Pending(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Pending:
     end: Ending
     label: tuple[str]
     since: float
@@ -326,7 +337,10 @@ class Watch:
     ends"""
 
     def __init__(self, rank: int, timeout: timedelta, late: Callable[[str], None], device: torch.device = CPU) -> None:
-        self._rank, self._seconds, self._late, self._device = rank, timeout.total_seconds(), late, device
+        self._rank = rank
+        self._seconds = timeout.total_seconds()
+        self._late = late
+        self._device = device
         self._pending: dict[str, deque[_Pending]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="yafsdp-watch", daemon=True)
@@ -353,11 +367,10 @@ class Watch:
                 while pending and pending[0].end.query():
                     pending.popleft()
                     if pending:  # it cannot have begun before
-                        pending[0] = pending[0]._replace(since=max(pending[0].since, ended))
+                        pending[0].since = max(pending[0].since, ended)
                 if pending and ended - pending[0].since > self._seconds:
-                    what = (
-                        f"rank {self._rank}: {pending[0].label[0]} has not ended after {self._seconds:.0f} s. {ADVICE}"
-                    )
+                    (label,) = pending[0].label
+                    what = f"rank {self._rank}: {label} has not ended after {self._seconds:.0f} s. {ADVICE}"
                     print(what, file=sys.stderr, flush=True)
                     self._late(what)
                     return

@@ -38,13 +38,19 @@ class RankStatus(NamedTuple):
 
 def table(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
     """Formats the status of all ranks. silent: rank -> seconds without a new status"""
-    groups: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
+    programs: dict[str, list[int]] = {}
     for rank, post in sorted(posts.items()):
-        alike = post.place, post.waits, post.op, post.program, "" if post.waits else post.line, rank in silent
-        groups.setdefault(alike, []).append(rank)
-    lines = [f"  {named(ranks)}: {_place([posts[rank] for rank in ranks], silent, ranks)}" for ranks in groups.values()]
-    advice = [f"  {_advice(posts, silent)}"] if len(posts) > 1 else []  # of others, one rank alone tells nothing
-    return "\n".join([*lines, *advice, *_other_programs(posts)])
+        line = "" if post.waits else post.line
+        alike.setdefault((post.place, post.waits, post.op, post.program, line, rank in silent), []).append(rank)
+        if post.program:
+            programs.setdefault(post.program, []).append(rank)
+    lines = [f"{named(ranks)}: {_place(ranks, posts, silent)}" for ranks in alike.values()]
+    if len(posts) > 1:  # of others, one rank alone tells nothing
+        lines.append(_advice(posts, silent))
+    first, *others = map(named, programs.values()) if programs else [""]
+    lines += [f"{first} and {other} run other programs." for other in others]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def named(ranks: Sequence[int]) -> str:
@@ -55,18 +61,25 @@ def named(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(_span, runs))}"
 
 
-def _place(posts: Sequence[RankStatus], silent: Mapping[int, float], ranks: Sequence[int]) -> str:
-    first = posts[0]
+def _span(values: Sequence[int]) -> str:
+    first = values[0]
+    last = values[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _place(ranks: Sequence[int], posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+    """Describes where `ranks` are, all alike."""
+    first = posts[ranks[0]]
     where = ", ".join(filter(None, [first.op, first.place]))
     if first.waits:
-        verb = "wait" if len(posts) > 1 else "waits"
-        text = f"{verb} for {first.waits}, {_seconds(post.waited for post in posts)}; {where}"
+        verb = "wait" if len(ranks) > 1 else "waits"
+        text = f"{verb} for {first.waits}, {_seconds(posts[rank].waited for rank in ranks)}; {where}"
     else:
-        text = "; ".join(filter(None, [f"{where}, {_seconds(post.seconds for post in posts)}", first.line]))
+        since = _seconds(posts[rank].seconds for rank in ranks)
+        text = "; ".join(filter(None, [f"{where}, {since}", first.line]))
     if ranks[0] in silent:
         since = _seconds(silent[rank] for rank in ranks)
         return f"no sign of life for {since}: ended, or in a call that holds Python's lock; before that: {text}"
@@ -74,8 +87,7 @@ def _place(posts: Sequence[RankStatus], silent: Mapping[int, float], ranks: Sequ
 
 
 def _seconds(values: Iterable[float]) -> str:
-    shown = sorted({f"{value:.0f}" for value in values}, key=int)
-    return f"{shown[0]} s" if len(shown) == 1 else f"{shown[0]}-{shown[-1]} s"
+    return f"{_span(sorted(round(value) for value in values))} s"
 
 
 def _advice(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
@@ -85,14 +97,6 @@ def _advice(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str
     if free:
         return f"Look at {named(free)}: {'they wait' if len(free) > 1 else 'it waits'} for no other."
     return "All wait, for each other: their programs, or their loops around steps, are not the same."
-
-
-def _other_programs(posts: Mapping[int, RankStatus]) -> list[str]:
-    runs: dict[str, list[int]] = {}
-    for rank, post in sorted(posts.items()):
-        runs.setdefault(post.program, []).append(rank)
-    one, *others = [named(ranks) for program, ranks in runs.items() if program] or [""]
-    return [f"  {one} and {other} run other programs." for other in others]
 
 
 # ---- Inspects another thread's Python stack: the user's line, and whether it is in a collective of torch.
@@ -108,27 +112,24 @@ def line(thread: int) -> str:
     """Returns `model.py:41 in block`, the innermost frame outside this library, torch and the standard library; "" if
     none."""
     for frame in _frames(thread):
-        code = frame.f_code
-        if not code.co_filename.startswith((OWN, TORCH, "<")) and not _standard(code.co_filename):
-            return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}"
+        file = frame.f_code.co_filename
+        if not file.startswith((OWN, TORCH, "<")) and not _standard(file):
+            return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_qualname}"
     return ""
 
 
 def collective(thread: int) -> str | None:
     """Returns the function of torch.distributed that the thread is in, such as a barrier, or None."""
     code = next((frame.f_code for frame in _frames(thread)), None)
-    return (
-        f"torch.distributed.{code.co_name}" if code is not None and code.co_filename.startswith(COLLECTIVES) else None
-    )
+    if code is None or not code.co_filename.startswith(COLLECTIVES):
+        return None
+    return f"torch.distributed.{code.co_name}"
 
 
 def waits(thread: int) -> bool:
     """Returns whether the thread is in communication: it waits for a stream, or is in a collective."""
-    for frame in _frames(thread):
-        file = frame.f_code.co_filename
-        if not _standard(file):
-            return file.startswith((COMMUNICATION, COLLECTIVES))
-    return False
+    files = (frame.f_code.co_filename for frame in _frames(thread))
+    return next((file for file in files if not _standard(file)), "").startswith((COMMUNICATION, COLLECTIVES))
 
 
 def _frames(thread: int) -> Iterator[FrameType]:

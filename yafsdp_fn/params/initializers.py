@@ -33,7 +33,8 @@ def truncated_normal(stddev: float = 0.02, bound: float = 2.0) -> Initializer:
     >>> init(torch.Generator().manual_seed(0), (100,), torch.float32).abs().max() <= 0.5
     tensor(True)
     """
-    fill, cut = torch.nn.init.trunc_normal_, bound * stddev
+    fill = torch.nn.init.trunc_normal_
+    cut = bound * stddev
     return lambda generator, *of: fill(_empty(generator, *of), 0.0, stddev, -cut, cut, generator=generator)
 
 

@@ -15,6 +15,7 @@ from yafsdp_fn.dist.ranks import INSIDE, Axis, Ranks, padded_numel, round_up
 from yafsdp_fn.params.tree import (
     Frozen,
     LayerParam,
+    LeafSplit,
     Marker,
     Param,
     Pinned,
@@ -39,17 +40,13 @@ from yafsdp_fn.params.tree import (
 # Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
 # rank owns an equal, aligned slice. Gaps and padding always hold zeros.
 
-Split = tuple[tuple[str, int | tuple[int, int]], ...]
-"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that
-and a number of blocks, each of which is cut."""
-
 
 def _in_blocks(leaf: Tensor, dim: int, blocks: int) -> Tensor:
     """Splits a dimension, counted from the end, into blocks: [.., blocks * n, ..] -> [.., blocks, n, ..]."""
     return leaf.view(*leaf.shape[:dim], blocks, leaf.shape[dim] // blocks, *leaf.shape[leaf.ndim + dim + 1 :])
 
 
-def cut_of(split: Split, name: str) -> tuple[int, int]:
+def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
     """Returns the dimension that axis `name` cuts, and the blocks that it has there."""
     found = dict(split)[name]
     return (found, 1) if isinstance(found, int) else found
@@ -112,7 +109,8 @@ class FlatLayout:
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
         """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            a, b = max(offset, start), min(offset + size, stop)
+            a = max(offset, start)
+            b = min(offset + size, stop)
             if a < b:
                 yield Piece(index, a - start, b - start, a - offset)
 
@@ -140,7 +138,7 @@ class Group:
     pinned: bool = False
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
-    splits: tuple[Split, ...] = ()
+    splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
 
     @cached_property
@@ -163,14 +161,16 @@ class Group:
         """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
         over them."""
         names = [name for name, _ in self.splits[0]] if self.splits else []
-        if unknown := [name for name in names if name not in (*INSIDE, *axes)] if axes else []:
+        unknown = [name for name in names if name not in (*INSIDE, *axes)]
+        if axes and unknown:
             raise ValueError(
                 f"{self.layout.names[0]} is split over {unknown[0]!r}, which is no axis of this mesh; it has "
                 f"{', '.join(axes)}. Make it, of size 1 if nothing is to be split: ya.mesh({unknown[0]}=1)"
             )
         here = tuple((name, axis.size) for name, axis in axes.items() if name in names and axis.size > 1)
-        shapes = [list(shape) for shape in self.whole.shapes]
-        for path, shape, split in zip(self.layout.names, shapes, self.splits, strict=True) if here else ():
+        shapes = []
+        for path, whole, split in zip(self.layout.names, self.whole.shapes, self.splits, strict=True):
+            shape = list(whole)
             for name, size in here:
                 dim, blocks = cut_of(split, name)
                 if shape[dim] // blocks % size:
@@ -179,15 +179,23 @@ class Group:
                         f"divide by its {size} ranks; take a mesh with fewer ranks on {name}, or another split"
                     )
                 shape[dim] //= size
-        return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(map(tuple, shapes))), axes=here)
+            shapes.append(tuple(shape))
+        return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(shapes)), axes=here)
 
     def part(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
-        for name, size in self.axes:
+        return self._part(number, leaf, [ranks.axes[name].place for name in self.over])
+
+    def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
+        """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
+        every = itertools.product(*(range(size) for _, size in self.axes))
+        return [self._part(number, leaf, places) for places in every]
+
+    def _part(self, number: int, leaf: Tensor, places: Sequence[int]) -> Tensor:
+        for (name, size), place in zip(self.axes, places, strict=True):
             dim, blocks = cut_of(self.splits[number], name)
             length = leaf.shape[dim] // blocks // size
-            leaf = _in_blocks(leaf, dim, blocks)
-            leaf = leaf.narrow(dim, ranks.axes[name].place * length, length).flatten(dim - 1, dim)
+            leaf = _in_blocks(leaf, dim, blocks).narrow(dim, place * length, length).flatten(dim - 1, dim)
         return leaf
 
     def leaves_of(self, flat: Tensor, ranks: Ranks) -> list[Tensor]:
@@ -204,18 +212,10 @@ class Group:
         """Returns leaf `number`, whole, from its parts in the order of `axes`. behind: trailing axes of the parts"""
         for name, size in reversed(self.axes):
             dim, blocks = cut_of(self.splits[number], name)
-            dim, pieces = dim - behind, [_in_blocks(piece, dim - behind, blocks) for piece in pieces]
+            dim -= behind
+            pieces = [_in_blocks(piece, dim, blocks) for piece in pieces]
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
-
-    def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
-        """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
-        parts = [leaf]
-        for name, size in self.axes:
-            dim, blocks = cut_of(self.splits[number], name)
-            pieces = [piece for part in parts for piece in _in_blocks(part, dim, blocks).chunk(size, dim)]
-            parts = [piece.flatten(dim - 1, dim) for piece in pieces]
-        return parts
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -328,16 +328,22 @@ class TreeLayout:
 def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
     """Returns the layout of `tree`, and the leaves of each entry (in the order of `Entry.spec`)."""
     tree = push_frozen(tree)
-    subtrees = [
-        (name, subtree) for name, subtree in _subtrees(tree) if is_marker(subtree) or optree.tree_leaves(subtree)
-    ]
-    entries, leaves, next_unit = [], [], 0
-    for name, subtree in subtrees:
-        entry, entry_leaves = _entry(name, subtree, next_unit)
+
+    def is_entry(node: Any) -> bool:
+        """Entries are markers, and other children of the root, or of any container with a marker below it."""
+        if is_marker(node):
+            return True
+        return node is not tree and not has_marker(node) and bool(optree.tree_leaves(node))
+
+    accessors, subtrees, container = optree.tree_flatten_with_accessor(tree, is_leaf=is_entry)
+    entries = []
+    leaves = []
+    next_unit = 0
+    for accessor, subtree in zip(accessors, subtrees, strict=True):
+        entry, entry_leaves = _entry(dotted(accessor), subtree, next_unit)
         next_unit += sum(len(group.units) for group in entry.groups)
         entries.append(entry)
         leaves.append(entry_leaves)
-    container = optree.tree_structure(tree, is_leaf=lambda node: any(node is subtree for _, subtree in subtrees))
     return TreeLayout(tuple(entries), container), leaves
 
 
@@ -347,28 +353,17 @@ def push_frozen(tree: Tree) -> Tree:
     def push(node: Any) -> Any:
         if not isinstance(node, Frozen) or is_marker(node.tree) or not has_marker(node.tree):
             return node
-        inner, dtype = node.tree, node.dtype
+        inner = node.tree
+        dtype = node.dtype
         return push_frozen(optree.tree_map(lambda child: Frozen(child, dtype), inner, is_leaf=lambda n: n is not inner))
 
     return optree.tree_map(push, tree, is_leaf=is_marker)
 
 
-def _subtrees(tree: Tree, name: str = "", root: bool = True) -> Iterator[tuple[str, Tree]]:
-    """Yields the subtrees that are entries: children of the root, or of any container with a marker below it."""
-    container = not is_marker(tree) and not optree.tree_is_leaf(tree)
-    if not (container and (root or has_marker(tree))):
-        yield name, tree
-        return
-    accessors = optree.tree_accessors(tree, is_leaf=lambda node: node is not tree)
-    children = optree.tree_leaves(tree, is_leaf=lambda node: node is not tree)
-    for accessor, child in zip(accessors, children, strict=True):
-        if child is not None:
-            yield from _subtrees(child, join(name, dotted(accessor)), root=False)
-
-
 def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
     members: dict[_Kind, list[tuple[int, str, Any]]] = {}
-    stacked, seen = False, 0
+    stacked = False
+    seen = 0
 
     def walk(node: Tree, path: str, kind: _Kind, top: bool) -> None:
         nonlocal stacked, seen
@@ -414,12 +409,13 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         shapes = tuple(tuple(leaf.shape[1:] if stacked and not kind.pinned else leaf.shape) for leaf in nodes)
         count = 1 if length is None or kind.pinned else length
         ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
-        layout, name_of = FlatLayout(paths, shapes), kind.name(alone=len(kinds) == 1)
-        group = Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned)
-        groups.append(dataclasses.replace(group, splits=tuple(leaf.split for leaf in nodes)) if kind.over else group)
-    twice = [a.name for a, b in itertools.combinations(groups, 2) if a.name == b.name]
-    if twice:
-        raise ValueError(f"{twice[0]}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+        layout = FlatLayout(paths, shapes)
+        name_of = kind.name(alone=len(kinds) == 1)
+        if name_of in (group.name for group in groups):
+            raise ValueError(f"{name_of}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+        splits = tuple(leaf.split for leaf in nodes) if kind.over else ()
+        group = Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned, splits=splits)
+        groups.append(group)
     members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
     return Entry(name, spec, tuple(groups), length), leaves
 

@@ -96,7 +96,8 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
     >>> ya.params.leaf_mask(lambda path, p: len(p.shape) > 1, {"w": torch.ones(2, 2), "gain": torch.ones(2)})
     {'w': tensor(True), 'gain': tensor(False)}
     """
-    given, rule = rule, as_rule(rule)
+    given = rule
+    rule = as_rule(rule)
     if rule is not given:
         must_fit(rule, tree)
 

@@ -230,7 +230,8 @@ class Sharded(NotATensor):
     __slots__ = ("context", "leaves")
 
     def __init__(self, leaves: tuple[Any, ...], context: Context) -> None:
-        self.leaves, self.context = leaves, context
+        self.leaves = leaves
+        self.context = context
 
     @property
     def entry(self) -> Entry:
@@ -305,7 +306,8 @@ register_node(Sharded, lambda h: (h.check().leaves, h.context), lambda context, 
 
 def placed(layout: TreeLayout, leaves: Sequence[Any], origin: Origin) -> Tree:
     """Returns the user's container with a handle per entry on `leaves`, one per group of the layout."""
-    nodes, first = [], 0
+    nodes = []
+    first = 0
     for entry in layout.entries:
         nodes.append(Sharded(tuple(leaves[first : first + len(entry.groups)]), Context(entry, first, origin)))
         first += len(entry.groups)

@@ -54,24 +54,24 @@ class Lazy:
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
-    def draw(layer: int | None) -> Tensor:
-        shape = leaf.shape if layer is None else leaf.shape[1:]
-        made: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
-        if tuple(made.shape) != shape:
-            raise ValueError(f"{path}: its initializer made shape {tuple(made.shape)}, expected {shape}")
-        return made
+    def give(layer: int | None) -> Tensor:
+        shape = leaf.shape
+        where = ""
+        if layer is not None:
+            shape = leaf.shape[1:]
+            where = f" of layer {layer}"
+        if isinstance(leaf, Param):
+            value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
+            fault = f"{path}: its initializer made shape {tuple(value.shape)}, expected {shape}"
+        else:
+            value = leaf.load(layer)
+            fault = f"{path}{where}: loaded {shape_of(value)}, expected shape {shape}"
+        if tuple(value.shape) != shape:
+            raise ValueError(fault)
+        return value
 
-    def load(layer: int | None) -> Tensor:
-        where, shape = ("", leaf.shape) if layer is None else (f" of layer {layer}", leaf.shape[1:])
-        loaded: Tensor = leaf.load(layer)
-        if tuple(loaded.shape) != shape:
-            raise ValueError(f"{path}{where}: loaded {shape_of(loaded)}, expected shape {shape}")
-        return loaded
-
-    if isinstance(leaf, Param):
-        return draw
-    if isinstance(leaf, Lazy):
-        return load
+    if isinstance(leaf, Param | Lazy):
+        return give
     if isinstance(leaf, Tensor):
         return lambda layer: leaf.detach() if layer is None else leaf.detach()[layer]
     raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(leaf).__name__}")
@@ -105,25 +105,25 @@ def fill_group(
 ) -> None:
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
-    stacked, rank = entry.stacked(group), ranks.within(group.over).rank
-    given: Sequence[Source] = sources if stacked else [partial(whole_leaf, give, entry.length) for give in sources]
-    if group.axes:
-        given = [_parts_of(group, number, ranks, give) for number, give in enumerate(given)]
+    stacked = entry.stacked(group)
+    rank = ranks.within(group.over).rank
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
+
+    def part(number: int, give: Source, layer: int | None) -> Tensor:
+        whole = give(layer) if stacked else whole_leaf(give, entry.length)
+        return group.part(number, whole, ranks)
+
+    parts = [partial(part, number, give) for number, give in enumerate(sources)]
     for place in range(len(group.units)) if together else group.here:
         layer = place if stacked else None
         if place in rows:
-            fill(rows[place], group.layout, rank, given, layer, together)
+            fill(rows[place], group.layout, rank, parts, layer, together)
         else:
-            for give in given:
+            for give in parts:
                 give(layer)
 
 
-def _parts_of(group: Group, number: int, ranks: Ranks, give: Source) -> Source:
-    return lambda layer: group.part(number, give(layer), ranks)
-
-
-def whole_leaf(give: Source, length: int | None, _: int | None = None) -> Tensor:
+def whole_leaf(give: Source, length: int | None) -> Tensor:
     """Returns a whole leaf from its source: [L, ...] if it has a layer axis."""
     return give(None) if length is None else torch.stack([give(layer) for layer in range(length)])
 
@@ -141,16 +141,16 @@ def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu"
 
 def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
     """Returns the tree of `materialize`, with its markers."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree)
-    out = []
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        give = source(dotted(accessor), leaf, seed, torch.device(device))
-        stacked = in_stack(accessor)
-        if torch.device(device).type == "meta":  # it has no generators
-            out.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
-        else:
-            out.append(whole_leaf(give, leaf.shape[0] if stacked else None).to(device))
-    return optree.tree_map(_stored, optree.tree_unflatten(spec, out), is_leaf=lambda node: isinstance(node, Frozen))
+    device = torch.device(device)
+
+    def value(accessor: optree.PyTreeAccessor, leaf: Any) -> Tensor:
+        give = source(dotted(accessor), leaf, seed, device)
+        if device.type == "meta":  # it has no generators
+            return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        return whole_leaf(give, leaf.shape[0] if in_stack(accessor) else None).to(device)
+
+    values = optree.tree_map_with_accessor(value, tree)
+    return optree.tree_map(_stored, values, is_leaf=lambda node: isinstance(node, Frozen))
 
 
 def _stored(node: Any) -> Any:
@@ -175,7 +175,8 @@ def _whole(node: Any) -> Any:
     columns: list[Any] = [None] * node.entry.leaf_count
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
-        stacked, n = node.entry.stacked(group), group.layout.shard_numel(comms.within(group.over).ranks)
+        stacked = node.entry.stacked(group)
+        n = group.layout.shard_numel(comms.within(group.over).ranks)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
@@ -224,9 +225,7 @@ def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
 
 def shards_of(tree: Tree, like: Tree) -> Tree:
     """Returns this rank's shards of whole tensors, in the handles of `like`, without communication."""
-    spec = optree.tree_structure(like, is_leaf=is_sharded)
-    pairs = zip(optree.tree_leaves(like, is_leaf=is_sharded), spec.flatten_up_to(tree), strict=True)
-    return optree.tree_unflatten(spec, [_cut(node, whole) for node, whole in pairs])
+    return optree.tree_map(_cut, like, tree, is_leaf=is_sharded)
 
 
 def _cut(node: Any, whole: Any) -> Any:

@@ -144,7 +144,12 @@ Tree = Any
 """Any pytree: NamedTuples, dicts, lists, tuples, nested."""
 
 
-def checked_split(split: Any, shape: tuple[int, ...]) -> tuple[tuple[str, int | tuple[int, int]], ...]:
+LeafSplit = tuple[tuple[str, int | tuple[int, int]], ...]
+"""Axes of the mesh that a leaf is split over, by name, and the dimension that each cuts, counted from the end; or that
+and a number of blocks, each of which is cut."""
+
+
+def checked_split(split: Any, shape: tuple[int, ...]) -> LeafSplit:
     """Returns `split`, a mapping or pairs, as pairs by name, which can be hashed."""
     pairs = tuple(sorted((axis, tuple(cut) if isinstance(cut, list) else cut) for axis, cut in dict(split).items()))
     for axis, cut in pairs:
@@ -240,8 +245,7 @@ def leaf_names(tree: Tree) -> Tree:
     >>> ya.params.leaf_names({"embed": {"table": ya.Param((16, 8))}})
     {'embed': {'table': 'embed.table'}}
     """
-    accessors, _, spec = optree.tree_flatten_with_accessor(tree)
-    return optree.tree_unflatten(spec, [dotted(accessor) for accessor in accessors])
+    return optree.tree_map_with_accessor(lambda accessor, _: dotted(accessor), tree)
 
 
 def must_be_function(f: Any, call: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist.groups import device_of, grid
+from yafsdp_fn.dist.groups import MeshRanks, device_of
 from yafsdp_fn.dist.micro_shards import micro_shards_of, microbatches_on
 from yafsdp_fn.dist.ranks import Axis
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
@@ -196,7 +196,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     >>> {name: tuple(rows.shape) for name, rows in ya.shard_batch(batch, mesh).items()}
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
-    places, micro_shards, device = grid(mesh), micro_shards_of(mesh), device_of(mesh)
+    places, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     rank, ranks = places.batch_rank, places.batch_ranks
     if micro_shards is None:
         mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)

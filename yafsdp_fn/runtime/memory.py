@@ -7,7 +7,7 @@ generation, and older views raise.
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +69,7 @@ class Shards:
 
 
 class Memory(Placement[Communicators]):
-    """Owns the shards of one layout on one mesh.
+    """Owns the shards of one layout on one mesh. make: returns them, one per group, for this placement
 
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself if
         the dtypes are equal; versions: unit -> number of changes of its weights
@@ -81,13 +81,14 @@ class Memory(Placement[Communicators]):
     def __init__(
         self,
         layout: TreeLayout,
-        masters: Sequence[Tensor],
+        make: Callable[[Placement[Communicators]], Sequence[Tensor]],
         mesh: DeviceMesh,
         precision: Precision,
         assignment: Assignment | None = None,
         number: int | None = None,
     ) -> None:
         super().__init__(layout, mesh_axes(mesh), precision, communicators(mesh), assignment)
+        masters = make(self)
         self.mesh, self._copies = mesh, itertools.count()
         self.number = next(self.comms.states) if number is None else number
         self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
@@ -117,7 +118,7 @@ class Memory(Placement[Communicators]):
     def over(self, masters: Sequence[Tensor]) -> "Memory":
         """Makes another memory of the same layout, on the same mesh."""
         number = zlib.crc32(f"{self.number} {next(self._copies)}".encode())  # one rank alone may make a copy
-        return Memory(self.layout, masters, self.mesh, self.precision, self.assignment, number)
+        return Memory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
         same = not trainable or master.dtype == self.precision.gather_dtype

@@ -66,7 +66,8 @@ def wait(
     ranks: each with `poll`: None while it runs, then 0 where it has ended well, as of a `subprocess.Popen`
     pause: is called between two looks; stopped: tells whether a rank that runs is stopped
     """
-    first, since = None, None
+    first = None
+    since = None
     while True:
         running = [rank for rank in ranks if rank.poll() is None]
         first = first or next((rank for rank in ranks if rank.poll()), None)

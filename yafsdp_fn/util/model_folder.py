@@ -106,7 +106,8 @@ def member(root: Path, name: str) -> Path | None:
     if not file.is_file():
         return None
     if file.is_symlink():
-        home, target = root.resolve(), file.resolve()
+        home = root.resolve()
+        target = file.resolve()
         blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
         if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
             raise ValueError(f"{file}: a link to {target}, outside of the directory; copy the file itself")

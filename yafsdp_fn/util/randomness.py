@@ -14,8 +14,8 @@ The same context says over which ranks the collectives of a block act (`dist/axe
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
@@ -61,17 +61,25 @@ def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
         _restore(before)
 
 
-def _seed(seed: int | None, device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
+States = list[tuple[torch.Generator, Tensor]]
+"""Generators and their states."""
+
+
+def _states(found: Iterable[torch.Generator]) -> States:
+    return [(generator, generator.get_state()) for generator in found]
+
+
+def _seed(seed: int | None, device: torch.device) -> States:
     """Seeds the default generators; returns them with their states before."""
     if seed is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return []
-    before = [(generator, generator.get_state()) for generator in generators(device)]
+    before = _states(generators(device))
     for generator, _ in before:
         generator.manual_seed(seed)
     return before
 
 
-def _restore(before: Sequence[tuple[torch.Generator, Tensor]]) -> None:
+def _restore(before: States) -> None:
     for generator, state in before:
         generator.set_state(state)
 
@@ -98,7 +106,9 @@ class VisitCounter:
         ranks: Any = None,
     ) -> None:
         self._key = (seed, step, microbatch)
-        self._rank, self._inside, self.ranks = rank, inside, ranks
+        self._rank = rank
+        self._inside = inside
+        self.ranks = ranks
         self._batch_rank = rank if batch_rank is None else batch_rank
         self._visits = [0, 0]  # without grad and with it, as a session numbers them
 
@@ -162,17 +172,13 @@ def ranks_around() -> Any:
 @contextmanager
 def acting_over(ranks: Any) -> Iterator[None]:
     """Runs a function outside of a step, whose collectives act over `ranks`; a step has said it itself."""
-    with nullcontext() if in_step() else _context(Unnumbered(ranks)):
+    with nullcontext() if in_step() else counting(Unnumbered(ranks)):
         yield
 
 
-def counting(counter: VisitCounter) -> AbstractContextManager[None]:
-    """Numbers the visits in its context by `counter`."""
-    return _context(counter)
-
-
 @contextmanager
-def _context(around: VisitCounter | Unnumbered) -> Iterator[None]:
+def counting(around: VisitCounter | Unnumbered) -> Iterator[None]:
+    """Numbers the visits in its context by a counter, or does not number them."""
     token = _enter(around)
     try:
         yield
@@ -193,7 +199,8 @@ def run_visit(seed: int | None, device: torch.device, function: Callable[..., T]
 
 
 def _run_seeded(seed: int, device: torch.device, ranks: Any, function: Callable[..., T], *args: Any) -> T:
-    token, before = _enter(VisitCounter(seed, 0, inside=True, ranks=ranks)), _seed(seed, device)
+    token = _enter(VisitCounter(seed, 0, inside=True, ranks=ranks))
+    before = _seed(seed, device)
     try:
         return function(*args)
     finally:
@@ -215,14 +222,15 @@ class Replay:
     """
 
     def __init__(self, device: torch.device, seed: int | None = None, ranks: Any = None) -> None:
-        self._device, self._seed = device, seed
+        self._device = device
+        self._seed = seed
         around = _counter.get()
         self._ranks = around.ranks if ranks is None and around is not None else ranks
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self.autocast = tuple([(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds])
         # without a seed of its own, the number of what is inside
         self._inside = next_visit_seed() if seed is None else None
-        self._states: list[Tensor] | None = None
+        self._states: States | None = None
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Returns `function(*args)`."""
@@ -235,24 +243,22 @@ class Replay:
                 stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self._seed is not None:
                 return _run_seeded(self._seed, self._device, self._ranks, function, *args)
+            around: VisitCounter | Unnumbered = Unnumbered(self._ranks)
             if self._inside is not None:
-                stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True, ranks=self._ranks)))
-            else:
-                stack.enter_context(_context(Unnumbered(self._ranks)))
+                around = VisitCounter(self._inside, 0, inside=True, ranks=self._ranks)
+            stack.enter_context(counting(around))
             if self._states is None:
-                self._states = [generator.get_state() for generator in generators(self._device)]
+                self._states = _states(generators(self._device))
             else:
-                stack.enter_context(_drawing_from(generators(self._device), self._states))
+                stack.enter_context(_drawing_from(self._states))
             return function(*args)
 
 
 @contextmanager
-def _drawing_from(found: Sequence[torch.Generator], states: Sequence[Tensor]) -> Iterator[None]:
-    now = [generator.get_state() for generator in found]
-    for generator, state in zip(found, states, strict=True):
-        generator.set_state(state)
+def _drawing_from(states: States) -> Iterator[None]:
+    now = _states(generator for generator, _ in states)
+    _restore(states)
     try:
         yield
     finally:
-        for generator, state in zip(found, now, strict=True):
-            generator.set_state(state)
+        _restore(now)

@@ -33,7 +33,8 @@ def typed(kind: Any, value: Any) -> Any:
     Raises ValueError that begins with the way to what is wrong, `.visits[2].units[0]` say."""
     if hasattr(kind, "_fields"):
         return _record(kind, value)
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if origin is Annotated:
         return _within(typed(inner[0], value), inner[1:])
     if origin is tuple:

@@ -218,7 +218,8 @@ def asked_by_jacfwd() -> bool:
     """Returns whether `torch.func.jacfwd`, or `hessian`, asks for the current forward derivative, in the `jvp` of an
     `autograd.Function`. Its basis looks like any other directions; only the stack tells which level of torch.func is
     its own."""
-    level, frame = torch._C._functorch.maybe_current_level(), sys._getframe()
+    level = torch._C._functorch.maybe_current_level()
+    frame = sys._getframe()
     while frame.f_back is not None:
         callee, frame = frame, frame.f_back  # the callee is `_jvp_with_argnums`
         by_jacfwd = frame.f_code.co_qualname == "jacfwd.<locals>.wrapper_fn.<locals>.push_jvp"

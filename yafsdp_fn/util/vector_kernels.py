@@ -76,14 +76,17 @@ def sum_rows(out: Tensor, rows: Tensor, dtype: torch.dtype, add: bool, ordered: 
     ordered: each addition is rounded to the dtype of `out`, and the rows are added to it one by one; else the sum of
         rows is rounded once, in the end
     """
-    size, wide, widest = out.numel(), _wide(dtype), _wide(dtype, out.dtype)
+    size = out.numel()
+    wide = _wide(dtype)
+    widest = _wide(dtype, out.dtype)
     how = {"wide": wide, "widest": widest, "add": add, "ordered": ordered, "block": BLOCK}
     SUM_ROWS[(triton.cdiv(size, BLOCK),)](out, rows, len(rows), rows.stride(0), size, **how)
 
 
 def scale_(values: Tensor, scale: Tensor) -> None:
     """Multiplies `values`, contiguous and on a GPU, by the scalar `scale`, which no host looks at."""
-    size, wide = values.numel(), _wide(values.dtype, scale.dtype)
+    size = values.numel()
+    wide = _wide(values.dtype, scale.dtype)
     SCALE[(min(triton.cdiv(size, BLOCK), PROGRAMS),)](values, scale, size, wide=wide, block=BLOCK)
 
 
