@@ -16,6 +16,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from tests.program.traces import cut, model, on
 from tests.proof.stages_reference import right
 from tests.schedules.cases import EVERY
+from yafsdp_fn.interop.actions import read_rows, written
 from yafsdp_fn.schedules import (
     AllReduce,
     Gather,
@@ -34,7 +35,6 @@ from yafsdp_fn.schedules import (
     zero2,
     zero3,
 )
-from yafsdp_fn.schedules.actions import read_rows, written
 
 FAMILIES = {
     **dict.fromkeys(("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble"), ("loop", 2)),

@@ -24,10 +24,10 @@ from tests.proof.stages_reference import right
 from tests.schedules.cases import EVERY, nightly
 from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.pipelines import ORDERS, homes
+from yafsdp_fn.interop.actions import written
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.schedules import Program, Refused, Schedule, Trace, from_actions, verify, zero1, zero2, zero3
-from yafsdp_fn.schedules.actions import written
 from yafsdp_fn.schedules.pipelines import FACTORIES, one_f_one_b_calls
 
 Rows = list[list[str]]

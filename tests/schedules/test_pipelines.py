@@ -12,6 +12,7 @@ from tests.program.traces import cut, model, on
 from tests.proof.stages_reference import right
 from tests.schedules.cases import EVERY, nightly
 from tests.schedules.pipelines import ORDERS, SHARDINGS, homes, whole
+from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.proof.deadlock import all_end
 from yafsdp_fn.schedules import (
     Backward,
@@ -39,7 +40,6 @@ from yafsdp_fn.schedules import (
     zero3,
     zero_bubble,
 )
-from yafsdp_fn.schedules.actions import KINDS
 from yafsdp_fn.schedules.messages import SPAN, times, with_messages
 from yafsdp_fn.schedules.pipelines import FACTORIES, V_SHAPED
 

@@ -19,12 +19,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from yafsdp_fn.interop.actions import REDUCTION, read_rows, written
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules.actions import REDUCTION, read_rows, written
 from yafsdp_fn.schedules.build import readers
 from yafsdp_fn.schedules.pipelines import split_of
 
