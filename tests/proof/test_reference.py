@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.program.traces import unit
+from tests.proof.listed import Edit, drop, move, put, replace
 from tests.proof.reference import ALIASED, ALIASED_WEIGHTS, MODES, SHARDED, Mode, run
 from tests.proof.symbols import STEPS, expected
-from tests.proof.test_verify import WHOLE, drop, move, put, replace
+from tests.proof.test_verify import WHOLE
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
     Forward,
     Gather,
     Norm,
-    Op,
     Program,
     Reduce,
     Trace,
@@ -25,9 +23,6 @@ from yafsdp_fn.schedules import (
     chained_order,
     verify,
 )
-
-Edit = Callable[[list[Op]], object]
-
 
 UNIT = [unit(0, "a")]
 VISITS = (Visit(0, "a", (0,), ()), Visit(1, "a", (0,), (0,)))
@@ -45,37 +40,40 @@ LATE_USE = Program(
 
 def wrong_in(edit: Edit, program: Program) -> set[Mode]:
     """The modes in which the changed program gives another result."""
-    ops = list(program.ops)
-    edit(ops)
-    changed = program.with_ops(tuple(ops))
-    return {mode for mode in MODES if run(changed, mode) != expected(program)}
+    return {mode for mode in MODES if run(edit(program), mode) != expected(program)}
+
+
+def last(program: Program) -> Program:
+    """The backward of visit 0 is the last op."""
+    ops = program.ops
+    return program.with_ops((*ops[:5], *ops[6:], ops[5]))
 
 
 def test_right_programs_are_right() -> None:
     for program in (WHOLE, verify(LATE_USE)):
-        assert wrong_in(lambda ops: None, program) == set()
+        assert wrong_in(lambda program: program, program) == set()
 
 
 @pytest.mark.parametrize(
     ("edit", "program", "modes"),
     [
         # slots are the shards: a gather that is missing does no harm; an update before the last use does everywhere
-        (drop(4), WHOLE, {SHARDED}),
-        (drop(29), WHOLE, {SHARDED}),  # carried over: wrong from the second step on
-        (replace(29, Gather((1,), (0,), "node")), WHOLE, {SHARDED}),
-        (lambda ops: ops.append(ops.pop(5)), LATE_USE, set(MODES)),
+        (drop("gather a[2]"), WHOLE, {SHARDED}),
+        (drop("gather a[0] ->"), WHOLE, {SHARDED}),  # carried over: wrong from the second step on
+        (replace("gather a[0] ->", Gather((1,), (0,), "node")), WHOLE, {SHARDED}),
+        (last, LATE_USE, set(MODES)),
         # gradient slots are the shards: nothing is reduced, so that a reduction that is missing does no harm
-        (drop(13), WHOLE, {SHARDED, ALIASED_WEIGHTS}),
-        (put(14, Reduce((3,), (0,))), WHOLE, {SHARDED, ALIASED_WEIGHTS}),
-        (replace(22, Backward(0, (2,), (3,))), WHOLE, {SHARDED, ALIASED_WEIGHTS}),
+        (drop("reduce a[2]"), WHOLE, {SHARDED, ALIASED_WEIGHTS}),
+        (put(Reduce((3,), (0,)), "all-reduce a[2]"), WHOLE, {SHARDED, ALIASED_WEIGHTS}),
+        (replace("backward embed", Backward(0, (2,), (3,))), WHOLE, {SHARDED, ALIASED_WEIGHTS}),
         # what is done to gradient shards is done in every mode
-        (drop(14), WHOLE, set(MODES)),
-        (put(14, AllReduce((3,))), WHOLE, set(MODES)),
-        (replace(25, Norm((0, 1, 2, 3))), WHOLE, set(MODES)),
-        (move(25, 26), WHOLE, set(MODES)),
-        (drop(32), WHOLE, set(MODES)),
-        (put(33, Update((4,))), WHOLE, set(MODES)),
-        (drop(22, 23), WHOLE, set(MODES)),  # the loss goes on, the program does not
+        (drop("all-reduce a[2]"), WHOLE, set(MODES)),
+        (put(AllReduce((3,)), "all-reduce a[2]"), WHOLE, set(MODES)),
+        (replace("norm of", Norm((0, 1, 2, 3))), WHOLE, set(MODES)),
+        (move("update embed", "norm of"), WHOLE, set(MODES)),
+        (drop("update head"), WHOLE, set(MODES)),
+        (put(Update((4,))), WHOLE, set(MODES)),
+        (drop("backward embed", "reduce embed"), WHOLE, set(MODES)),  # the loss goes on, the program does not
     ],
 )
 def test_mistakes(edit: Edit, program: Program, modes: set[Mode]) -> None:
@@ -83,7 +81,7 @@ def test_mistakes(edit: Edit, program: Program, modes: set[Mode]) -> None:
 
 
 def test_what_a_slot_must_carry_over_shows_in_the_second_step() -> None:
-    program = WHOLE.with_ops(tuple(op for index, op in enumerate(WHOLE.ops) if index != 29))
+    program = drop("gather a[0] ->")(WHOLE)
     result, want = run(program), expected(program)
     assert result is not None
     wrong = {key[1] for key, value in want.items() if key[0] == "forward" and result[key] != value}

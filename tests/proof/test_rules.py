@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.program.traces import cut, model, trace_of, unit
-from tests.proof import test_stages as test_proof
-from tests.proof import test_verify
+from tests.proof import test_stages, test_verify
+from tests.proof.listed import begin, drop, put, replace
 from tests.proof.test_stages import edited, index, of_spare, sent_last
-from tests.proof.test_verify import OFFLOADED, PLAIN, STAGE, WHOLE, Edit, drop, moved, put, replace
+from tests.proof.test_verify import OFFLOADED, PLAIN, STAGE, WHOLE, moved
 from yafsdp_fn.proof.verify import RULES
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -32,12 +32,6 @@ from yafsdp_fn.schedules import (
 PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 
 
-def changed(edit: Edit, program: Program = PLAIN) -> Program:
-    ops = list(program.ops)
-    edit(ops)
-    return Program(program.trace, tuple(ops))
-
-
 def half_shared() -> Program:
     """Stage 0 of two that share an embedding does not sum up its gradient."""
     tied = one_f_one_b(zero2())(cut(model(4, 2, tied=True), (0, 1)))
@@ -52,30 +46,30 @@ def overtaken() -> Program:
 
 
 def without_a_backward() -> Program:
-    first = test_proof.PLAIN.stages[0]
+    first = test_stages.PLAIN.stages[0]
     lost = [at for at, op in enumerate(first) if isinstance(op, Backward)][-3:]
-    return test_proof.PLAIN.with_ops(op for at, op in enumerate(first) if at not in lost)
+    return test_stages.PLAIN.with_ops(op for at, op in enumerate(first) if at not in lost)
 
 
 WRONG: dict[str, Program] = {
-    "form": changed(put(0, Gather((7,), (0,)))),
-    "order": changed(drop(19, 20)),
-    "weights": changed(drop(5)),
-    "carry": changed(drop(29), WHOLE),
-    "secondary": changed(drop(0), WHOLE),
-    "graph": changed(moved),
-    "offload": changed(drop(5), OFFLOADED),
-    "flow": changed(drop(4), STAGE),
-    "gradient": changed(drop(13)),
-    "early": changed(replace(9, Forward(4, (3,), False, early=(3,)))),
-    "reduce": changed(put(13, Reduce((1,), (0,)))),
+    "form": begin(Gather((7,), (0,)))(PLAIN),
+    "order": drop("backward embed", "reduce embed")(PLAIN),
+    "weights": drop("gather a[2]")(PLAIN),
+    "carry": drop("gather a[0] ->")(WHOLE),
+    "secondary": drop("stash a[0]")(WHOLE),
+    "graph": moved(PLAIN),
+    "offload": drop("offload a[0]")(OFFLOADED),
+    "flow": drop("send segment 0 -> 1 (microbatch 0)")(STAGE),
+    "gradient": drop("reduce a[2]")(PLAIN),
+    "early": replace("forward head", Forward(4, (3,), False, early=(3,)))(PLAIN),
+    "reduce": put(Reduce((1,), (0,)), "reduce a[2]")(PLAIN),
     "ordered": zero1()(trace_of([unit(0, "a")], [[0], [0]], 2)._replace(ordered=True)),
-    "once": changed(drop(18)),
-    "replicas": changed(put(12, AllReduce((4,))), WHOLE),
+    "once": drop("reduce a[0]")(PLAIN),
+    "replicas": put(AllReduce((4,)), "backward a[2]")(WHOLE),
     "shared": half_shared(),
-    "update": changed(drop(32), WHOLE),
-    "norm": changed(replace(25, Norm((0, 1, 2, 3))), WHOLE),
-    "part": Program(test_proof.PLAIN.trace, *test_proof.PLAIN.stages[:1]),
+    "update": drop("update head")(WHOLE),
+    "norm": replace("norm of", Norm((0, 1, 2, 3)))(WHOLE),
+    "part": Program(test_stages.PLAIN.trace, *test_stages.PLAIN.stages[:1]),
     "calls": without_a_backward(),
     "match": overtaken(),
     "deadlock": sent_last(one_f_one_b(zero2(update=True))(of_spare(0, "after norm"))),
@@ -90,7 +84,7 @@ def test_every_rule_refuses_a_program_with_its_sentence(rule: object) -> None:
         verify(WRONG[name])
     assert refused.value.rule == name
     assert refused.value.__notes__ == [f"rule {name!r} says: {sentence}"]
-    assert any(hasattr(module, f"test_{name}") for module in (test_verify, test_proof)), "no test of its name"
+    assert any(hasattr(module, f"test_{name}") for module in (test_verify, test_stages)), "no test of its name"
 
 
 def test_the_rules_are_those_of_the_docs() -> None:

@@ -12,7 +12,6 @@ pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed"
 from tests.proof.compare_z3 import compare, programs, report
 from tests.proof.reference import SHARDED
 from tests.proof.smt import SmtProgram
-from tests.proof.test_verify import drop
 from tests.proof.z3_orders import bad_order, opinion, waits_of
 from tests.schedules.cases import EVERY, SMALL, program
 from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
@@ -82,9 +81,7 @@ def test_an_order_is_told_in_words() -> None:
 def test_what_lacks_an_op_goes_wrong(trace: str, schedule: str, kind: type[Op], says: str) -> None:
     whole = made(trace, schedule)
     at = max(at for at, op in enumerate(whole.ops) if isinstance(op, kind))
-    ops = list(whole.ops)
-    drop(at)(ops)
-    bad = opinion(Program(whole.trace, tuple(ops)))
+    bad = opinion(whole.with_ops((*whole.ops[:at], *whole.ops[at + 1 :])))
     assert bad is not None and says in bad.why, bad
 
 
