@@ -24,11 +24,11 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
-from yafsdp_fn.dist.ranks import MOST_RANKS
 from yafsdp_fn.interop import from_actions
 from yafsdp_fn.planner import trace
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Assignment, Schedule, Trace
+from yafsdp_fn.util.mesh_axes import MOST_RANKS
 from yafsdp_fn.util.schema import Within, shown, typed_at
 from yafsdp_fn.util.torch_private import pipeline_rows
 

@@ -16,8 +16,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import Ranks
-
 
 class Leaf(NamedTuple):
     """A leaf of one layer in its unit's flat vector.
@@ -48,12 +46,6 @@ class Leaf(NamedTuple):
     def part(self, rank: int, n: int) -> range:
         """Returns the elements of the flat vector that are in this leaf and in the shard [n] of `rank`."""
         return range(max(self.offset, rank * n), max(min(self.offset + self.numel, (rank + 1) * n), rank * n))
-
-
-def subgroups_of(over: Sequence[str], ranks: Ranks) -> list[list[int]]:
-    """Returns the ranks over which the vectors of a unit are cut, split `over` axes: for each of its parts, in their
-    order."""
-    return ranks.subgroups(across=over) if over else [list(range(ranks.ranks))]
 
 
 def assign(
