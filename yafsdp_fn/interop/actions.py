@@ -16,7 +16,7 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
 from yafsdp_fn.schedules.build import begun_early, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.messages import Item, computes_at_ends, gives, takes, with_messages
+from yafsdp_fn.schedules.messages import Item, gives, in_calls, takes, with_messages
 from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
 
 # ---- Rows as torch writes them, read.
@@ -115,15 +115,13 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     """`program` with the gathers of `actions`, the row that its order was made of, with their reductions, or both."""
     if not gathers and not reductions:
         return program
-    dropped = [*[Gather, Stash] * gathers, *[Reduce, AllReduce] * reductions]
+    dropped = (*[Gather, Stash] * gathers, *[Reduce, AllReduce] * reductions)
     slots = _slots(program.trace, actions) if gathers else {}
     listed = list(_listed(program.trace, actions, slots, gathers, reductions))
     ops: list[Op] = list(listed[0])
-    done = calls = 0
     assert program.trace.split is not None
-    ends = list(computes_at_ends(program.trace.split, _calls(actions)))
-    for op in program.ops:
-        if isinstance(op, tuple(dropped)):
+    for op, call, _, ends in in_calls(program.ops, _calls(actions), program.trace.split):
+        if isinstance(op, dropped):
             continue
         if isinstance(op, Forward | Backward):
             visit = program.trace.visits[op.visit]
@@ -133,11 +131,9 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
                 op = op._replace(grad_slots=visit.trained)
             elif reductions and isinstance(op, Forward):
                 op = op._replace(early=())
-            done += 1
         ops.append(op)
-        while calls < len(ends) and done == ends[calls] and isinstance(op, Forward | Backward):
-            calls += 1
-            ops += listed[calls]
+        if ends:
+            ops += listed[call + 1]
     return Program(program.trace, tuple(begun_early(ops) if reductions else ops))
 
 

@@ -19,13 +19,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from yafsdp_fn.interop.actions import REDUCTION, read_rows, written
-from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Receive, Reduce, Send, Stash
+from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, written
+from yafsdp_fn.program.events import Event, play
+from yafsdp_fn.program.ops import AllReduce, Forward, Gather, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules.build import readers
+from yafsdp_fn.schedules.messages import in_calls
 from yafsdp_fn.schedules.pipelines import split_of
 
 Format = Literal["compute_only", "compute_comms"]
@@ -112,14 +114,7 @@ class _Stage:
         self.own: dict[int, list[int]] = defaultdict(list)  # segment -> its calls, by number
         for at, call in enumerate(self.calls):
             self.own[call.segment].append(at)
-        self.at: list[tuple[int, bool]] = []  # op -> (the call that comes next or is under way, whether it is)
-        now = done = 0
-        for op in program.ops:
-            self.at.append((now, done > 0))
-            if isinstance(op, Forward | Backward):
-                done += 1
-                if done == len(split.visits(self.calls[now].segment)):
-                    now, done = now + 1, 0
+        self.at = [(each.call, each.inside) for each in in_calls(program.ops, self.calls, split)]
 
     def units(self, segment: int) -> frozenset[int]:
         visits = self.program.trace.visits[slice(*self.split.segments[segment])]
@@ -233,18 +228,17 @@ def _crossing(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Tells where rows do not end if each message waits for the other rank to come to it, as messages of one
     communicator do on NCCL; ours has one for each way."""
     other = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
-    todo = [[action for action in row if action.word in other] for row in read_rows(rows)]
-    place = {(a.word, a.segment, a.microbatch): (rank, at) for rank, row in enumerate(todo) for at, a in enumerate(row)}
-    heads = [0] * len(rows)
-    partners = [[place[w, a.segment + by, a.microbatch] for a in row for w, by in (other[a.word],)] for row in todo]
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(partners):
-            while heads[rank] < len(row) and heads[row[heads[rank]][0]] == row[heads[rank]][1]:
-                heads[row[heads[rank]][0]] += 1
-                heads[rank] += 1
-                moved = True
-    stuck = [f"rank {rank} at {row[heads[rank]]}" for rank, row in enumerate(todo) if heads[rank] < len(row)]
-    if stuck:
+    messages = [action for row in read_rows(rows) for action in row if action.word in other]
+    number = {(action.word, action.segment, action.microbatch): at for at, action in enumerate(messages)}
+    events: list[Event] = []
+    for action in messages:
+        word, by = other[action.word]
+        partner = number[word, action.segment + by, action.microbatch]
+        events.append(Event(action.row, "messages", (), partner=partner))
+    waiting: dict[int, Action] = {}  # rank -> its first message that never begins
+    for action, time in zip(messages, play(events), strict=True):
+        if time is None:
+            waiting.setdefault(action.row, action)
+    if waiting:
+        stuck = [f"rank {rank} at {action}" for rank, action in waiting.items()]
         yield f"a communicator for each way: in one for both, as on NCCL, ranks would wait for ever: {', '.join(stuck)}"
