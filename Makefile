@@ -62,7 +62,7 @@ test: $(VENV)/.dev
 nightly:
 	@$(MAKE) test ARGS='--nightly $(ARGS)'
 
-QUICK := params schedules/test_verify.py schedules/test_program.py schedules/test_scoreboard.py schedules/test_trace.py \
+QUICK := params proof/test_verify.py program/test_program.py program/test_hazards.py program/test_trace.py \
 	runtime/test_session.py runtime/test_visit.py runtime/test_memory.py optim/test_step.py \
 	steps/test_exact_gradients.py steps/test_builders.py
 
@@ -89,7 +89,7 @@ playground:
 
 release-check: $(VENV)/.dev
 	$(BIN)/python -m pytest -q --nightly $(addprefix tests/,test_release.py test_wheel.py test_readme.py test_pages.py \
-		test_site.py test_contributing.py schedules/test_json_schema.py) $(ARGS)
+		test_site.py test_contributing.py program/test_json_schema.py) $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -163,7 +163,7 @@ def test_a_name_that_is_taken_is_refused(folder: Path) -> None:
 def test_z3_finds_no_order_in_which_a_small_one_goes_wrong(name: str) -> None:
     """What every page says of its schedule."""
     pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
-    from tests.schedules.z3_orders import opinion
+    from tests.proof.z3_orders import opinion
 
     assert opinion(ENTRIES[name].small()) is None
 

@@ -24,7 +24,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
-from tests.schedules.test_scoreboard import EVERY_OP
+from tests.program.test_hazards import EVERY_OP
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "docs" / "playground"

@@ -12,8 +12,8 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness import failing
 from tests.harness.pool import Pool
-from tests.schedules.test_program import measured
-from tests.schedules.traces import cut, model
+from tests.program.test_program import measured
+from tests.program.traces import cut, model
 from yafsdp_fn.schedules import Program, one_f_one_b, verify, zero3
 
 PROGRAM = zero3()(measured(model(3, 2)))

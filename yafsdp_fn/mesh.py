@@ -1,4 +1,4 @@
-"""ya.mesh: the ranks that share one sharded state, arranged in axes. `dist/ranks.py` lists the possible axes."""
+"""ya.mesh: the ranks that share one sharded state, arranged in axes. `util/mesh_axes.py` lists the possible axes."""
 
 import difflib
 import math
@@ -14,8 +14,8 @@ from yafsdp_fn.dist import micro_shards
 from yafsdp_fn.dist.agreement import first_difference
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.groups import group_of, host_group, order_launches
-from yafsdp_fn.dist.ranks import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
 from yafsdp_fn.dist.store import answers, rendezvous_store
+from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
 from yafsdp_fn.util.torch_private import default_group, store_in_process
 from yafsdp_fn.util.words import counted
 

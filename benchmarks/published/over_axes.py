@@ -30,7 +30,6 @@ from models import gpt2
 from models.parts.axes import Axes
 from models.parts.config import Shape
 from train.machine import ROOT
-from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate, trace
 from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
@@ -38,6 +37,7 @@ from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.schedules import Program, Trace, pipelines, remat
+from yafsdp_fn.util.mesh_axes import AxisCollective
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_axes.csv"
 A100, H100 = CLUSTERS["a100-80g"].replace(network_bandwidth=170e9), CLUSTERS["h100-80g"]

@@ -15,8 +15,8 @@ import torch
 import yafsdp_fn as ya
 from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, params
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.ranks import INSIDE
 from yafsdp_fn.schedules.builders import _schedule
+from yafsdp_fn.util.mesh_axes import INSIDE
 
 FLOAT64 = ya.Precision(torch.float64)
 STEPS = 3

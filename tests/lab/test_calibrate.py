@@ -12,8 +12,8 @@ import pytest
 
 from tests.harness.calibration import brief
 from tests.harness.pool import Pool
+from tests.program.traces import on
 from tests.schedules.cases import LARGER
-from tests.schedules.traces import on
 from yafsdp_fn.lab.calibrate import calibrate
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import simulate

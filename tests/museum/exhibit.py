@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.harness.pool import Pool
-from tests.schedules import reference
-from tests.schedules.overlapped import waits_of
-from tests.schedules.stages import reference as staged
-from tests.schedules.test_orders import host, reaches, wrong
+from tests.proof import reference
+from tests.proof import stages_reference as staged
+from tests.proof.overlapped import waits_of
+from tests.proof.test_orders import host, reaches, wrong
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.errors import _in_words
 from yafsdp_fn.schedules import Program, Refused, verify

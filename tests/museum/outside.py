@@ -8,10 +8,10 @@ import yafsdp_fn as ya
 from tests.harness.small import batch, block, model, one_rank, with_block
 from tests.museum.exhibit import Outside
 from tests.museum.sharded import DEFERRED, MEGATRON, VERIFIER
-from tests.schedules import reference
-from yafsdp_fn.dist.ranks import AxisCollective
+from tests.proof import reference
 from yafsdp_fn.program import ops
 from yafsdp_fn.schedules import Backward, Forward, Program, Reduce, verify
+from yafsdp_fn.util.mesh_axes import AxisCollective
 
 TX = ya.optim.sgd(0.1)
 

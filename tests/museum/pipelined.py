@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.museum.edits import drop, move, on_stage, with_, without
 from tests.museum.exhibit import Refusal, StageOrder
 from tests.museum.sharded import DEEPSPEED, MEGATRON, TORCH, VERIFIER
-from tests.schedules.traces import cut, model, on
+from tests.program.traces import cut, model, on
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.museum.edits import find
 from tests.museum.exhibit import Order
 from tests.museum.sharded import DEEPSPEED, MEGATRON, OFFLOADED, PLAIN, TORCH, TWO, VERIFIER
+from tests.program.traces import model
 from tests.schedules.cases import program
-from tests.schedules.traces import model
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Offload, Reduce, Update
 
 HYBRID = program(model(3), "hsdp, update after norm")

@@ -6,7 +6,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from tests.museum.exhibit import Proof, Refusal
 from tests.museum.sharded import TORCH
-from tests.schedules.traces import cut, model
+from tests.program.traces import cut, model
 from yafsdp_fn.schedules import Program, from_actions, one_f_one_b
 
 VISUALIZER = (

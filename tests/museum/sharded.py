@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.museum.edits import changed, drop, find, move, with_, without
 from tests.museum.exhibit import Refusal
+from tests.program.traces import model, on
 from tests.schedules.cases import LARGER, program
-from tests.schedules.traces import model, on
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,

@@ -20,8 +20,8 @@ from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
 from yafsdp_fn import optim
 from yafsdp_fn.dist.collectives import GlooGroup
-from yafsdp_fn.dist.owners import Leaf, assign
 from yafsdp_fn.params.tree import named_leaves
+from yafsdp_fn.util.owners import Leaf, assign
 
 F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tests.planner.test_simulate import FREE
-from tests.schedules.traces import layers, trace_of
+from tests.program.traces import layers, trace_of
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.split import Argument
 from yafsdp_fn.schedules import Program, Schedule, Trace

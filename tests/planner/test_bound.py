@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import yafsdp_fn as ya
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, SLOW, budgets, traced
+from tests.program.traces import MESHES
 from tests.schedules.strategies import choices, traces
-from tests.schedules.traces import MESHES
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Bound, Cluster, Plan, bound, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.schedules.traces import layers, trace_of
+from tests.program.traces import layers, trace_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3

@@ -135,7 +135,7 @@ def test_nothing_to_compare_where_nothing_was_written() -> None:
 
 def test_z3_finds_nothing_wrong() -> None:
     pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
-    from tests.schedules.z3_orders import opinion
+    from tests.proof.z3_orders import opinion
 
     assert opinion(written(moves=30).program) is None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.schedules.traces import model, on, together, trace_of, unit
+from tests.program.traces import model, on, together, trace_of, unit
 from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, fsdp2, hpz, hsdp, remat, zero1, zero2, zero3
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"

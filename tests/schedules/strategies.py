@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from tests.schedules.traces import MESHES, batched, layers, trace_of, unit
+from tests.program.traces import MESHES, batched, layers, trace_of, unit
 from yafsdp_fn.schedules import Schedule, Trace, UpdateWhen, chained_order, ddp, hpz, hsdp, remat, zero1, zero2, zero3
 
 UPDATES: tuple[UpdateWhen, ...] = ("never", "after norm")

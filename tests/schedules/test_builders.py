@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.schedules.reference import MODES, run
-from tests.schedules.symbols import expected
-from tests.schedules.traces import layers, model, on, together, trace_of, unit
+from tests.program.traces import layers, model, on, together, trace_of, unit
+from tests.proof.reference import MODES, run
+from tests.proof.symbols import expected
 from yafsdp_fn.schedules import (
     Backward,
     Forward,

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tests.schedules.traces import model, on
+from tests.program.traces import model, on
 from yafsdp_fn.schedules import (
     AllReduce,
     Gather,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.schedules.traces import model, together
+from tests.program.traces import model, together
 from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Trace, remat, zero2, zero3
 
 TRACE = model(5, 2)  # visits: embed 0, layers 1 to 5, head 6

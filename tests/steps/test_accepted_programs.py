@@ -25,7 +25,7 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS
-from tests.schedules.mutants import mutant
+from tests.proof.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.runtime.interpreter import Interpreter, Slots

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
-from tests.schedules.traces import model, on
+from tests.program.traces import model, on
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.program.measured import Value

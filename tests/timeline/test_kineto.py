@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import yafsdp_fn as ya
 from tests.harness import damage
 from tests.harness.pool import Pool
-from tests.schedules.traces import model
+from tests.program.traces import model
 from tests.steps.test_fsdp2 import SAME, VOCAB, Model, loss_of
 from yafsdp_fn.lab import peers
 from yafsdp_fn.program.ops import Backward, Forward, Gather, Reduce

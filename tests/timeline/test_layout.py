@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
-from tests.schedules.traces import layers, model, on, trace_of, unit
+from tests.program.traces import layers, model, on, trace_of, unit
 from tests.timeline.test_draw import MESH, PLAIN, drawn, simulated
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.schedules import Trace, one_f_one_b, zero1, zero3

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.schedules.traces import model
+from tests.program.traces import model
 from train.__main__ import main
 from train.config import Config, ConfigError, Data, Optim, Settings, Sharding, Tuning, differences, from_json, to_json
 from train.running import run, setup

@@ -24,10 +24,11 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
-from yafsdp_fn.dist.ranks import MOST_RANKS
+from yafsdp_fn.interop import from_actions
 from yafsdp_fn.planner import trace
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Assignment, Schedule, Trace
+from yafsdp_fn.util.mesh_axes import MOST_RANKS
 from yafsdp_fn.util.schema import Within, shown, typed_at
 from yafsdp_fn.util.torch_private import pipeline_rows
 
@@ -226,11 +227,11 @@ class Job:
         if self.stages == 1:
             return inside
         if self.csv:
-            return ya.schedules.from_actions(self.csv, inside)
+            return from_actions(self.csv, inside)
         if self.order in ("1F1B", "GPipe"):  # torch's classes write no rows of these
             return {"1F1B": ya.schedules.one_f_one_b, "GPipe": ya.schedules.gpipe}[self.order](inside)
         rows = pipeline_rows(self.order, self.stages, self.runs, len(self.parts) // self.stages)
-        return ya.schedules.from_actions(rows, inside)
+        return from_actions(rows, inside)
 
 
 MOST_RUNS = 2**9

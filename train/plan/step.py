@@ -19,13 +19,13 @@ import yafsdp_fn as ya
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from train import schedule_names
-from yafsdp_fn.dist.ranks import MOST_RANKS
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.schedules import Trace, pipelines
+from yafsdp_fn.util.mesh_axes import MOST_RANKS
 
 MOST = {"gpus": MOST_RANKS, "batch": 2**16, "microbatches": 2**9, "replicate": MOST_RANKS}
 """The largest values of options."""

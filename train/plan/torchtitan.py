@@ -21,6 +21,7 @@ from rich.table import Table
 
 import yafsdp_fn as ya
 from train.plan.job import MOST_RUNS, Job, modules_of, read
+from yafsdp_fn.interop import Actions, to_actions
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
@@ -98,11 +99,11 @@ class Result:
     plan: Plan
     found: dict[str, Found]
 
-    def exported(self) -> ya.schedules.Actions:
+    def exported(self) -> Actions:
         """The rows of the fastest pipeline on the file's stages, for torchtitan. Raises ValueError where none fits."""
         if ON_STAGES not in self.found:
             raise ValueError(f"{self.job.path}: no schedule of {self.job.stages} stages fits: there is none to write")
-        return ya.schedules.to_actions(self.found[ON_STAGES].program)
+        return to_actions(self.found[ON_STAGES].program)
 
     @property
     def plans(self) -> dict[str, Plan]:

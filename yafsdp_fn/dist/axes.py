@@ -34,7 +34,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.differentiable import Collective
-from yafsdp_fn.dist.ranks import INSIDE, OUTSIDE, Axis, AxisCollective, Rows
+from yafsdp_fn.dist.ranks import Axis, Rows
+from yafsdp_fn.util.mesh_axes import INSIDE, OUTSIDE, AxisCollective
 from yafsdp_fn.util.randomness import ranks_around, ranks_elsewhere
 from yafsdp_fn.util.torch_private import graph_task_id, outside_graphs
 

@@ -37,10 +37,11 @@ from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
 from yafsdp_fn.dist.groups import Groups
-from yafsdp_fn.dist.ranks import ALIGN, receive_numel, staging_numel
+from yafsdp_fn.dist.ranks import receive_numel, staging_numel
 from yafsdp_fn.dist.store import answers
 from yafsdp_fn.dist.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
 from yafsdp_fn.dist.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
+from yafsdp_fn.util.mesh_axes import ALIGN
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
 WHERE = "Where ranks are:"

@@ -31,9 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.dist.collectives import GlooGroup, Group
 from yafsdp_fn.dist.micro_shards import Scratch, micro_shards_of
-from yafsdp_fn.dist.ranks import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, Axis, Ranks, inside_of
+from yafsdp_fn.dist.ranks import Axis, Ranks
 from yafsdp_fn.dist.store import new_group
 from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.util.mesh_axes import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, inside_of
 from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
 
 EMULATED = "emulated"

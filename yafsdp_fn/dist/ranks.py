@@ -1,49 +1,30 @@
-"""A rank's coordinates on a mesh as numbers, and the cut of flat vectors over ranks. Needs no torch."""
+"""A rank's coordinates on a mesh as numbers. Needs no torch."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from yafsdp_fn.util.mesh_axes import (
+    AXES,
+    CONTEXT,
+    EXPERT,
+    LOCAL,
+    MOST_RANKS,
+    NODE,
+    REPLICATE,
+    SHARD,
+    AxisCollective,
+    inside_of,
+    round_up,
+    subgroups,
+)
+
 if TYPE_CHECKING:  # programs are proved and simulated where there is no torch
     import torch
     from torch import Tensor
-
-# ---- The coordinates of a rank in a mesh, and how a flat vector is cut over ranks.
-#
-# stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
-# nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, and so inside of a node:
-# local ranks = shard (or local) x expert x context x tensor.
-
-STAGE, REPLICATE, SHARD, NODE, LOCAL = "stage", "replicate", "shard", "node", "local"
-_WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
-AXES = (*_WITHIN, *((STAGE, *axes) for axes in _WITHIN))
-"""The axes that a mesh can have, outermost first, without those inside blocks."""
-
-OUTSIDE = frozenset((STAGE, REPLICATE, SHARD, NODE, LOCAL))
-
-EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
-INSIDE = (EXPERT, CONTEXT, TENSOR)
-"""The usual axes inside blocks, outermost first. Other names may come before them."""
-
-ALIGN = 8
-"""Elements. 16 bytes in bf16, the narrowest dtype gathered: every view is aligned for vector loads."""
-
-
-MOST_RANKS = 2**17
-"""The most ranks of a mesh: more GPUs than anybody trains on."""
-
-
-def round_up(n: int, multiple: int = ALIGN) -> int:
-    return -(-n // multiple) * multiple
-
-
-def padded_numel(numel: int, ranks: int) -> int:
-    """Returns the elements of a flat vector of `numel`, padded so that slices are aligned and equal on all ranks."""
-    return round_up(-(-numel // ranks)) * ranks
 
 
 class Axis(NamedTuple):
@@ -51,18 +32,6 @@ class Axis(NamedTuple):
 
     size: int
     place: int
-
-
-class AxisCollective(NamedTuple):
-    """A collective over an axis inside blocks.
-
-    kind: its function (axes.py), or "uneven all_to_all"; nbytes: of the whole tensor, which an all_gather gives and the
-        others take. Parts of an uneven one, and what follows from their sizes, may be others on each rank
-    """
-
-    axis: str
-    kind: str
-    nbytes: int
 
 
 Rows = tuple[tuple[int, ...], ...]
@@ -172,14 +141,8 @@ class Ranks:
     def subgroups(self, *, along: Collection[str] = (), across: Collection[str] = ()) -> list[list[int]]:
         """Returns the shard group, [0, ..., R - 1], in groups whose ranks differ only on the axes `along`, or on all
         but `across`."""
-        names = (SHARD, *self.axes)
-        sizes = [axis.size for axis in self.axes.values()]
-        places = itertools.product(*map(range, (self.ranks // math.prod(sizes), *sizes)))
-        stay = [at for at, name in enumerate(names) if (name in across if across else name not in along)]
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(places):
-            found.setdefault(tuple(place[at] for at in stay), []).append(rank)
-        return list(found.values())
+        sizes = {name: axis.size for name, axis in self.axes.items()}
+        return subgroups(self.ranks, sizes, along=along, across=across)
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Gathers [n, ...] -> [R * n, ...] over the shard group."""
@@ -289,15 +252,3 @@ def hierarchical(comms: Ranks) -> bool:
 def replica_part(comms: Ranks, n: int) -> int:
     """Returns the elements of a shard of `n` that each replica sums: equal on all, and aligned for any dtype."""
     return round_up(-(-n // comms.replicas))
-
-
-def inside_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the axes inside blocks among the axes of a mesh: those behind `shard` or `local`."""
-    last = next((names.index(name) for name in (SHARD, LOCAL) if name in names), len(names))
-    return tuple(names[last + 1 :])
-
-
-def check_inside(names: Sequence[str]) -> None:
-    """Raises for names of axes inside blocks that cannot be."""
-    if taken := OUTSIDE.intersection(names):
-        raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")

@@ -1,13 +1,13 @@
-"""Moves leaves of a unit between shards and their owners, where each is whole for a moment (dist/owners.py)."""
+"""Moves leaves of a unit between shards and their owners, where each is whole for a moment (util/owners.py)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.owners import Leaf, subgroups_of
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Group
+from yafsdp_fn.util.owners import Leaf
 
 Messages = tuple[list[Tensor], list[Tensor]]
 """The tensors that a rank receives from each rank, and sends to each; empty if there is nothing."""
@@ -32,7 +32,7 @@ class LeafExchange:
         self._leaves, self._row, self._rank, self._group = leaves, row, ranks.rank, group
         self._copied = ranks.deterministic
         # rank -> which part of each leaf its vector has, if they are split, and which shard of the vector is there
-        subgroups = enumerate(subgroups_of(group.over, ranks))
+        subgroups = enumerate(ranks.subgroups(across=group.over))
         self._at = {rank: (part, shard) for part, members in subgroups for shard, rank in enumerate(members)}
 
         def parts(owner: int, rank: int) -> Parts:

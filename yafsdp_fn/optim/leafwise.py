@@ -1,4 +1,4 @@
-"""Transformations of whole leaves: each leaf of each layer on its own, once, by one rank (dist/owners.py).
+"""Transformations of whole leaves: each leaf of each layer on its own, once, by one rank (util/owners.py).
 
     tx = assume_leafwise(GradientTransformation(init, update))
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.dist.owners import Leaf, assign, subgroups_of
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.optim.base import (
     EmptyState,
@@ -38,6 +37,7 @@ from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
+from yafsdp_fn.util.owners import Leaf, assign
 
 Result = TypeVar("Result")
 
@@ -228,7 +228,7 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
         return {}
     ranks = handles[0].owner.comms
     units = [
-        (unit, n, leaves, subgroups_of(group.over, ranks))
+        (unit, n, leaves, ranks.subgroups(across=group.over))
         for group, leaves, n in chosen.values()
         for unit in group.held
     ]

@@ -3,7 +3,7 @@
     momentum = beta * momentum + (1 - beta) * g;   m = beta * momentum + (1 - beta) * g    (nesterov)
     param -= learning_rate * (shape_factor * orthogonalised(m) + weight_decay * param)
 
-Momentum is kept in flat shards; each matrix is orthogonalised once, by the rank that owns it (owners.py).
+Momentum is kept in flat shards; each matrix is orthogonalised once, by the rank that owns it (util/owners.py).
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ def muon(
     Memory: one moment for its leaves, and that of `others` for the rest. If both kinds share a unit, such as the
     matrices and the norm gains of a layer, the moments of both span it: `ya.Pinned` gains are in a unit of their own.
 
-    Bytes: the parts of a unit's matrices that their owners lack travel there and back, in `dtype` (owners.py).
+    Bytes: the parts of a unit's matrices that their owners lack travel there and back, in `dtype` (util/owners.py).
 
     >>> tx = ya.optim.muon(0.02, adjust="match_rms_adamw", others=ya.optim.adamw(3e-4))
     >>> state, metrics = ya.train_step(loss_fn, tx)(ya.init(params, tx, mesh=mesh), batch)

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import INSIDE, Axis, Ranks, padded_numel, round_up
+from yafsdp_fn.dist.ranks import Axis, Ranks
 from yafsdp_fn.params.tree import (
     Frozen,
     LayerParam,
@@ -29,6 +29,7 @@ from yafsdp_fn.params.tree import (
     shape_of,
     without_markers,
 )
+from yafsdp_fn.util.mesh_axes import INSIDE, padded_numel, round_up
 
 # ---- Flat layouts: the position of every leaf of a parameter tree in its unit's flat vector.
 #

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.dist.ranks import SHARD, Ranks, absent_ranks
+from yafsdp_fn.dist.ranks import Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
 from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.layout import tree_layout
@@ -30,6 +30,7 @@ from yafsdp_fn.runtime.tracer import trace_call
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.step_function import StepFunction, default_schedule
+from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.torch_private import transforms_active, without_driver
 
 # ---- Imitates, on the CPU's fake tensors, the allocations of GPU kernels.

@@ -12,10 +12,10 @@ forward has copied it into a carry slot, unless something else holds it.
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import padded_numel
 from yafsdp_fn.program.ops import Backward, Forward, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.util.mesh_axes import padded_numel
 
 
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:

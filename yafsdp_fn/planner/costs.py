@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from yafsdp_fn.dist.ranks import SHARD
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.measured import Cost, Moved
 from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
 from yafsdp_fn.program.trace import Collectives, Trace, UnitSpec
+from yafsdp_fn.util.mesh_axes import SHARD
 
 UPDATE_BYTES = {"fused": 30, "eager": 90, "pieces": 90}
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy. In one kernel:

@@ -4,13 +4,14 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import CHUNK, SHARD, Ranks, absent_ranks, receive_numel, staging_numel
+from yafsdp_fn.dist.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.program.ops import AllReduce, Gather, Receive, Reduce, Send
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.util.mesh_axes import SHARD
 
 # ---- What NCCL allocates for its communicators, beside torch's allocator: an estimate, of what tensors cannot have.
 #

@@ -4,7 +4,6 @@ import base64
 import math
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import CONTEXT, INSIDE, check_inside
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
@@ -16,6 +15,7 @@ from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace, shortened
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.mesh_axes import CONTEXT, INSIDE, check_inside
 from yafsdp_fn.util.words import counted
 
 PARTS = ("compute", "communication", "overhead")

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound, seconds_of
 from yafsdp_fn.planner.cluster import Cluster
@@ -36,6 +35,7 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
 from yafsdp_fn.timeline.text import shown
+from yafsdp_fn.util.mesh_axes import EXPERT
 
 # For every builder on every mesh it can run on, and every prefetch:
 #

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import inside_of
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.program.trace import arguments
@@ -25,6 +24,7 @@ from yafsdp_fn.schedules import (
 )
 from yafsdp_fn.schedules.cut import Shape
 from yafsdp_fn.timeline.text import shown
+from yafsdp_fn.util.mesh_axes import inside_of
 from yafsdp_fn.util.words import counted
 
 # ---- The space that `search` looks through: builders, the meshes they run on, and their options.

@@ -7,12 +7,12 @@ import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from yafsdp_fn.dist.ranks import MOST_RANKS, AxisCollective, inside_of
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.mesh_axes import MOST_RANKS, AxisCollective, inside_of
 from yafsdp_fn.util.schema import kinds, typed_at
 
 # ---- Programs are read by their annotations (util/schema.py), and `check_trace` says that a trace can be: `verify`

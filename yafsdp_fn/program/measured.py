@@ -9,8 +9,8 @@ into stages takes the arguments, which travel.
 
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import padded_numel
 from yafsdp_fn.program.split import Argument, in_carry_slot
+from yafsdp_fn.util.mesh_axes import padded_numel
 
 
 class Value(NamedTuple):

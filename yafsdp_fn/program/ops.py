@@ -92,8 +92,8 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
 #     planner/costs.py          its cost
 #     schedules/__init__.py     its name, for users
 #
-# What is missing fails `tests/schedules/test_every_op.py`, by name; the oracle of mutants,
-# tests/schedules/reference.py, wants to know it, too.
+# What is missing fails `tests/program/test_ops.py`, by name; the oracle of mutants,
+# tests/proof/reference.py, wants to know it, too.
 
 
 class Gather(NamedTuple):

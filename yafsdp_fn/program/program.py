@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
-from yafsdp_fn.dist.owners import Leaf, assign, subgroups_of
-from yafsdp_fn.dist.ranks import OUTSIDE, Axis, Ranks, padded_numel, round_up
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
 from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, elsewhere, writes_of
+from yafsdp_fn.util.mesh_axes import OUTSIDE, padded_numel, round_up, subgroups
+from yafsdp_fn.util.owners import Leaf, assign
 
 # ---- What the optimizer's exchanges move, from leaves as they were measured.
 
@@ -32,20 +32,22 @@ def _away(
 
     cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
     """
-    every = Ranks(1, 1, ranks, None, axes={name: Axis(size, 0) for name, size in axes})
     units = []
     for unit, _, measured in lent:
         numel, over = cut[unit]
-        subgroups = subgroups_of(over, every)
-        leaves = [Leaf("", offset, shape, 0, len(subgroups)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, len(subgroups[0])) // len(subgroups[0]), leaves, subgroups))
+        holders = subgroups(ranks, dict(axes), across=over)  # of each part of the unit
+        count = len(holders[0])
+        leaves = [Leaf("", offset, shape, 0, len(holders)) for offset, shape, _, _ in measured]
+        units.append((unit, padded_numel(numel, count) // count, leaves, holders))
     owners = assign(units, ranks)
     out: dict[int, int] = {}
-    for (unit, n, leaves, subgroups), (_, _, measured) in zip(units, lent, strict=True):
-        shard_of = {rank: shard for members in subgroups for shard, rank in enumerate(members)}
-        pairs = zip(leaves, owners[unit], strict=True)
-        away = [1 - len(leaf.part(shard_of[owner], n)) / max(math.prod(leaf.shape), 1) for leaf, owner in pairs]
-        out[unit] = round(sum(share * nbytes for share, (_, _, nbytes, _) in zip(away, measured, strict=True)))
+    for (unit, n, leaves, holders), of in zip(units, lent, strict=True):
+        shard_of = {rank: shard for members in holders for shard, rank in enumerate(members)}
+        away = 0.0
+        for leaf, owner, (_, _, nbytes, _) in zip(leaves, owners[unit], of.leaves, strict=True):
+            kept = len(leaf.part(shard_of[owner], n)) / max(math.prod(leaf.shape), 1)
+            away += (1 - kept) * nbytes
+        out[unit] = round(away)
     return out
 
 

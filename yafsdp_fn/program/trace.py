@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from yafsdp_fn.dist.ranks import EXPERT, AxisCollective, inside_of, padded_numel
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Parcel, Split
+from yafsdp_fn.util.mesh_axes import EXPERT, AxisCollective, inside_of, padded_numel
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
 #

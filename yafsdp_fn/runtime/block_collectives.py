@@ -20,12 +20,13 @@ from torch import Tensor
 
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import SAME_BLOCKS
-from yafsdp_fn.dist.ranks import AxisCollective, Rows
+from yafsdp_fn.dist.ranks import Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.timeline.record import Run
+from yafsdp_fn.util.mesh_axes import AxisCollective
 
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
 """Collectives that all ranks of an axis give one shape; to others they may give other numbers of rows."""

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.optim.base import Around, GradientTransformation, stages
 from yafsdp_fn.params.sharded import is_sharded
+from yafsdp_fn.util.mesh_axes import EXPERT
 
 # ---- Describes settings that must be equal on all ranks although no collective shows it, in texts equal where ranks
 # agree.

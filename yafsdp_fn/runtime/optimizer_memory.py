@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from yafsdp_fn.dist.owners import Leaf
-from yafsdp_fn.dist.ranks import SHARD, absent_ranks
+from yafsdp_fn.dist.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation
 from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
@@ -26,6 +25,8 @@ from yafsdp_fn.program.program import after_program
 from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.measuring import LiveBytes
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.util.mesh_axes import SHARD
+from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from yafsdp_fn.dist.ranks import round_up
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
@@ -24,6 +23,7 @@ from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
 from yafsdp_fn.runtime.tracer import Result, Traced, traced
 from yafsdp_fn.schedules.cut import crossing, cut
+from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
 
 # ---- What a stage must know of a step that is cut: what travels, and what stands for the outputs of visits

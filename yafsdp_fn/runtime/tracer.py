@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.measured import Value
 from yafsdp_fn.program.split import Argument
@@ -25,6 +24,7 @@ from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.measuring import LiveBytes, Measured, measure, noting, outline
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key
 

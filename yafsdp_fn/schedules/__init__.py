@@ -7,6 +7,10 @@
 Any function from a trace to a program is a schedule.
 """
 
+import sys
+from importlib import import_module
+from typing import Any
+
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -30,7 +34,6 @@ from yafsdp_fn.program.trace import Compute, Lent, Trace, UnitSpec, UpdateWhen, 
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import remat
-from yafsdp_fn.schedules.actions import from_actions
 from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
 from yafsdp_fn.schedules.cut import assign, cut
@@ -45,7 +48,6 @@ from yafsdp_fn.schedules.pipelines import (
     v_shaped,
     zero_bubble,
 )
-from yafsdp_fn.schedules.to_actions import Actions, to_actions
 
 __all__ = ["AllReduce", "Backward", "Exchange", "Fetch", "Forward", "Gather", "Norm", "Offload", "Op", "Reduce"]
 __all__ += [
@@ -68,3 +70,22 @@ __all__ += ["Assignment", "Call", "Flow", "Receive", "Send", "Split"]
 __all__ += ["assign", "cut", "from_actions", "gpipe", "interleaved", "one_f_one_b", "staged"]
 __all__ += ["v_half", "v_min", "v_shaped", "zero_bubble"]
 __all__ += ["Actions", "remat", "to_actions"]
+
+# What is other libraries' stands on these names, and is imported when it is asked for.
+_LATE = {
+    "Actions": "yafsdp_fn.interop.to_actions",
+    "from_actions": "yafsdp_fn.interop.actions",
+    "to_actions": "yafsdp_fn.interop.to_actions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(
+            f"module 'yafsdp_fn.schedules' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
+    return getattr(import_module(_LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATE})

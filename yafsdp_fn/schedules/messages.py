@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.events import Event, play
@@ -254,7 +254,6 @@ def wired(
 
 
 def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
-    ends = list(computes_at_ends(split, items))
     ops: list[Op] = []
     late: list[Op] = []
 
@@ -264,29 +263,38 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
         late.extend(messages[at:])
 
     add(slots.messages[0])
-    done = calls = 0
-    for op in program.ops:
+    for op, call, _, ends in in_calls(program.ops, [item for item in items if isinstance(item, Call)], split):
         if op.stream == "compute":
             ops += late
             late.clear()
-        if not isinstance(op, Forward | Backward):
-            ops.append(op)
-            continue
-        of = kind_of(op), op.visit, op.microbatch
-        at = tuple(slots.taken[parcel] for parcel in split.takes(*of))
-        to = tuple(slots.given[parcel] for parcel in split.gives(*of))
-        ops.append(op._replace(takes=at, gives=to))
-        done += 1
-        if calls < len(ends) and done == ends[calls]:
-            calls += 1
-            add(slots.messages[calls])
+        if isinstance(op, Forward | Backward):
+            of = kind_of(op), op.visit, op.microbatch
+            taken = tuple(slots.taken[parcel] for parcel in split.takes(*of))
+            given = tuple(slots.given[parcel] for parcel in split.gives(*of))
+            op = op._replace(takes=taken, gives=given)
+        ops.append(op)
+        if ends:
+            add(slots.messages[call + 1])
     return *ops, *late
 
 
-def computes_at_ends(split: Split, items: Sequence[Item]) -> Iterator[int]:
-    """Yields the number of computes up to the end of each call."""
-    total = 0
-    for item in items:
-        if isinstance(item, Call):
-            total += len(split.visits(item.segment))
-            yield total
+class InCall(NamedTuple):
+    """An op of a stage. call: the number of the call that is under way before it, or comes next; inside: whether it is
+    under way; ends: whether the op is its last compute"""
+
+    op: Op
+    call: int
+    inside: bool
+    ends: bool
+
+
+def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator[InCall]:
+    """Yields each op with its place among the calls of a stage, whose computes are in their order."""
+    call = done = 0
+    for op in ops:
+        inside = done > 0
+        done += isinstance(op, Forward | Backward)
+        ends = done > 0 and done == len(split.visits(calls[call].segment))
+        yield InCall(op, call, inside, ends)
+        if ends:
+            call, done = call + 1, 0

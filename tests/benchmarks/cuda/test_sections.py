@@ -20,7 +20,7 @@ from benchmarks.cuda.gpu import Line, Row, Setting
 from benchmarks.cuda.sides import Plain
 from benchmarks.emulated import emulate
 from models import llama
-from tests.schedules.traces import model
+from tests.program.traces import model
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import Gather
 from yafsdp_fn.timeline import Span, Timeline

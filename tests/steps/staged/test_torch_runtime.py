@@ -26,7 +26,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.unlike import TINY, Model
-from tests.schedules.traces import cut, model
+from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
 from yafsdp_fn import schedules as s
 from yafsdp_fn.planner.orders import Calls, Search, evaluate

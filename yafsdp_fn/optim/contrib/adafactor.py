@@ -1,7 +1,7 @@
 """Adafactor (Shazeer and Stern, 2018) and LAMB (You et al., 2020), with Optax's names, defaults and order.
 
 The second moments of a matrix [m, n] are kept as those of its rows and columns: m + n numbers instead of m n. Each leaf
-is updated whole, by the rank that owns it (owners.py).
+is updated whole, by the rank that owns it (util/owners.py).
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,76 @@
+"""docs/program-1.schema.json is what the code says, and tells programs from other data; version 1 stays readable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from docs.program_schema import FILE, schema
+from tests.program.test_program import PROGRAMS
+from tests.program.traces import cut, model, on
+from tests.schedules.cases import nightly
+from yafsdp_fn.program.json import VERSION
+from yafsdp_fn.schedules import Program, one_f_one_b, verify, zero2, zero3
+
+KEPT = Path(__file__).parent / "program_1.json"
+PIPELINE = one_f_one_b(zero2(remat="all", update=True))(cut(on(model(2, 2), "ranks", "after norm"), (0, 1)))
+VALIDATOR = jsonschema.Draft202012Validator(schema())
+
+
+def test_the_published_schema_is_what_the_code_says() -> None:
+    """`python docs/program_schema.py` makes it; an older version's file stays as it is."""
+    assert FILE.read_text() == json.dumps(schema(), indent=1) + "\n"
+    jsonschema.Draft202012Validator.check_schema(schema())
+
+
+@pytest.mark.parametrize("programs", [[PROGRAMS[5], PIPELINE], nightly(PROGRAMS)])
+def test_programs_are_valid(programs: list[Program]) -> None:
+    for program in programs:
+        VALIDATOR.validate(json.loads(program.to_json()))
+
+
+def damaged(*path: Any, value: Any) -> Any:
+    data = json.loads(PIPELINE.to_json())
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        damaged("version", value=VERSION + 1),
+        damaged("stages", value=[]),
+        damaged("stages", 0, 0, value=["gather", [0.5], [0]]),
+        damaged("stages", 0, 0, value=["gather"]),
+        damaged("stages", 0, 0, value=["scatter", [0], [0]]),
+        damaged("stages", 0, 0, value=["gather", [0], [0], "shards"]),
+        damaged("stages", 0, 0, value=["gather", [0], [0], "shard", 1]),
+        damaged("trace", "units", 0, value=[0, "a", None, 0]),
+        damaged("trace", "microbatches", value=True),
+        damaged("trace", "unknown", value=1),
+        damaged("trace", "order", 0, 0, value="sideways"),
+    ],
+)
+def test_the_schema_refuses_what_the_reader_refuses(data: Any) -> None:
+    assert not VALIDATOR.is_valid(data)
+    with pytest.raises(ValueError, match="not a program in JSON"):
+        Program.from_json(json.dumps(data))
+
+
+def test_programs_of_version_1_are_read() -> None:
+    """`program_1.json` was written with version 1, and is never written anew."""
+    kept = json.loads(KEPT.read_text())
+    for text in (kept, {key: value for key, value in kept.items() if key != "version"}):  # none was written at first
+        program = verify(Program.from_json(json.dumps(text)))
+        assert program.trace.microbatches == 2 and len(program.stages) == 2
+        assert program == Program.from_json(program.to_json())
+    with pytest.raises(ValueError, match="version: expected 1, got 2; what a later yafsdp_fn has written"):
+        Program.from_json(json.dumps(kept | {"version": 2}))
+    assert zero3()(model(2)).to_json().startswith('{"version": 1, ')

@@ -1,0 +1,200 @@
+"""Random pipelines: of every order and sharding, as built, and with their calls, messages and ops changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tests.program.traces import cut, model, on, trace_of, unit
+from tests.proof.mutants import mutant
+from tests.schedules.pipelines import ORDERS, homes
+from yafsdp_fn.program.split import Call
+from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen, pipelines
+from yafsdp_fn.schedules.messages import with_messages
+from yafsdp_fn.schedules.pipelines import pipeline
+
+Lists = list[list[Any]]
+"""Of each stage, its calls and messages."""
+
+
+def step_of(rng: random.Random, order: str, mesh: str, updates: UpdateWhen) -> Trace:
+    """A small step on two stages or three; some units are on several stages, trained by all of them or by some."""
+    places = homes(order, rng.choice((2, 2, 2, 3)))
+    count = len(places)
+    trace = model(max(0, count - 2) + rng.choice((0, 0, 0, 1)), rng.choice((1, 2, 2, 3)), tied=rng.random() < 0.4)
+    if rng.random() < 0.15:  # a visit need not train what others train
+        number = rng.choice([visit.id for visit in trace.visits])
+        some = [visit._replace(trained=visit.trained * (visit.id != number)) for visit in trace.visits]
+        trace = trace._replace(visits=tuple(some))
+    if rng.random() < 0.15:  # and what nothing trains may be all that a stage has
+        number = rng.randrange(len(trace.units))
+        units = [unit._replace(trainable=unit.trainable and unit.id != number) for unit in trace.units]
+        some = [visit._replace(trained=tuple(u for u in visit.trained if u != number)) for visit in trace.visits]
+        trace = trace._replace(units=tuple(units), visits=tuple(some))
+    skips = [(0, count - 1)] if count > 2 and rng.random() < 0.3 else []
+    return cut(on(trace, mesh, updates), places, skips)
+
+
+def odd_step_of(rng: random.Random, order: str, mesh: str, updates: UpdateWhen) -> Trace:
+    """The same with what is seldom there: units visited on both sides of a border, stages that train nothing, units
+    that no visit uses, flows without a gradient, units that a stage has in vain, since none of its visits trains them.
+    """
+    places = homes(order, rng.choice((2, 2, 3)))
+    count = len(places)
+    plain = model(max(0, count - 2) + rng.choice((0, 0, 1, 2)), rng.choice((1, 2, 2, 3)), tied=rng.random() < 0.4)
+    uses, units = [visit.units for visit in plain.visits], list(plain.units)
+    starts = [len(uses) * k // count for k in range(count)]
+    for border in starts[1:]:
+        if rng.random() < 0.3:
+            uses[border] = (*uses[border - 1], *uses[border])[: rng.choice((1, 2))]
+    uses = [tuple(dict.fromkeys(of)) for of in uses]
+    units += [unit(len(plain.units) + k, f"spare {k}") for k in range(rng.choice((0, 0, 1, 1, 2)))]
+    of_stage = [
+        {
+            u
+            for k, home in enumerate(places)
+            if home == stage
+            for of in uses[slice(*([*starts, None])[k : k + 2])]
+            for u in of
+        }
+        for stage in range(max(places) + 1)
+    ]
+    frozen = rng.choice([of_stage[0], *of_stage]) if rng.random() < 0.5 else set()
+    if rng.random() < 0.15:
+        frozen = frozen | {rng.randrange(len(units))}
+    units = [record._replace(trainable=record.id not in frozen) for record in units]
+    trace = trace_of(units, uses, plain.microbatches)
+    if rng.random() < 0.15:
+        number = rng.randrange(len(uses))
+        visits = [visit._replace(trained=visit.trained * (visit.id != number)) for visit in trace.visits]
+        trace = trace._replace(visits=tuple(visits))
+    skips = [(0, count - 1)] if count > 2 and rng.random() < 0.4 else []
+    trace = cut(on(trace, mesh, updates), places, skips, starts)
+    assert trace.split is not None
+    trains = [any(visit.trained for visit in trace.visits[slice(*ends)]) for ends in trace.split.segments]
+    flows, smooth = [], list(trains)  # whether what a segment gives has a gradient
+    for flow in trace.split.flows:
+        passes = smooth[flow.source] and rng.random() < 0.9
+        smooth[flow.target] |= passes
+        flows.append(flow._replace(grad_bytes=32 * passes))
+    seen = {u for of in uses for u in of}
+    unused = [(u.id, rng.randrange(max(places) + 1)) for u in units if u.id not in seen]
+    split = trace.split._replace(flows=tuple(flows), unused=tuple((u, stage) for u, stage in unused if stage))
+    return trace._replace(split=split)
+
+
+def changed_lists(lists: Lists, rng: random.Random) -> Lists:
+    """One call or message of a stage left out, doubled, or moved; a backward in halves, a half of another kind."""
+    row = rng.choice(lists)
+    at, to = (rng.randrange(len(row)) for _ in range(2))
+    way = rng.choice(("drop", "double", "move", "move", "swap", "swap", "halves", "half"))
+    if way == "halves" and isinstance(row[at], Call) and row[at].kind == "backward":
+        row[at : at + 1] = [row[at]._replace(kind=half) for half in ("inputs", "weights")]
+    elif way == "half" and isinstance(row[at], Call) and row[at].kind != "forward":
+        row[at] = row[at]._replace(kind=rng.choice(("backward", "inputs", "weights")))
+    elif way == "double":
+        row.insert(to, row[at])
+    elif way == "swap":
+        at = min(at, len(row) - 2)
+        row[at : at + 2] = reversed(row[at : at + 2])
+    else:
+        item = row.pop(at)
+        if way != "drop":
+            row.insert(to, item)
+    return lists
+
+
+def changed_messages(made: Program, rng: random.Random) -> Program:
+    """Two messages from one stage to another exchanged on both, or a parcel of one stage in another carry slot."""
+    stage = rng.randrange(len(made.stages))
+    here = made.parts[stage]
+    if rng.random() < 0.6:
+        pairs = [pair for op in here.ops for pair in here.trace.parcels_of(op)]
+        if not pairs:
+            return made
+        parcel, new = rng.choice(pairs)[0], rng.randrange(len({slot for _, slot in pairs}) + 1)
+        return made.with_ops((_in_slot(here.trace, op, parcel, new) for op in here.ops), stage)
+    sends = [op for op in here.ops if isinstance(op, Send)]
+    if len(sends) > 1:
+        at = rng.randrange(len(sends) - 1)
+        two = sends[at].parcel, sends[at + 1].parcel
+        for number in range(len(made.stages)):
+            for kind in (Send, Receive):
+                ops = list(made.stages[number])
+                places = [k for k, op in enumerate(ops) if isinstance(op, kind) and op.parcel in two]
+                if len(places) == 2 and (number == stage) == (kind is Send):
+                    ops[places[0]], ops[places[1]] = ops[places[1]], ops[places[0]]
+                    made = made.with_ops(ops, number)
+    return made
+
+
+def _in_slot(trace: Trace, op: Any, parcel: Any, new: int) -> Any:
+    """`op` with `parcel` in slot `new`, if it is of that."""
+    if isinstance(op, Send | Receive):
+        return op._replace(carry_slot=new) if op.parcel == parcel else op
+    slots = [new if other == parcel else slot for other, slot in trace.parcels_of(op)]
+    if not slots:
+        return op
+    return op._replace(takes=tuple(slots[: len(op.takes)]), gives=tuple(slots[len(op.takes) :]))
+
+
+def changed_program(made: Program, rng: random.Random) -> Program:
+    """An op of one stage changed (mutants.py)."""
+    stage = rng.randrange(len(made.stages))
+    return made.with_ops(mutant(made.parts[stage], rng).ops, stage)
+
+
+def changed_order(made: Program, rng: random.Random) -> Program:
+    """A message of a stage that is sent later, or received earlier, or an update that comes earlier."""
+    stage = rng.randrange(len(made.stages))
+    ops = list(made.stages[stage])
+    places = [at for at, op in enumerate(ops) if isinstance(op, Send | Receive | Update)]
+    if places:
+        at = rng.choice(places)
+        op = ops.pop(at)
+        ops.insert(rng.randint(at, len(ops)) if isinstance(op, Send) else rng.randint(0, at), op)
+    return made.with_ops(ops, stage)
+
+
+Change = Callable[[Program, random.Random], Program]
+StepOf = Callable[[random.Random, str, str, UpdateWhen], Trace]
+
+
+def messages_or_program(made: Program, rng: random.Random) -> Program:
+    return (changed_messages if rng.random() < 0.4 else changed_program)(made, rng)
+
+
+def any_change(made: Program, rng: random.Random) -> Program:
+    return rng.choice((changed_messages, changed_order, changed_order, changed_program))(made, rng)
+
+
+def a_pipeline(
+    rng: random.Random,
+    sharding: Callable[[bool], tuple[Schedule, str]],
+    in_form: Callable[[Any], bool],
+    of: StepOf = step_of,
+    changed: Change = messages_or_program,
+    least: int = 0,
+) -> Any:
+    """As built, or changed up to twice; None where what came of it is no pipeline. of: its step; least: changes"""
+    updates: UpdateWhen = rng.choice(("never", "after norm"))
+    schedule, mesh = sharding(updates != "never" and rng.random() < 0.7)
+    order = rng.choice(ORDERS)
+    trace = of(rng, order, mesh, updates)
+    assert trace.split is not None
+    lists: Lists = [
+        list(items) for items in with_messages(trace.split, pipelines.ORDERS[order](trace.split, trace.microbatches))
+    ]
+    changes = max(least, rng.choice((0, 1, 1, 1, 1, 2, 2)))
+    try:
+        while changes and rng.random() < 0.25:
+            lists = changed_lists(lists, rng)
+            changes -= 1
+        made = pipeline(trace, lists, schedule)
+    except (Refused, LookupError, ValueError, AssertionError):
+        return None
+    for _ in range(changes):
+        if in_form(made):
+            made = changed(made, rng)
+    return made

@@ -1,0 +1,161 @@
+"""What the ops of all stages of a pipeline do, as SMT-LIB terms: each stage's as for one stage, and how stages meet.
+
+    the k-th send from one stage to another     is what its k-th receive from there leaves in its carry slot
+    the k-th sum over a group of stages         leaves on all of them what all of them have found
+    the k-th norm                               is that of all stages
+
+A receive ends when its send has begun, and what meets ends when all of it has begun: more is not known of an order in
+which anything goes wrong. Whether there is any order at all is asked where stages wait for each other as much as
+engines ever do (`blocking`): a send also for its receive, hosts for devices, and messages for what was issued before
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+from tests.proof.reference import Mode, Stops
+from tests.proof.smt import SmtProgram, SmtTerms, number
+from tests.proof.stages_reference import Flows
+from yafsdp_fn.schedules import AllReduce, Backward, Fetch, Forward, Norm, Offload, Op, Program, Receive, Send
+
+
+class SmtPipeline(SmtTerms):
+    """blocking: further terms as those of `met`"""
+
+    def __init__(self, pipeline: Program, mode: Mode) -> None:
+        super().__init__(pipeline.trace)
+        split = pipeline.trace.split
+        assert split is not None
+        self.split = split
+        self.blocking: list[str] = []
+        self.stages = [SmtStage(program, mode, self) for program in pipeline.parts]
+        for one, other in itertools.permutations(range(split.stages), 2):
+            self._messages(self.stages[one].sent.get(other, []), self.stages[other].received.get(one, []))
+        for holders in sorted({holders for _, holders in split.shared}):
+            for together in _meeting([self.stages[k].summed.get(holders, []) for k in holders]):
+                self._sum(together)
+        self._measured(pipeline)
+        for number_of in range(split.stages):
+            self._host([at for at, event in enumerate(self.events) if event.stage == number_of])
+
+    def _messages(self, sent: list[tuple[int, Send, str]], received: list[tuple[int, Receive]]) -> None:
+        for (send, first, content), (receive, then) in _meeting([sent, received]):
+            if self._bytes(first) != self._bytes(then):
+                raise Stops("a message of another size")
+            self.left.append((receive, ("carry slot", 0, then.carry_slot), content))
+            self.met.append(f"(< s{send} e{receive})")
+            self.blocking.append(f"(< s{receive} e{send})")
+
+    def _bytes(self, op: Send | Receive) -> int:
+        flow = self.split.flows[op.flow]
+        return flow.grad_bytes if op.back else flow.nbytes
+
+    def _sum(self, together: tuple[tuple[int, int, str], ...]) -> None:
+        (_, unit, total), *rest = together
+        if any(other != unit for _, other, _ in rest):
+            raise Stops("a sum of two units")
+        for _, _, term in rest:
+            total = f"(add {total} {term})"
+        self._meet([at for at, *_ in together])
+        self.left += [(at, ("grad shard", unit), total) for at, *_ in together]
+
+    def _meet(self, events: list[int]) -> None:
+        self.met += [f"(< s{one} e{other})" for one, other in itertools.permutations(events, 2)]
+
+    def _measured(self, pipeline: Program) -> None:
+        """Updates follow a norm of all stages."""
+        train = [program for program in pipeline.parts if program.trace.trained]
+        if len({program.has_updates for program in train}) > 1:
+            raise Stops("it waits for what never comes")
+        for norms in _meeting([stage.normed for stage in self.stages]):
+            self._meet(list(norms))
+
+    def _host(self, events: list[int]) -> None:
+        """The host of a stage may wait for the device before all but messages, which begin in the order of the host."""
+        issued: list[int] = []  # the last event that is no message, and the messages after it
+        for at in events:
+            if isinstance(self.events[at].op, Send | Receive):
+                self.blocking += [
+                    f"(<= {'s' if isinstance(self.events[k].op, Send | Receive) else 'e'}{k} s{at})" for k in issued
+                ]
+                issued.append(at)
+            else:
+                self.blocking += [f"(<= e{k} s{at})" for k in issued]
+                issued = [at]
+
+
+class SmtStage(SmtProgram):
+    """sent, received: by the other stage, in order, with what a send finds; summed: by the stages that sum, with the
+    unit and what this one has found of it; normed: norms"""
+
+    def __init__(self, program: Program, mode: Mode, joint: SmtPipeline) -> None:
+        self.split, self.flows = joint.split, Flows(joint.split)
+        self.sent: dict[int, list[tuple[int, Send, str]]] = {}
+        self.received: dict[int, list[tuple[int, Receive]]] = {}
+        self.summed: dict[tuple[int, ...], list[tuple[int, int, str]]] = {}
+        self.normed: list[int] = []
+        super().__init__(program, mode, joint)
+
+    def _steps(self) -> None:
+        own = {visit for segment in self.split.of(self.stage) for visit in range(*self.split.segments[segment])}
+        forwards = Counter(c[1:3] for c in self.trace.order if c.kind == "forward")
+        if forwards != Counter(itertools.product(own, range(self.trace.microbatches))):
+            raise Stops("each microbatch goes through each segment once")
+        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.parcels_of(op)}
+        super()._steps()
+
+    @property
+    def stage(self) -> int:
+        assert self.trace.stage is not None
+        return self.trace.stage
+
+    def issue(self, op: Op) -> None:
+        if not isinstance(op, Send | Receive | Norm) and not (isinstance(op, AllReduce) and op.over == "stages"):
+            if isinstance(op, Offload | Fetch) or (isinstance(op, Forward | Backward) and op.carry_slot is not None):
+                raise Stops("carries stay where they are")
+            super().issue(op)
+            return
+        event = len(self.events)
+        if isinstance(op, Norm):
+            super().issue(op)
+            self.normed.append(event)
+            return
+        self._event(op, *op.uses())
+        if isinstance(op, AllReduce):
+            (unit,) = op.units
+            self._trainable(unit)
+            if not (holders := self.split.holders(unit)):
+                raise Stops("no other stage has it")
+            self.summed.setdefault(holders, []).append((event, unit, self.find(event, ("grad shard", unit))))
+            return
+        other = self.split.ends(op.flow, op.back)[isinstance(op, Send)]
+        if other == self.stage:
+            raise Stops("a message to itself")
+        if isinstance(op, Send):
+            message = event, op, self.find(event, ("carry slot", 0, op.carry_slot))
+            self.sent.setdefault(other, []).append(message)
+        else:
+            self.received.setdefault(other, []).append((event, op))
+
+    def _crosses(self, event: int, op: Forward | Backward) -> None:
+        takes, gives = self.flows.of(op)
+        back = isinstance(op, Backward)
+        for flow, slot in zip(takes, op.takes, strict=True):
+            held = self.find(event, ("carry slot", 0, slot))
+            self.must(event, "it takes something else than what is for it", held, self._parcel(op, flow, back))
+        for flow, slot in zip(gives, op.gives, strict=True):
+            self.leave(event, ("carry slot", 0, slot), self._parcel(op, flow, back))
+
+    def _parcel(self, op: Forward | Backward, flow: int, back: bool) -> str:
+        of = (self.step * self.trace.microbatches + op.microbatch) * len(self.split.flows) + flow
+        return number(2 * of + back)
+
+
+def _meeting(lists: list[list[Any]]) -> list[tuple[Any, ...]]:
+    """What meets: the first of each list, the second of each, ..."""
+    if len({len(of) for of in lists}) > 1:
+        raise Stops("it waits for what never comes")
+    return list(zip(*lists, strict=True))

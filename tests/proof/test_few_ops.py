@@ -1,0 +1,99 @@
+"""Every program of a few ops, in any order and number: what `verify` accepts is right.
+
+SCHEDULE_MUTANTS=all has programs of one op more.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.program.traces import on, trace_of, unit
+from tests.proof.verdicts import Verdicts, judged, refusal
+from tests.schedules.cases import EVERY, nightly
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Backward,
+    Exchange,
+    Fetch,
+    Forward,
+    Gather,
+    Norm,
+    Offload,
+    Op,
+    Program,
+    Reduce,
+    Refused,
+    Stash,
+    Trace,
+    Update,
+    verify,
+)
+
+
+def alphabet(trace: Trace, slots: int, carries: int) -> list[Op]:
+    """Ops on the units and visits of `trace`, with so many slots and gradient slots, and so many carry slots."""
+    units, ops = range(len(trace.units)), list[Op]()
+    keeps = (False, True) if EVERY or (len(units) == 1 and not carries) else (False,)
+    for u, slot in itertools.product(units, range(slots)):
+        ops += [Gather((u,), (slot,)), Reduce((u,), (slot,))]
+        if trace.local_ranks < trace.ranks:
+            ops += [Gather((u,), (slot,), "node"), Stash((u,), (slot,))]
+    for visit, slot in itertools.product(trace.visits, range(slots)):
+        assert len(visit.units) == len(visit.trained) == 1
+        for microbatch in range(trace.microbatches):
+            ops += [Forward(visit.id, (slot,), keep, microbatch) for keep in keeps]
+            if True in keeps:
+                ops += [Forward(visit.id, (slot,), True, microbatch, early=(grad,)) for grad in range(slots)]
+            ops += [Backward(visit.id, (slot,), (grad,), microbatch) for grad in range(slots)]
+            for carry in range(carries):
+                ops += [Forward(visit.id, (slot,), False, microbatch, carry)]
+                ops += [Backward(visit.id, (slot,), (grad,), microbatch, carry) for grad in range(slots)]
+    for visit, carry in itertools.product(trace.visits, range(carries)):
+        ops += [Offload(visit.id, carry), Fetch(visit.id, carry)]
+    if trace.replicas > 1:
+        ops += [AllReduce((u,)) for u in units]
+    if trace.update_when != "never":
+        ops += [Update((u,), part) for u in units for part in range(trace.parts(u))]
+        ops += [Exchange((u,), part) for u in units for part in range(trace.parts(u) - 1)]
+        ops.append(Norm(tuple(units)))
+    return ops
+
+
+def alive(start: Program) -> bool:
+    """Whether a program that begins with `start` can be accepted: it gets as far as an op that is surely refused."""
+    with pytest.raises(Refused) as refused:
+        verify(start.with_ops((*start.ops, Reduce((0,), (99,)))))
+    return refused.value.op == len(start.ops)
+
+
+TWO = [unit(0, "a"), unit(1, "b")]
+WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
+    "one visit": (on(trace_of(TWO[:1], [[0]]), "ranks"), 2, 0, 5),
+    "one visit, update": (on(trace_of(TWO[:1], [[0]]), "ranks", "after norm"), 1, 0, 8),
+    "one visit, replicas": (on(trace_of(TWO[:1], [[0]]), "replicas", "after norm"), 1, 0, 8),
+    "one visit, nodes": (on(trace_of(TWO[:1], [[0]]), "nodes"), 1, 0, 6),
+    "two microbatches": (on(trace_of(TWO[:1], [[0]], 2), "ranks"), 1, 0, 7),
+    "two visits of one unit": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 0, 7),
+    "three visits of one unit": (on(trace_of(TWO[:1], [[0], [0], [0]]), "ranks"), 1, 0, 8),
+    "one visit, two carry slots": (on(trace_of(TWO[:1], [[0]]), "ranks"), 1, 2, 7),
+    "two visits, a carry slot": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 1, 7),
+    "two units": (on(trace_of(TWO, [[0], [1]]), "ranks"), 1, 0, 10),
+}
+
+
+DAILY = ("one visit", "one visit, update", "one visit, update after the norm", "two microbatches")
+
+
+@pytest.mark.parametrize("name", [name if name in DAILY else nightly(name) for name in WALKS])
+def test_every_program_of_few_ops(name: str) -> None:
+    trace, slots, carries, length = WALKS[name]
+    ops, begun, verdicts = alphabet(trace, slots, carries), [Program(trace, ())], Verdicts()
+    for _ in range(length + EVERY):
+        begun = [Program(trace, (*start.ops, op)) for start in begun for op in ops]
+        begun = [start for start in begun if alive(start)]
+        for start in begun:
+            if not refusal(start):
+                judged(start, verdicts)
+    assert verdicts["", True] >= 8

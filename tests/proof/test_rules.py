@@ -1,0 +1,92 @@
+"""The list of rules: for each a program that it refuses, a test of its name, and its sentence in docs and errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.program.traces import cut, model, trace_of, unit
+from tests.proof import test_stages, test_verify
+from tests.proof.listed import begin, drop, put, replace
+from tests.proof.test_stages import edited, index, of_spare, sent_last
+from tests.proof.test_verify import OFFLOADED, PLAIN, STAGE, WHOLE, moved
+from yafsdp_fn.proof.verify import RULES
+from yafsdp_fn.schedules import (
+    AllReduce,
+    Backward,
+    Forward,
+    Gather,
+    Norm,
+    Program,
+    Reduce,
+    Refused,
+    Send,
+    one_f_one_b,
+    verify,
+    zero1,
+    zero2,
+)
+
+PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+
+
+def half_shared() -> Program:
+    """Stage 0 of two that share an embedding does not sum up its gradient."""
+    tied = one_f_one_b(zero2())(cut(model(4, 2, tied=True), (0, 1)))
+    at = tied.stages[0].index(AllReduce((0,), "stages"))
+    return edited(0, lambda ops: ops.pop(at), tied)
+
+
+def overtaken() -> Program:
+    """The second message is sent before the first."""
+    first, second = index(0, Send, 0), index(0, Send, 1)
+    return edited(0, lambda ops: ops.insert(second, ops.pop(first)))
+
+
+def without_a_backward() -> Program:
+    first = test_stages.PLAIN.stages[0]
+    lost = [at for at, op in enumerate(first) if isinstance(op, Backward)][-3:]
+    return test_stages.PLAIN.with_ops(op for at, op in enumerate(first) if at not in lost)
+
+
+WRONG: dict[str, Program] = {
+    "form": begin(Gather((7,), (0,)))(PLAIN),
+    "order": drop("backward embed", "reduce embed")(PLAIN),
+    "weights": drop("gather a[2]")(PLAIN),
+    "carry": drop("gather a[0] ->")(WHOLE),
+    "secondary": drop("stash a[0]")(WHOLE),
+    "graph": moved(PLAIN),
+    "offload": drop("offload a[0]")(OFFLOADED),
+    "flow": drop("send segment 0 -> 1 (microbatch 0)")(STAGE),
+    "gradient": drop("reduce a[2]")(PLAIN),
+    "early": replace("forward head", Forward(4, (3,), False, early=(3,)))(PLAIN),
+    "reduce": put(Reduce((1,), (0,)), "reduce a[2]")(PLAIN),
+    "ordered": zero1()(trace_of([unit(0, "a")], [[0], [0]], 2)._replace(ordered=True)),
+    "once": drop("reduce a[0]")(PLAIN),
+    "replicas": put(AllReduce((4,)), "backward a[2]")(WHOLE),
+    "shared": half_shared(),
+    "update": drop("update head")(WHOLE),
+    "norm": replace("norm of", Norm((0, 1, 2, 3)))(WHOLE),
+    "part": Program(test_stages.PLAIN.trace, *test_stages.PLAIN.stages[:1]),
+    "calls": without_a_backward(),
+    "match": overtaken(),
+    "deadlock": sent_last(one_f_one_b(zero2(update=True))(of_spare(0, "after norm"))),
+}
+"""By the rule that refuses it."""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_every_rule_refuses_a_program_with_its_sentence(rule: object) -> None:
+    name, sentence = rule.name, rule.sentence  # type: ignore[attr-defined]
+    with pytest.raises(Refused, match=f"rule '{name}': ") as refused:
+        verify(WRONG[name])
+    assert refused.value.rule == name
+    assert refused.value.__notes__ == [f"rule {name!r} says: {sentence}"]
+    assert any(hasattr(module, f"test_{name}") for module in (test_verify, test_stages)), "no test of its name"
+
+
+def test_the_rules_are_those_of_the_docs() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", PAGE.partition("### The rules of `verify`")[2], re.MULTILINE)
+    assert rows == [(rule.name, rule.sentence) for rule in RULES]

@@ -1,0 +1,415 @@
+"""Reads rows of actions of torch.distributed.pipelining as a schedule of ours."""
+
+import csv
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import Call, Kind, Parcel, Split
+from yafsdp_fn.program.trace import Trace, writes_of
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.stages import wrong_calls
+from yafsdp_fn.schedules.build import begun_early, sums_over_stages
+from yafsdp_fn.schedules.builders import Schedule
+from yafsdp_fn.schedules.messages import Item, gives, in_calls, takes, with_messages
+from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
+
+# ---- Rows as torch writes them, read.
+#
+#     0F0  1B2  1I2  1W2        forward, backward, its halves, of a segment (torch's stage) in a microbatch
+#     0SEND_F2  1RECV_F2        what goes between segments; SEND_B, RECV_B: gradients
+#     0UNSHARD  0RESHARD        a segment's weights are gathered, and let go
+#     0REDUCE_GRAD              its gradient is reduced
+#     (0F3;1B0)OVERLAP_F_B      both of them
+#
+# A row is a stage's (torch's rank). Empty actions are left out; errors name row and column as they were given.
+
+KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}
+LETTERS = {kind: letter for letter, kind in KINDS.items()}
+MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+WEIGHTS = ("UNSHARD", "RESHARD")
+REDUCTION = "REDUCE_GRAD"
+ACTION = re.compile(rf"(\d+)({'|'.join([*MESSAGES, *WEIGHTS, REDUCTION, *KINDS])})(\d*)")
+BOTH = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+class Action(NamedTuple):
+    """One action, and where it was. microbatch: -1 for those that have none"""
+
+    word: str
+    segment: int
+    microbatch: int
+    row: int
+    column: int
+
+    @property
+    def call(self) -> Call | None:
+        """The call that it is, if it is one."""
+        kind = KINDS.get(self.word)
+        return None if kind is None else Call(kind, self.segment, self.microbatch)
+
+    def __str__(self) -> str:
+        return f"{self.segment}{self.word}{self.microbatch if self.microbatch >= 0 else ''}"
+
+    def refuse(self, rule: str, why: str) -> NoReturn:
+        raise Refused(rule, -1, f"row {self.row}, column {self.column} ({self}): rule {rule!r}: {why}", self.row)
+
+
+def written(call: Call) -> str:
+    """A call as an action."""
+    return f"{call.segment}{LETTERS[call.kind]}{call.microbatch}"
+
+
+def read_rows(given: Any) -> list[list[Action]]:
+    """Actions from lists of strings or of torch's actions, one list per row, or from the path of a CSV file. Raises
+    ValueError or TypeError, naming row, column and action."""
+    if isinstance(given, str | os.PathLike):
+        path = Path(given)
+        if not path.is_file():
+            raise ValueError(f"from_actions: there is no file {path}; expected a CSV, a row of actions per stage")
+        with path.open(newline="") as file:
+            given = list(csv.reader(file))
+        while given and not given[-1]:
+            given.pop()
+    elif isinstance(given, Mapping):  # torch's pipeline_order: by rank
+        given = [given[rank] for rank in sorted(given)]
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(row, list | tuple) for row in given):
+        raise TypeError(f"from_actions: expected a list of actions for each stage, or a CSV's path, got {given!r:.80}")
+    return [
+        [action for column, item in enumerate(row) for action in _read(item, number, column)]
+        for number, row in enumerate(given)
+    ]
+
+
+def _read(item: Any, row: int, column: int) -> Iterable[Action]:
+    text = "" if item is None else str(item).strip()
+    if not text:
+        return
+    if both := BOTH.fullmatch(text):
+        for part in both[1].split(";"):
+            yield from _read(part, row, column)
+        return
+    found = ACTION.fullmatch(text)
+    takes_microbatch = found is not None and found[2] not in (*WEIGHTS, REDUCTION)
+    if found is None or bool(found[3]) != takes_microbatch:
+        raise ValueError(
+            f"row {row}, column {column}: {text!r}: expected an action, such as 2F0 (segment 2, microbatch 0), 2B0, "
+            "2I0, 2W0, 2SEND_F0, 2RECV_B0, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD or (2F1;3B0)OVERLAP_F_B"
+        )
+    yield Action(found[2], int(found[1]), int(found[3]) if takes_microbatch else -1, row, column)
+
+
+# ---- A stage's program with its gathers, or its reductions, where a row of actions has them, in place of its own.
+#
+# 0UNSHARD        gather the units of segment 0 that are not there
+# 0RESHARD        their slots are free: for segments that are never there at the same time
+# 0REDUCE_GRAD    reduce what the units of segment 0 have added up, each in a gradient slot of its own
+
+
+def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reductions: bool) -> Program:
+    """`program` with the gathers of `actions`, the row that its order was made of, with their reductions, or both."""
+    if not gathers and not reductions:
+        return program
+    dropped = (*[Gather, Stash] * gathers, *[Reduce, AllReduce] * reductions)
+    slots = _slots(program.trace, actions) if gathers else {}
+    listed = list(_listed(program.trace, actions, slots, gathers, reductions))
+    ops: list[Op] = list(listed[0])
+    assert program.trace.split is not None
+    for op, call, _, ends in in_calls(program.ops, _calls(actions), program.trace.split):
+        if isinstance(op, dropped):
+            continue
+        if isinstance(op, Forward | Backward):
+            visit = program.trace.visits[op.visit]
+            if gathers and op.slots:
+                op = op._replace(slots=tuple(slots[unit] for unit in visit.units))
+            if reductions and isinstance(op, Backward) and op.grad_slots:
+                op = op._replace(grad_slots=visit.trained)
+            elif reductions and isinstance(op, Forward):
+                op = op._replace(early=())
+        ops.append(op)
+        if ends:
+            ops += listed[call + 1]
+    return Program(program.trace, tuple(begun_early(ops) if reductions else ops))
+
+
+def _listed(
+    trace: Trace, actions: Iterable[Action], slots: dict[int, int], gathers: bool, reductions: bool
+) -> Iterator[list[Op]]:
+    """The ops of a row's actions: those before its first call, and those after each of its calls."""
+    held: Counter[int] = Counter()  # unit -> segments that want it
+    added: set[int] = set()  # units with a gradient that is not reduced
+    left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
+    ops: list[Op] = []
+    for action in actions:
+        visits = [trace.visits[number] for number in _visits(trace, action.segment)]
+        units = tuple(dict.fromkeys(unit for visit in visits for unit in visit.units))
+        if action.call is not None:
+            yield ops
+            ops = []
+            if action.call.kind in ("backward", "weights"):
+                trained = [unit for visit in visits for unit in visit.trained]
+                added.update(trained)
+                left.subtract(trained)
+        elif gathers and action.word == "UNSHARD":
+            missing = {unit for unit in units if not held[unit]}
+            for visit in visits:
+                new = tuple(unit for unit in visit.units if unit in missing)
+                ops += [Gather(new, tuple(slots[unit] for unit in new))] * bool(new)
+                missing.difference_update(new)
+            held.update(units)
+        elif gathers and action.word in WEIGHTS:
+            held.subtract(units)
+        elif reductions and action.word == REDUCTION:
+            for visit in reversed(visits):
+                ready = tuple(unit for unit in visit.trained if unit in added)
+                added.difference_update(ready)
+                ops += [Reduce(ready, ready)] * bool(ready)
+                complete = tuple(unit for unit in ready if not left[unit])
+                ops += [AllReduce(complete)] * bool(complete and trace.replicas > 1)
+    yield ops + sums_over_stages(trace) * reductions
+
+
+def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
+    """Unit -> slot: segments that are there at the same time are in different ones, units of a size share them."""
+    assert trace.split is not None and trace.stage is not None
+    there: list[int] = []
+    beside: dict[int, set[int]] = {}
+    for action in actions:
+        if action.word == "UNSHARD":
+            beside.setdefault(action.segment, set()).update(there)
+            for other in there:
+                beside[other].add(action.segment)
+            there.append(action.segment)
+        elif action.word == "RESHARD":
+            there.remove(action.segment)
+    lane: dict[int, int] = {}
+    for segment, others in beside.items():
+        taken = {lane[other] for other in others if other in lane}
+        lane[segment] = next(k for k in range(len(beside)) if k not in taken)
+    uses = Counter(unit for segment in trace.split.of(trace.stage) for unit in _units(trace, segment))
+    numbers: dict[tuple[int, ...], int] = {}
+    slots: dict[int, int] = {}
+    for segment in trace.split.of(trace.stage):
+        sizes: Counter[int] = Counter()
+        for unit in _units(trace, segment):
+            size = trace.units[unit].gather_bytes
+            key = (-1, unit) if uses[unit] > 1 else (lane.get(segment, -2), size, sizes[size])
+            sizes[size] += 1
+            slots[unit] = numbers.setdefault(key, len(numbers))
+    return slots
+
+
+def _units(trace: Trace, segment: int) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(unit for number in _visits(trace, segment) for unit in trace.visits[number].units))
+
+
+def _visits(trace: Trace, segment: int) -> range:
+    split: Split | None = trace.split
+    assert split is not None
+    return split.visits(segment)
+
+
+# ---- A schedule from rows.
+#
+#     rows = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+#     ya.train_step(loss_fn, tx, schedule=ya.schedules.from_actions(rows, ya.schedules.zero3()))
+#
+# What rows say is taken as they say it, and what they leave open is ours: without SEND and RECV the messages, without
+# UNSHARD and RESHARD the gathers, without REDUCE_GRAD the reductions.
+
+MOST = 8
+"""Wrong actions that a refusal names."""
+
+
+def from_actions(
+    rows: Sequence[Sequence[Any]] | Mapping[int, Sequence[Any]] | str | os.PathLike[str],
+    sharding: Schedule | None = None,
+) -> Schedule:
+    """A schedule from rows of actions, one for each stage: strings ("0F0", "1I3", "0UNSHARD", "1RECV_F2",
+    "(0F1;1B0)OVERLAP_F_B"), torch's own actions, or the path of a CSV that torch has written.
+
+    Torch's stages are segments here, its ranks stages: the state must be assigned so, segment by segment. `2SEND_F0`
+    sends what segment 3 takes of segment 2 in microbatch 0.
+
+    sharding: what builds each stage's program, `zero2()` by default. What rows say of gathers and reductions takes the
+        place of its own; recomputation and updates are its own in any case
+
+    Raises ValueError for what is no action, and, when a step is traced, Refused with row, column and action: rule
+    `calls` where the calls are no step, `weights` where one has no weights, `flow` where what it takes has not come or
+    is not sent, `reduce` and `once` where a gradient is not reduced once, `deadlock` where calls wait for each other.
+
+    >>> schedule = ya.schedules.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], ya.schedules.zero3())
+    >>> len(ya.verify(schedule(two_stages)).stages)
+    2
+    """
+    actions = read_rows(rows)
+    inside = sharding_of(sharding)
+    words = {action.word for row in actions for action in row}
+
+    def schedule(trace: Trace) -> Program:
+        split = split_of(trace)
+        if not trace.trains:
+            return staged(forward_only, inside)(trace)
+        _check_shape(split, actions)
+        _check_calls(split, actions, trace)
+        if not words.isdisjoint(WEIGHTS):
+            _check_weights(actions)
+        if REDUCTION in words:
+            _check_reductions(trace, split, actions)
+        listed = not words.isdisjoint(MESSAGES)
+        if not listed:
+            lists = with_messages(split, [_calls(row) for row in actions])
+        else:
+            _check_flows(split)
+            lists = [list(_items(split, row)) for row in actions]
+
+        def as_listed(part: Trace) -> Program:
+            assert part.stage is not None
+            gathers = not words.isdisjoint(WEIGHTS)
+            return literal(inside(part), actions[part.stage], gathers=gathers, reductions=REDUCTION in words)
+
+        return pipeline(trace, lists, as_listed, together=listed)
+
+    return schedule
+
+
+def _check_shape(split: Split, rows: Sequence[Sequence[Action]]) -> None:
+    """Checks that there is a row for each stage, and segments are on the stages of their rows."""
+    if len(rows) != split.stages:
+        raise ValueError(
+            f"from_actions: {len(rows)} rows of actions for {split.stages} stages; build the state on "
+            f"ya.mesh(stage={len(rows)})"
+        )
+    homes: dict[int, set[int]] = {}
+    for stage, row in enumerate(rows):
+        for action in row:
+            homes.setdefault(action.segment, set()).add(stage)
+    count = max(homes, default=-1) + 1
+    one_each = sorted(homes) == list(range(count)) and all(len(stages) == 1 for stages in homes.values())
+    found = [min(homes[segment]) for segment in range(count)] if one_each else None
+    if found and tuple(found) != split.homes:
+        raise ValueError(
+            f"from_actions: the rows have segments on stages {' '.join(map(str, found))}, the state has them on "
+            f"{' '.join(map(str, split.homes))}; give it that assignment (ya.schedules.assign: per_stage, shape)"
+        )
+
+
+def _check_calls(split: Split, rows: Sequence[Sequence[Action]], trace: Trace) -> None:
+    calls = [[action for action in row if action.call is not None] for row in rows]
+    found: list[str] = []
+    first: int | None = None
+    for stage, at, why in wrong_calls(split, [_calls(row) for row in rows], trace.microbatches, trace.trains):
+        where = f"row {stage}" if at is None else f"row {stage}, column {calls[stage][at].column} ({calls[stage][at]})"
+        found.append(f"{where}: {why}")
+        first = stage if first is None else first
+    if found:
+        more = [f"... and {len(found) - MOST} more"] * (len(found) > MOST)
+        lines = [f"rule 'calls': {found[0]}", *[f"    {line}" for line in [*found[1:MOST], *more]]]
+        raise Refused("calls", -1, "\n".join(lines), first)
+
+
+def _calls(row: Sequence[Action]) -> list[Call]:
+    return [action.call for action in row if action.call is not None]
+
+
+def _check_weights(rows: Sequence[Sequence[Action]]) -> None:
+    for row in rows:
+        there: set[int] = set()
+        for action in row:
+            if action.word == "UNSHARD" and action.segment in there:
+                action.refuse("weights", f"segment {action.segment} is there already")
+            if action.word in ("RESHARD", "F", "B", "I") and action.segment not in there:
+                why = f"the weights of segment {action.segment} are not there; no {action.segment}UNSHARD before it"
+                action.refuse("weights", why)
+            if action.word == "UNSHARD":
+                there.add(action.segment)
+            elif action.word == "RESHARD":
+                there.remove(action.segment)
+
+
+def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action]]) -> None:
+    for row in rows:
+        added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
+        for action in row:
+            visits = trace.visits[slice(*split.segments[action.segment])] if action.segment < len(split.homes) else ()
+            if not any(visit.trained for visit in visits):
+                continue
+            if action.word in ("B", "W"):
+                added[action.segment] = action
+            elif action.word == REDUCTION and added.pop(action.segment, None) is None:
+                action.refuse("reduce", f"there is no gradient of segment {action.segment} that is not reduced")
+        for segment, action in added.items():
+            action.refuse("once", f"what it adds to the gradient is never reduced; no {segment}REDUCE_GRAD after it")
+
+
+def _check_flows(split: Split) -> None:
+    """Checks that the rows' messages are all there can be: they name those between neighbours."""
+    for source, target, *_ in split.flows:
+        if target != source + 1 and split.homes[source] != split.homes[target]:
+            raise ValueError(
+                f"from_actions: the rows list messages from segment to next segment, but in this step segment {target} "
+                f"takes something of segment {source} (a skip connection), which they cannot name; leave SEND and RECV "
+                "out of them, and all messages are put where they are needed"
+            )
+
+
+def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
+    """A row's calls with its messages, as they are listed."""
+    made: dict[Parcel, Action] = {}  # what is not sent yet
+    come: dict[Parcel, Action] = {}  # what is not taken yet
+    kept: set[Parcel] = set()  # what is for another segment of this stage
+    calls = {action.call for action in row}
+    for action in row:
+        call = action.call
+        if call is not None:
+            for parcel in takes(split, call):
+                source, target = split.ends(parcel.flow, parcel.back)
+                if source == target and parcel not in kept:
+                    action.refuse("flow", "what it takes is made by a later call of its row")
+                if source != target and come.pop(parcel, None) is None:
+                    word = f"{call.segment}{'RECV_B' if parcel.back else 'RECV_F'}{call.microbatch}"
+                    action.refuse("flow", f"what it takes has not come: no {word} before it")
+            for parcel in gives(split, call):
+                source, target = split.ends(parcel.flow, parcel.back)
+                if source == target:
+                    kept.add(parcel)
+                else:
+                    made[parcel] = action
+            yield call
+        elif action.word in MESSAGES:
+            own = _of(split, action, calls)
+            parcels = takes(split, own) if action.word.startswith("RECV") else gives(split, own)
+            for parcel in parcels:
+                source, target = split.ends(parcel.flow, parcel.back)
+                if source == target:
+                    continue
+                if action.word.startswith("RECV"):
+                    if parcel in come:
+                        action.refuse("flow", "it has been received already")
+                    come[parcel] = action
+                    yield Receive(parcel.flow, 0, parcel.microbatch, parcel.back)
+                else:
+                    if made.pop(parcel, None) is None:
+                        action.refuse("flow", f"there is nothing to send: no {written(own)} before it, or sent already")
+                    yield Send(parcel.flow, 0, parcel.microbatch, parcel.back)
+    for action in made.values():
+        way = "SEND_F" if action.word == "F" else "SEND_B"
+        action.refuse("flow", f"what it gives is never sent; no {action.segment}{way}{action.microbatch} after it")
+    for action in come.values():
+        action.refuse("flow", "nothing takes what is received")
+
+
+def _of(split: Split, action: Action, calls: set[Call | None]) -> Call:
+    """The call whose message an action sends or receives."""
+    if action.segment not in split.of(action.row):
+        action.refuse("calls", f"segment {action.segment} is not on stage {action.row}")
+    forward = Call("forward", action.segment, action.microbatch)
+    if action.word.endswith("F"):
+        return forward
+    halves = forward._replace(kind="inputs")
+    return halves if halves in calls else forward._replace(kind="backward")
