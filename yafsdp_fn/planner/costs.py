@@ -155,6 +155,11 @@ def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, rec
     return through_memory(cluster, nbytes)
 
 
+def seconds_of(found: Iterable[Phase]) -> float:
+    """The seconds of phases, one after the other."""
+    return sum(phase.seconds for phase in found)
+
+
 def link(trace: Trace, cluster: Cluster, flow: int) -> str:
     """ "node" or "network": what a flow's messages go over. Stages follow each other, and neighbours share a node."""
     assert trace.split is not None

@@ -15,7 +15,11 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.costs import groups, phases, seconds_of
+from yafsdp_fn.program.ops import Backward, Forward, Op, Send
 from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules.messages import Pace
 
 Rows = Sequence[Sequence[Call]]
@@ -40,6 +44,34 @@ class Calls(NamedTuple):
     message: float
     held: tuple[float, ...]
     between: tuple[float, ...]
+
+    @staticmethod
+    def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "Calls":
+        """The calls of a step that is cut, with memory in bytes. recomputed: visits"""
+        split = trace.split
+        assert split is not None
+        places = groups(trace, cluster)
+
+        def seconds(op: Op, recompute: bool = False) -> float:
+            return seconds_of(phases(op, trace, cluster, places, recompute))
+
+        def held(visit: int) -> int:
+            cost, again = trace.visits[visit].cost, visit in recomputed
+            taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
+            return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
+
+        segments = [split.visits(segment) for segment in range(len(split.homes))]
+        crossing = [number for number in range(len(split.flows)) if len(set(split.ends(number, False))) > 1]
+        return Calls(
+            split.homes,
+            trace.microbatches,
+            tuple(sum(seconds(Forward(v, (), True)) for v in own) for own in segments),
+            tuple(sum(seconds(Backward(v, (), (), half="inputs"), v in recomputed) for v in own) for own in segments),
+            tuple(sum(seconds(Backward(v, (), (), half="weights")) for v in own) for own in segments),
+            max((seconds(Send(number, 0)) for number in crossing), default=0.0),
+            tuple(sum(map(held, own)) for own in segments),
+            tuple(sum(trace.visits[v].cost.between_bytes for v in own) for own in segments),
+        )
 
     @property
     def stages(self) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from yafsdp_fn.dist.ranks import EXPERT
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.bound import Bound, bound, seconds_of
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.compare import Comparison, compare
-from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
+from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute, seconds_of
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import LINKS, tasks, work
 from yafsdp_fn.planner.space import (
