@@ -18,8 +18,8 @@ from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
 from yafsdp_fn.planner import Found, Written, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points
-from yafsdp_fn.planner.space import Point, arrangements
-from yafsdp_fn.planner.stage_config import StageConfig, _several
+from yafsdp_fn.planner.space import Order, Point, arrangements
+from yafsdp_fn.planner.stage_config import Changes, StageConfig, _several
 from yafsdp_fn.planner.synthesize import Synthesis
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
@@ -52,6 +52,19 @@ def test_configurations_of_stages_are_their_programs() -> None:
             made, theirs = StageConfig.of(inside, part.trace).program(part.trace), inside.schedule()(part.trace)
             assert simulate(made, SLOW).seconds == simulate(theirs, SLOW).seconds, point
             assert predict_memory(made).peak_bytes == predict_memory(theirs).peak_bytes, point
+
+
+def test_changes_of_any_stage_can_be_built() -> None:
+    """Stages of an embedding alone, of a layer, of a head: what a change makes is a configuration."""
+    order = Order("one_f_one_b", len(traced().visits), 1, 8)
+    point = Point("zero3", (("stage", order.stages), ("shard", 2)), order=order)
+    rng, units = random.Random(0), frozenset(range(len(traced().units)))
+    for part in point.program(traced()).parts:
+        changes, config = Changes(part.trace, SLOW, rng), StageConfig.of(point, part.trace)
+        for _ in range(50):
+            config = changes.of(config)
+            assert config.recomputed <= set(changes.layers) and config.resident | config.own_grads <= units
+        assert config.program(part.trace)
 
 
 def written(microbatches: int = 2, moves: int = 60, **options: object) -> Written:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.compare import Comparison, compare
-from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute, seconds_of
+from yafsdp_fn.planner.costs import phases_of_compute, seconds_of
+from yafsdp_fn.planner.orders import Calls, evaluate
 from yafsdp_fn.planner.plan import DoesNotFit
-from yafsdp_fn.planner.simulate import LINKS, tasks, work
 from yafsdp_fn.planner.space import (
     Choice,
     Mesh,
@@ -30,7 +29,6 @@ from yafsdp_fn.planner.space import (
     layers,
 )
 from yafsdp_fn.planner.synthesize import Report, Synthesis, Written
-from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
@@ -59,9 +57,8 @@ NEARBY = 4
 SWEEP = 6
 """Numbers of recomputed layers in the coarse sweep."""
 
-HALVED = ("zero_bubble", *pipelines.V_SHAPED)
-"""Orders with backwards in halves."""
-
+AMPLE = 1 << 60
+"""Bytes in which everything fits."""
 UNDER_WAY = 3
 """Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
 
@@ -257,13 +254,11 @@ class Sweep:
         self.layers = max(map(layers, self.parts))
         self.shown = SHOWN if order is None and alike_on(trace) == 1 else STAGES_SHOWN
         self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
-        if order is None:
-            several = self.whole.microbatches > 1
-            program = self._program(plain._replace(kept=self.layers, prefetch=PREFETCHES[-1], defer=several))
-            self.bound = work(program, tasks(program, cluster), cluster).seconds
-        else:
-            alone = max(least_communication(part, cluster) for part in self.parts)
-            self.bound = max(least_seconds(self.whole, order, cluster), alone)
+        self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.parts)
+        if order is not None:
+            calls = Calls.of_step(self.whole, cluster)._replace(message=0.0)
+            rows = pipelines.ORDERS[order.name](pipelines.split_of(self.whole), order.microbatches)
+            self.bound = max(self.bound, evaluate(calls, rows).seconds)
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """The fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
@@ -293,16 +288,19 @@ class Sweep:
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
         forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
-        again = min(map(seconds_of, forwards), default=0.0)
+        again = order.microbatches * min(map(seconds_of, forwards), default=0.0)
         found: list[Choice] = []
         for defer in (True, False) if self.defers else (False,):
             point = self.plain._replace(defer=defer)
             least = self._least_remat(point)
-            for number in () if least is None else sorted({least, (least + self.layers) // 2, self.layers}):
-                slower = self.bound + order.microbatches * number * again
-                if slower < min([fastest, *(choice.step_s for choice in found)]):
-                    choice = self._filled(point, number)
-                    found += [choice] if choice.peak_bytes <= self.budget else []
+            if least is None:
+                continue
+            for recomputed in sorted({least, (least + self.layers) // 2, self.layers}):
+                if self.bound + again * recomputed < fastest:
+                    choice = self._filled(point, recomputed)
+                    if choice.peak_bytes <= self.budget:
+                        found.append(choice)
+                        fastest = min(fastest, choice.step_s)
         return found
 
     def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
@@ -353,14 +351,13 @@ class Sweep:
 
 
 def _spares(point: Point, found: Sequence[Choice]) -> bool:
-    """Tells whether an order is of less memory than another that lies as it does, and recomputes nothing in what there
-    is."""
+    """Tells whether an order takes less memory than another of the same layout, which recomputes nothing already."""
     order = point.order
     if order is None or order.name not in pipelines.V_SHAPED[1:]:
         return False
-    others = (point._replace(order=order._replace(name=name)) for name in pipelines.V_SHAPED)
-    plain = [(other.builder, other.mesh, other.order) for other in others]
-    return any((c.point.builder, c.point.mesh, c.point.order) in plain and not c.point.remat for c in found)
+    alike = [(point.builder, point.mesh, order._replace(name=name)) for name in pipelines.V_SHAPED]
+    plain = [choice.point for choice in found if not choice.point.remat]
+    return any((other.builder, other.mesh, other.order) in alike for other in plain)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
@@ -368,8 +365,7 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
-    assert whole.split is not None
-    rows = pipelines.ORDERS[order.name](whole.split, few.microbatches)
+    rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), few.microbatches)
     return [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 
@@ -387,7 +383,7 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
                 yield Point(builder, (("stage", number), *mesh), order=order)
 
 
-# ---- orders, meshes, and what no program of them is faster than
+# ---- Orders and meshes.
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
@@ -421,39 +417,3 @@ def staged_arrangements(ranks: int, cluster: Cluster, inside: Mesh = ()) -> Iter
             yield "hsdp", (("replicate", ranks // size), ("shard", size // alike), *inside)
     if ranks > 1 and alike == 1:
         yield "ddp", (("replicate", ranks), ("shard", 1))
-
-
-def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
-    """No program of `order` is faster: what comes before a stage's first call, its calls, what comes after its last."""
-    assert whole.split is not None
-    halved = order.name in HALVED
-    forward, backward, inputs = ([0.0] * len(whole.split.homes) for _ in range(3))
-    for visit in whole.visits:
-        at = whole.split.segment(visit.id)
-        forward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
-        backward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
-        inputs[at] += seconds_of(
-            phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True)
-        )
-    most = 0.0
-    for stage in range(order.stages):
-        own = whole.split.of(stage)
-        busy = order.microbatches * sum(forward[s] + backward[s] for s in own)
-        fill, drain = sum(forward[: own[0]]), sum((inputs if halved else backward)[: own[0]])
-        most = max(most, fill + busy + (0.0 if halved else drain))
-    return most
-
-
-def least_communication(part: Trace, cluster: Cluster) -> float:
-    """Seconds of a link or stream, of a program of `part` that gathers each of its units once, and reduces it once."""
-    places, held = groups(part, cluster), [unit.id for unit in part.units if unit.numel]
-    links: defaultdict[str, float] = defaultdict(float)
-    for unit in held:
-        ops: list[Op] = [Gather((unit,), (0,))]
-        if unit in part.trained:
-            ops += [Reduce((unit,), (0,)), *[AllReduce((unit,))] * (part.replicas > 1)]
-        for op in ops:
-            for resource, seconds in phases(op, part, cluster, places, False):
-                links[op.stream] += seconds
-                links[resource] += seconds * (resource in LINKS)
-    return max(links.values(), default=0.0)

@@ -179,16 +179,20 @@ class Changes:
         self.layers = sorted(price, key=lambda v: (price[v], v))
         self.kinds = [*map(frozenset, kinds.values())]
         self.units = sorted({unit for visit in trace.visits for unit in visit.units})
-        members = {"recomputed": sorted(self.layers), "resident": self.units, "own_grads": self.units}
+        self._members = {"resident": self.units, "own_grads": self.units}
+        self._fields = ["resident", "resident", "own_grads", "prefetch", "width", "by_size"]
         if trace.microbatches > 1:
-            members["deferred"] = self.units
-        if trace.split is None:
-            members["offloaded"] = sorted(self.layers)
+            self._members["deferred"] = self.units
         if "local" in dict(trace.mesh):
-            members["secondary"] = self.units
-        self._members = {field: numbers for field, numbers in members.items() if numbers}
-        self._fields = ["recomputed", "resident", *members, "prefetch", "width", "by_size"]
-        self._fields += ["kind"] * bool(kinds) + ["update"] * (trace.update_when != "never")
+            self._members["secondary"] = self.units
+        if trace.update_when != "never":
+            self._fields.append("update")
+        if self.layers:
+            self._members["recomputed"] = sorted(self.layers)
+            self._fields += ["recomputed", "recomputed", "kind"]
+            if trace.split is None:
+                self._members["offloaded"] = sorted(self.layers)
+        self._fields += [field for field in self._members if field not in self._fields]
 
     def of(self, config: StageConfig) -> StageConfig:
         """Makes one to three changes; a change that takes memory is often paid for by one that frees some."""
