@@ -22,8 +22,7 @@ from train.plan.step import YAFSDP, Options, over_axes, schedule_of, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Comparison, Found, Plan, min_ckpt_layers, search, simulate
 from yafsdp_fn.planner.cluster import cluster
-from yafsdp_fn.planner.footprint import words
-from yafsdp_fn.planner.plan import PARTS, axes
+from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.util.words import counted
 
@@ -86,7 +85,7 @@ def run(options: Options) -> Result:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
         name = f"{', '.join(words)}, {recomputed} of {config.layers} layers recomputed"
-    plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)
+    plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)._replace(tokens=options.tokens)
     others = {
         "fsdp": simulate(peers.fsdp(remat=again)(flat), published),
         "fsdp2": simulate(peers.fsdp2(remat=again)(flat), where),
@@ -190,37 +189,26 @@ class Result:
     def show(self, console: Console) -> None:
         """Prints the result for people."""
         options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
-        _heading(console, options, plan.cluster)
-        console.print(self._time(), "", self._others(), sep="\n")
-        doubt = '; "saved" leaves out what is unexplained' * (self.others["yafsdp"].overhead > 0)
-        console.print(f"as fitted: to published times{doubt}\n", highlight=False)
-        console.print(_memory(plan), "", sep="\n")
-        fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
-        console.print(f"fewest layers that must recompute with {self.options.schedule}: {fewest}", highlight=False)
-        if not plan.fits and options.ckpt_layers is not None:  # else it is the command's error
-            why = f"does not fit: {plan.memory.why_not(plan.budget)}"
-            console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
-        if self.found is not None:
-            builders, drawn = dataclasses.replace(self.found, written=None), self.drawn
-            searched = f"\nsearched for the same {self.tokens:,} tokens a step\n{builders}"
-            searched += f"\n\n{drawn}" * isinstance(drawn, Comparison)
-            console.print(searched, markup=False, highlight=False, soft_wrap=True)
 
-    def _time(self) -> Table:
-        plan, rate, (low, high) = self.plan, self.tokens / self.plan.step_s, self.plan.range_s
-        speed = f"{rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a {_device(plan.cluster)}"
-        gains = sorted(plan.sensitivity().items(), key=lambda item: -item[1])[:3]
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="cyan")
-        table.add_column(overflow="fold")
-        table.add_row("schedule", self.schedule)
-        table.add_row("step", f"[bold]{plan.step_s:.3f} s[/] ({low:.3g} to {high:.3g}), {speed}")
-        alone = zip(PARTS, plan.work, strict=True)
-        table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
-        table.add_row("bound by", f"{plan.bound_in_words}; {plan.headroom_in_words}")
-        table.add_row("at least", self.plan.least.against(plan.step_s))
-        table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
-        return table
+        def line(text: object, **style: Any) -> None:
+            console.print(str(text), markup=False, highlight=False, soft_wrap=True, **style)
+
+        _heading(console, options, plan.cluster)
+        line(f"{self.schedule}: {self.tokens / plan.step_s / options.gpus:,.0f} tokens/s a {_device(plan.cluster)}")
+        line(plan)
+        line("")
+        console.print(self._others())
+        doubt = '; "saved" leaves out what is unexplained' * (self.others["yafsdp"].overhead > 0)
+        line(f"as fitted: to published times{doubt}\n")
+        fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
+        line(f"fewest layers that must recompute with {options.schedule}: {fewest}")
+        if not plan.fits and options.ckpt_layers is not None:  # else it is the command's error
+            line(f"does not fit: {plan.memory.why_not(plan.budget)}", style="red")
+        if self.found is not None:
+            line(f"\nsearched for the same {self.tokens:,} tokens a step")
+            line(dataclasses.replace(self.found, written=None))
+            if isinstance(self.drawn, Comparison):
+                line(f"\n{self.drawn}")
 
     def _others(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -309,17 +297,3 @@ class Compared:
         """Raises DoesNotFit where none of them fits."""
         if not any(plan.fits for plan in self.found.plans.values()):
             min(self.found.plans.values(), key=lambda plan: plan.memory.peak_bytes).check()
-
-
-def _memory(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("memory of a rank at its peak")
-    for heading in ("GiB", "part"):
-        table.add_column(heading, justify="right")
-    peak = max(plan.memory.peak_bytes, 1)
-    for name, size in plan.memory.itemised().items():
-        if size:
-            table.add_row(words(name), f"{size / 2**30:.2f}", f"{size / peak:.0%}")
-    table.add_section()
-    table.add_row("all", f"{peak / 2**30:.2f}", f"of {plan.budget / 2**30:.1f}")
-    return table

@@ -24,8 +24,8 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
+from train.plan.step import Inside, trace_of
 from yafsdp_fn.dist.ranks import MOST_RANKS
-from yafsdp_fn.planner import trace
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Assignment, Schedule, Trace
 from yafsdp_fn.util.schema import Within, shown, typed_at
@@ -175,19 +175,12 @@ class Job:
 
     def traced(self, context: int, tensor: int, rows: int, microbatches: int, ranks: int) -> Trace:
         """The step over these axes, on `ranks` ranks of a stage, in microbatches of so many sequences."""
-        inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
+        inside = Inside(tensor=tensor, context=context).inside
         over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
         over.check(self.config, self.seq_len // context, inside)
-        tokens = torch.empty((rows * microbatches, self.seq_len // context), dtype=torch.int64, device="meta")
-        return trace(
-            models.of(self.config).loss(self.config, axes=over),
-            models.of(self.config).params(self.config, **over.options),
-            {"tokens": tokens, "targets": tokens},
-            mesh=axes(ranks, **inside),
-            precision=self.precision,
-            microbatches=microbatches,
-            tx=ya.optim.chain(ya.optim.clip_by_global_norm(self.max_norm), ya.optim.adamw(3e-4)),
-        )
+        tokens = rows * microbatches, self.seq_len // context
+        mesh = axes(ranks, **inside)
+        return trace_of(self.config, tokens, over, 1, mesh, microbatches, self.precision, max_norm=self.max_norm)
 
     def own(self) -> Trace:
         """The trace of the file's step, on the file's mesh."""

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,14 +21,12 @@ from rich.table import Table
 
 import yafsdp_fn as ya
 from train.plan.job import MOST_RUNS, Job, modules_of, read
+from train.plan.step import Options, doubling
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.words import counted
-
-if TYPE_CHECKING:
-    from train.plan.step import Options
 
 ON_STAGES, ALONE = "its stages", "no stages"
 """Names of what is searched for."""
@@ -74,15 +72,11 @@ def _searched_on_stages(job: Job, where: Cluster, budget: int) -> Found | None:
 
 def _over_axes(job: Job, where: Cluster, rows: int) -> Iterator[Trace]:
     """The step of `job` over tensor and context, in microbatches of so many sequences."""
-    for tensor, context in itertools.product(_doubling(min(where.gpus_per_node, job.gpus)), sorted({1, job.context})):
+    for tensor, context in itertools.product(doubling(min(where.gpus_per_node, job.gpus)), sorted({1, job.context})):
         microbatches, left = divmod(job.sequences * tensor * context, job.gpus * rows)
         if 0 < microbatches <= MOST_RUNS and not left:
             with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
                 yield job.traced(context, tensor, rows, microbatches, job.gpus)
-
-
-def _doubling(most: int) -> Iterator[int]:
-    return (2**k for k in range(most.bit_length()))
 
 
 @dataclasses.dataclass(frozen=True)

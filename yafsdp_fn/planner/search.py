@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from yafsdp_fn.dist.ranks import EXPERT
@@ -178,42 +178,47 @@ def search(
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
     world = ranks or traces[0].stage_ranks
-    sweeps: list[Sweep] = []
-    for each in traces:
-        if 1 in stages and (alone := _shared(each, world, total)) is not None:
-            # the first is zero3
-            sweeps += [Sweep(Point(*on), alone, where, budget) for on in arrangements(alone, where)]
-        points = staged_points(each, [n for n in stages if n > 1], world, where, total)
-        sweeps += [Sweep(point, each, where, budget) for point in points]
+    sweeps = [sweep for each in traces for sweep in _sweeps(each, stages, world, total, where, budget)]
     if not sweeps:
         raise ValueError(
             f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {world} ranks; "
             "take more stages, more microbatches, or fewer ranks"
         )
-    found: list[Choice] = []
-    of: dict[Point, Trace] = {}
+    found: dict[Choice, Trace] = {}
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if (
-            sweep.bound < fastest * sweep.shown
-            and not _spares(sweep.plain, found)
-            and (choice := sweep.best(fastest)) is not None
-        ):
-            found.append(choice)
-            of[choice.point] = sweep.trace
+        if sweep.bound >= fastest * sweep.shown or _spares(sweep.plain, found):
+            continue
+        choice = sweep.best(fastest)
+        if choice is not None:
+            found[choice] = sweep.trace
             fastest = min(fastest, choice.step_s)
     if not found:
-        raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
+        least = min((sweep.least() for sweep in sweeps), key=lambda memory: memory.peak_bytes)
+        raise DoesNotFit(least.why_not(budget))
     best, *others = sorted(found, key=by_seconds)
     others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
+    others = others[:runners_up]
     default = sweeps[0].fewest_recomputed() if sweeps[0].plain.order is None else None
-    result = Found(best, tuple(others[:runners_up]), default, of[best.point], where, budget)
+    result = Found(best, tuple(others), default, found[best], where, budget)
     if not synthesize:
         return result
-    near = [choice.point for choice in (best, *others[:runners_up]) if of[choice.point] is of[best.point]]
-    alike = [point for point in near if (point.order is None) == (best.point.order is None)]
-    writing = Synthesis(of[best.point], alike, where, budget, seed, resume)
+    step, several = found[best], best.point.order is not None
+    alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
+    writing = Synthesis(step, alike, where, budget, seed, resume)
     return dataclasses.replace(result, written=writing.run(moves, seconds=synthesize, report=report))
+
+
+def _sweeps(
+    trace: Trace, stages: Sequence[int], world: int, total: int, cluster: Cluster, budget: int
+) -> Iterator["Sweep"]:
+    """Every builder on every mesh of `world` ranks, for `total` microbatches; the first is zero3 without stages."""
+    alone = _shared(trace, world, total) if 1 in stages else None
+    if alone is not None:
+        for builder, mesh in arrangements(alone, cluster):
+            yield Sweep(Point(builder, mesh), alone, cluster, budget)
+    for point in staged_points(trace, [number for number in stages if number > 1], world, cluster, total):
+        yield Sweep(point, trace, cluster, budget)
 
 
 def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
@@ -350,7 +355,7 @@ class Sweep:
         return point.schedule()(self.whole)
 
 
-def _spares(point: Point, found: Sequence[Choice]) -> bool:
+def _spares(point: Point, found: Iterable[Choice]) -> bool:
     """Tells whether an order takes less memory than another of the same layout, which recomputes nothing already."""
     order = point.order
     if order is None or order.name not in pipelines.V_SHAPED[1:]:
