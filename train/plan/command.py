@@ -62,7 +62,8 @@ def run(options: Options) -> Result:
 
     On a100-80g FSDP and YaFSDP are as they were where they were published: on `peers.AS_RUN`.
     """
-    config, where = models.CONFIGS[options.model], cluster(options.cluster)
+    config = models.CONFIGS[options.model]
+    where = cluster(options.cluster)
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = traced(options, config, axes(options.gpus))
@@ -80,7 +81,8 @@ def run(options: Options) -> Result:
     recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
-        program, name = found.program, f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
+        program = found.program
+        name = f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
     else:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
@@ -153,7 +155,8 @@ class Result:
         return 1 - ours / theirs * (self.flat_tokens / self.tokens)
 
     def as_json(self) -> dict[str, Any]:
-        plan, gpus = self.plan, self.options.gpus
+        plan = self.plan
+        gpus = self.options.gpus
         return {
             "model": self.options.model,
             "gpus": gpus,
@@ -188,7 +191,9 @@ class Result:
 
     def show(self, console: Console) -> None:
         """Prints the result for people."""
-        options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
+        options = self.options
+        plan = self.plan
+        config = models.CONFIGS[self.options.model]
 
         def line(text: object, **style: Any) -> None:
             console.print(str(text), markup=False, highlight=False, soft_wrap=True, **style)
@@ -260,7 +265,8 @@ class Compared:
     @staticmethod
     def of(options: Options) -> Compared:
         """Plans each of --schedules, with as few recomputed layers as fit where their number is not given."""
-        config, where = models.CONFIGS[options.model], cluster(options.cluster)
+        config = models.CONFIGS[options.model]
+        where = cluster(options.cluster)
         budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
         programs: dict[str, ya.Program] = {}
         for name in options.schedules:

@@ -21,7 +21,8 @@ from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, search, simu
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Trace
 
-A100, H100 = CLUSTERS["a100-80g"], CLUSTERS["h100-80g"]
+A100 = CLUSTERS["a100-80g"]
+H100 = CLUSTERS["h100-80g"]
 SLOW = dataclasses.replace(A100, name="a100-80g, 100 Gbit/s a node", network_bandwidth=12e9)
 
 

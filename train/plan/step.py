@@ -148,7 +148,8 @@ class Options:
         cluster(self.cluster)
         longest = 1 if self.torchtitan is not None else models.CONFIGS[self.model].max_length
         for name, most in (("seq_len", longest), *MOST.items()):
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            value = getattr(self, name)
+            flag = f"--{name.replace('_', '-')}"
             if value is not None and value < (name != "gpus" or self.torchtitan is None):
                 raise ValueError(f"{flag} {value}: expected at least 1")
             if value is not None and value > most and self.torchtitan is None:
@@ -255,7 +256,8 @@ def schedule_of(options: Options, config: Shape, where: Cluster, name: str) -> t
     if options.gpus % stages.stages:
         raise ValueError(f"--schedules {name}: {options.gpus} GPUs are not a multiple of {stages.stages} stages")
     builder, words = schedule_names.parse(stages.sharding)
-    of, ranks = options.mesh, options.gpus // stages.stages
+    of = options.mesh
+    ranks = options.gpus // stages.stages
     mesh = axes(ranks, **_mesh(builder, ranks, options, where), **of.inside)
     over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
     here = traced(options, config, mesh, words.get("chunk", 1), over)

@@ -28,14 +28,16 @@ from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.words import counted
 
-ON_STAGES, ALONE = "its stages", "no stages"
+ON_STAGES = "its stages"
+ALONE = "no stages"
 """Names of what is searched for."""
 
 
 def run(options: Options) -> Result:
     """The step that the file's job runs, proved and predicted, and the fastest of this toolkit for the same tokens."""
     assert options.torchtitan is not None
-    job, where = read(options.torchtitan, options.gpus), cluster(options.cluster)
+    job = read(options.torchtitan, options.gpus)
+    where = cluster(options.cluster)
     if options.csv is not None and job.stages == 1:
         raise ValueError(f"--csv {options.csv}: {job.path} has no stages: pipeline_parallel_degree is 1")
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
@@ -101,7 +103,8 @@ class Result:
     @property
     def plans(self) -> dict[str, Plan]:
         """The step of the file, and what was found, by name."""
-        where, budget = self.plan.cluster, self.plan.budget
+        where = self.plan.cluster
+        budget = self.plan.budget
         found = {f"found, {name}": Plan.of(each.program, where, budget) for name, each in self.found.items()}
         return {"the file": self.plan, **{n: plan._replace(tokens=self.job.tokens) for n, plan in found.items()}}
 
@@ -117,7 +120,8 @@ class Result:
         self.plan.check()
 
     def as_json(self) -> dict[str, Any]:
-        plan, job = self.plan, self.job
+        plan = self.plan
+        job = self.job
         return {
             "file": str(job.path),
             "model": job.model,
@@ -143,7 +147,8 @@ class Result:
 
     def show(self, console: Console) -> None:
         """Prints the result for people."""
-        job, plan = self.job, self.plan
+        job = self.job
+        plan = self.plan
 
         def line(text: str = "", **style: Any) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True, **style)
@@ -154,7 +159,8 @@ class Result:
         line(f"{job.path}: {job.model}, {numel:.1f}B parameters, on {gpus} ({plan.cluster.name}): {axes}")
         stages = f"; {job.csv or job.order}, {counted(job.runs, 'microbatch')}" * (job.stages > 1)
         line(f"{counted(job.sequences, 'sequence')} of {job.seq_len} tokens a step; {job.checkpointed}{stages}\n")
-        ops, parts = sum(map(len, self.proved.stages)), self.proved.parts
+        ops = sum(map(len, self.proved.stages))
+        parts = self.proved.parts
         kinds = ya.schedules.Gather, ya.schedules.Reduce
         gathers, reductions = (sum(part.count(kind) for part in parts) for kind in kinds)
         both = f"{counted(gathers, 'gather')} and {counted(reductions, 'reduction')}"
@@ -181,7 +187,8 @@ class Result:
         for heading in ("step, s", "tokens/s", "a GPU", "saved", "computes idle", "GiB"):
             table.add_column(heading, justify="right")
         for name, plan in self.plans.items():
-            rate, saved = plan.tokens_per_s, 1 - plan.step_s / self.plan.step_s
+            rate = plan.tokens_per_s
+            saved = 1 - plan.step_s / self.plan.step_s
             cells = [f"{plan.step_s:.3f}", f"{rate:,.0f}", f"{rate / self.job.gpus:,.0f}"]
             cells += [f"{saved:.1%}" if saved else "", f"{plan.timeline.bubble:.1%}"]
             table.add_row(name, *cells, f"{plan.memory.peak_bytes / 2**30:.1f}")
@@ -190,7 +197,8 @@ class Result:
 
 def _settings(found: Found) -> Iterator[str]:
     """Settings of torchtitan, for stages as `found` has them."""
-    order, split = found.best.point.order, found.program.trace.split
+    order = found.best.point.order
+    split = found.program.trace.split
     assert order is not None and split is not None
     v = split.homes != (*range(split.stages),) * order.per_stage
     like = "ZBVZeroBubble" if v else "1F1B" if order.per_stage == 1 else "Interleaved1F1B"

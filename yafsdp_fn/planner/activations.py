@@ -55,7 +55,8 @@ def peak_of(program: Program) -> Peak:
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
     ends = {both: _ends(trace, *both) for both in {(kept[m], saved[m]) for m in kept}}
-    values, grads = _Held(), _Held()
+    values = _Held()
+    grads = _Held()
     inner = _Held()  # of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
@@ -76,7 +77,8 @@ def peak_of(program: Program) -> Peak:
             update(number, op.units)
         if not isinstance(op, Forward | Backward):
             continue
-        m, visit = op.microbatch, op.visit
+        m = op.microbatch
+        visit = op.visit
         cost = trace.visits[visit].cost
         taken = {value.number for value in cost.takes}
         gives = [value for value in cost.gives if value.number not in taken]
@@ -160,7 +162,8 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
     holders: defaultdict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for visit in trace.visits:
-        cost, keeps = visit.cost, visit.id in kept
+        cost = visit.cost
+        keeps = visit.id in kept
         for value in cost.takes:
             seen.add(value.number)
             in_slot = visit.id in saved and value.number in cost.carries

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from yafsdp_fn.planner.activations import held_values
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import groups, phases, seconds_of
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.planner.simulate import LINKS, check_costs
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Receive, Reduce, Send, Update
@@ -103,7 +103,7 @@ class _Path:
         self.split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
         if trace.stage is not None:  # alone, it waits for nobody
             self.split = self.split._replace(flows=())
-        self.trace, self.cluster, self.places = trace, cluster, groups(trace, cluster)
+        self.costs = Costs(trace, cluster)
         segments = range(len(self.split.homes))
         # where there are stages, segments wait for the first half of a backward alone
         half: Literal["both", "inputs"] = "both" if trace.split is None else "inputs"
@@ -119,7 +119,8 @@ class _Path:
                 self.edges.append((self._backward(target), self._backward(source), self._message(number, True)))
         self.edges.sort(key=lambda edge: edge[1])
         begins = self._begins([0.0 for _ in segments])
-        self.begins, self.turns = begins[: len(segments)], begins[: len(segments) - 1 : -1]
+        self.begins = begins[: len(segments)]
+        self.turns = begins[: len(segments) - 1 : -1]
         self.drains = [self._drain(segment) for segment in segments]
 
     def again(self, segment: int) -> float:
@@ -148,13 +149,10 @@ class _Path:
 
     def _message(self, flow: int, back: bool) -> float:
         source, target = self.split.ends(flow, back)
-        return 0.0 if source == target else self._seconds(Send(flow, 0, 0, back))
+        return 0.0 if source == target else self.costs.seconds(Send(flow, 0, 0, back))
 
     def _call(self, segment: int, op: Callable[[int], Op]) -> float:
-        return sum(self._seconds(op(visit)) for visit in self.split.visits(segment))
-
-    def _seconds(self, op: Op) -> float:
-        return seconds_of(phases(op, self.trace, self.cluster, self.places, False))
+        return sum(self.costs.seconds(op(visit)) for visit in self.split.visits(segment))
 
 
 # ---- One stage.
@@ -169,7 +167,10 @@ class _Stage:
     """
 
     def __init__(self, trace: Trace, stage: int, cluster: Cluster, path: _Path, budget: int) -> None:
-        self.cluster, self.path, self.stage, self.microbatches = cluster, path, stage, trace.microbatches
+        self.cluster = cluster
+        self.path = path
+        self.stage = stage
+        self.microbatches = trace.microbatches
         self.segments = path.split.of(stage)
         self.part = trace
         if trace.split is not None and trace.stage is None:
@@ -177,26 +178,21 @@ class _Stage:
             calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]
             self.part = part_of(trace._replace(microbatches=1), stage, calls)
         part = self.part
-        self.places = groups(part, cluster)
+        self.costs = Costs(part, cluster)
         self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
         self.units = [part.units[u] for u in sorted({u for visit in self.visits for u in visit.units})]
         trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
         self.trained = [unit for unit in self.units if unit.id in trained]
         self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
-        self.forward = {v.id: self.seconds(Forward(v.id, (), True)) for v in self.visits}
-        self.backward = {v.id: self.seconds(Backward(v.id, (), ())) * part.trains for v in self.visits}
+        self.forward = {v.id: self.costs.seconds(Forward(v.id, (), True)) for v in self.visits}
+        self.backward = {v.id: self.costs.seconds(Backward(v.id, (), ())) * part.trains for v in self.visits}
         self.recompute = {
-            v.id: self.seconds(Backward(v.id, (), ()), True) * part.trains - self.backward[v.id] for v in self.visits
+            v.id: self.costs.seconds(Backward(v.id, (), ()), True) * part.trains - self.backward[v.id]
+            for v in self.visits
         }
         self.computes = self.microbatches * sum([*self.forward.values(), *self.backward.values()])
         self._optimizer()
         self._work()
-
-    def phases(self, op: Op, recompute: bool = False) -> tuple[Phase, ...]:
-        return phases(op, self.part, self.cluster, self.places, recompute)
-
-    def seconds(self, op: Op, recompute: bool = False) -> float:
-        return seconds_of(self.phases(op, recompute))
 
     def _optimizer(self) -> None:
         part = self.part
@@ -205,13 +201,14 @@ class _Stage:
         if part.update_when == "never" or not part.trained:
             return
         ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
-        self.norm = sum(self.seconds(op) for op in ops if isinstance(op, Norm))
-        self.update = sum(self.seconds(op) for op in ops if isinstance(op, Update))
-        self.first_update = sum(self.seconds(Update((unit,))) for unit in self.first)
+        self.norm = sum(self.costs.seconds(op) for op in ops if isinstance(op, Norm))
+        self.update = sum(self.costs.seconds(op) for op in ops if isinstance(op, Update))
+        self.first_update = sum(self.costs.seconds(Update((unit,))) for unit in self.first)
 
     def _work(self) -> None:
         """Adds up what streams and links do at least."""
-        part, m = self.part, self.microbatches
+        part = self.part
+        m = self.microbatches
         computes: list[Op] = [Forward(v.id, (), True) for v in self.visits]
         computes += [Backward(v.id, (), ()) for v in self.visits if part.trains]
         fresh = tuple(unit.id for unit in self.units if unit.trainable)  # others may stay from step to step
@@ -230,7 +227,7 @@ class _Stage:
         self.calls = 0.0
         for ops, times in (computes, m), (collectives, 1), (messages, m):
             for op in ops:
-                for resource, seconds in self.phases(op):
+                for resource, seconds in self.costs.phases(op):
                     if resource in LINKS:
                         self.busy[resource] += times * seconds
                         self.calls += times * seconds * (op.stream == "compute")
@@ -263,7 +260,7 @@ class _Stage:
         part = self.part
         # the gather for the first compute; with several stages others compute meanwhile
         alone = self.first and self.path.split.stages == 1
-        gather = self.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
+        gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
         after = [self._reduction(unit.id) for unit in self.trained]
         reduction = min(after, default=0.0)
         if part.split is None and part.trains:  # the last backward is known
@@ -279,14 +276,15 @@ class _Stage:
         return max(beside_updates, after_update) + reduction
 
     def _reduction(self, unit: int) -> float:
-        replicas = self.seconds(AllReduce((unit,))) if self.part.replicas > 1 else 0.0
-        return self.seconds(Reduce((unit,), (0,))) + replicas
+        replicas = self.costs.seconds(AllReduce((unit,))) if self.part.replicas > 1 else 0.0
+        return self.costs.seconds(Reduce((unit,), (0,))) + replicas
 
     # ---- fill and drain
 
     def _fill(self) -> float:
         """Until a stage can turn, it computes forwards alone; those whose graphs are not kept are done once more."""
-        m, forwards = self.microbatches, self.microbatches * sum(self.forward.values())
+        m = self.microbatches
+        forwards = self.microbatches * sum(self.forward.values())
         turn = min(self.path.turns[segment] for segment in self.segments)
         graphs = [(m * self.forward[v.id], m * self._inner(v)) for v in self.visits]
         free = m * sum(max(0.0, self.forward[v.id] - self.recompute[v.id]) for v in self.visits)
@@ -323,9 +321,11 @@ class _Stage:
         lacks = self._lacks_on_stages() if self.part.split is not None else self._lacks()
         if lacks(least) <= 0:
             return least
-        low, high = least, 2 * least + 1e-9
+        low = least
+        high = 2 * least + 1e-9
         while lacks(high) > 0:
-            low, high = high, 2 * high
+            low = high
+            high = 2 * high
             if high > 1e6 * least:
                 return math.inf
         for _ in range(50):
@@ -335,7 +335,9 @@ class _Stage:
 
     def _lacks_on_stages(self) -> Callable[[float], float]:
         """Seconds -> bytes times seconds that lack: a graph is kept until its microbatch can come back."""
-        m, room, whole = self.microbatches, self._room_for_graphs(), self._compute()
+        m = self.microbatches
+        room = self._room_for_graphs()
+        whole = self._compute()
         graphs = []
         for segment in self.segments:
             kept_s = self.path.again(segment)
@@ -351,7 +353,9 @@ class _Stage:
     def _lacks(self) -> Callable[[float], float]:
         """Seconds -> bytes that lack between the last forward and the first backward of each microbatch, with gradients
         that are held between microbatches."""
-        part, m, whole = self.part, self.microbatches, self._compute()
+        part = self.part
+        m = self.microbatches
+        whole = self._compute()
         always, carries = held_values(part)
         head = part.visits[-1]
         held = always + carries + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
@@ -359,8 +363,9 @@ class _Stage:
         cut = [unit for unit in self.units if not self._aliased(unit)]
         weights = [(unit.gather_bytes, self._again(unit)) for unit in cut]
         summed = [unit for unit in self.trained if unit in cut and m > 1]
-        gradients = [(unit.reduce_bytes, self.phases(Reduce((unit.id,), (0,)))) for unit in summed]
-        of_weights, of_gradients = sum(nbytes for nbytes, _ in weights), sum(nbytes for nbytes, _ in gradients)
+        gradients = [(unit.reduce_bytes, self.costs.phases(Reduce((unit.id,), (0,)))) for unit in summed]
+        of_weights = sum(nbytes for nbytes, _ in weights)
+        of_gradients = sum(nbytes for nbytes, _ in gradients)
         total = (held + of_weights + of_gradients + sum(nbytes for nbytes, _ in graphs)) * (1 - 1e-9)
 
         def on(resources: tuple[str, ...]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -384,9 +389,9 @@ class _Stage:
 
     def _again(self, unit: UnitSpec) -> list[tuple[Phase, ...]]:
         """Ways to gather a unit once more: from all ranks, and from the node where there is one."""
-        ways = [self.phases(Gather((unit.id,), (0,)))]
+        ways = [self.costs.phases(Gather((unit.id,), (0,)))]
         if self.part.local_ranks_of(unit) < self.part.ranks_of(unit):
-            ways.append(self.phases(Gather((unit.id,), (0,), "node")))
+            ways.append(self.costs.phases(Gather((unit.id,), (0,), "node")))
         return ways
 
 

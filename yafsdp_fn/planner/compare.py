@@ -55,7 +55,8 @@ class Row(NamedTuple):
 
     @staticmethod
     def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "Row":
-        trace, parts = timeline.trace, timeline.parts
+        trace = timeline.trace
+        parts = timeline.parts
         sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
         return Row(
             timeline.stage_count,
@@ -168,7 +169,8 @@ class Comparison(NamedTuple):
 
     def _against(self, first: str, second: str) -> Iterator[str]:
         """Says how two timelines of one program differ, op by op; nothing of two programs."""
-        one, two = self.timelines[first], self.timelines[second]
+        one = self.timelines[first]
+        two = self.timelines[second]
         late = self.late(first, second)
         computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, Forward | Backward)}
         if not late or not computes <= late.keys():
@@ -294,6 +296,8 @@ def _size(trace: Trace) -> tuple[int, int, int]:
     schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits twice."""
     parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
     layers = [visit for visit in trace.visits if any(trace.units[unit].stack is not None for unit in visit.units)]
-    costs, calls = [visit.cost for visit in layers or trace.visits], trace.microbatches * trace.stage_ranks
-    products, attention = calls * sum(cost.flops for cost in costs), calls * sum(cost.attention_flops for cost in costs)
+    costs = [visit.cost for visit in layers or trace.visits]
+    calls = trace.microbatches * trace.stage_ranks
+    products = calls * sum(cost.flops for cost in costs)
+    attention = calls * sum(cost.attention_flops for cost in costs)
     return sum(unit.numel * parts[unit.over] for unit in trace.units), products, attention

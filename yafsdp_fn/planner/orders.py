@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.costs import groups, phases, seconds_of
-from yafsdp_fn.program.ops import Backward, Forward, Op, Send
+from yafsdp_fn.planner.costs import Costs
+from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules.messages import Pace
@@ -50,13 +50,11 @@ class Calls(NamedTuple):
         """The calls of a step that is cut, with memory in bytes. recomputed: visits"""
         split = trace.split
         assert split is not None
-        places = groups(trace, cluster)
-
-        def seconds(op: Op, recompute: bool = False) -> float:
-            return seconds_of(phases(op, trace, cluster, places, recompute))
+        seconds = Costs(trace, cluster).seconds
 
         def held(visit: int) -> int:
-            cost, again = trace.visits[visit].cost, visit in recomputed
+            cost = trace.visits[visit].cost
+            again = visit in recomputed
             taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
             return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
 
@@ -142,10 +140,12 @@ class _Simulator:
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        m, count = calls.microbatches, len(calls.homes)
+        m = calls.microbatches
+        count = len(calls.homes)
         self.size = count * m
         gaps = [calls.message * (a != b) for a, b in itertools.pairwise(calls.homes)]
-        others, nothing = count - 1, [0] * count
+        others = count - 1
+        nothing = [0] * count
         between = [after - before for before, after in zip(calls.held, calls.between, strict=True)]
         self.seconds = self._repeated([*calls.forward, *calls.inputs, *calls.weights])
         self.takes = self._repeated([*calls.held, *between, *(-nbytes for nbytes in calls.between)])
@@ -167,10 +167,13 @@ class _Simulator:
 
     def run(self, rows: Sequence[Sequence[int]]) -> Run:
         """Runs rows. Raises ValueError where calls wait for each other."""
-        seconds, delay, source = self.seconds, self.delay, self.source
+        seconds = self.seconds
+        delay = self.delay
+        source = self.source
         self.ends = ends = [-1.0] * (3 * self.size)
         self.causes = causes = [-1] * (3 * self.size)
-        begun, clock = [0] * len(rows), [0.0] * len(rows)
+        begun = [0] * len(rows)
+        clock = [0.0] * len(rows)
         waiting: dict[int, int] = {}  # call -> the stage that waits for it
         ready = [*range(len(rows))]
         while ready:
@@ -187,7 +190,8 @@ class _Simulator:
                         break
                     arrives = ends[other] + delay[code]
                     if arrives > now:
-                        now, cause = arrives, other
+                        now = arrives
+                        cause = other
                 now += seconds[code]
                 ends[code] = now
                 causes[code] = cause
@@ -224,8 +228,10 @@ class _Rules(NamedTuple):
 
 def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[int]] | None:
     """Lists rows by rules. Returns None where memory leaves no way on."""
-    calls, m = simulator.calls, simulator.calls.microbatches
-    count, own = len(calls.homes), [calls.of(stage) for stage in range(calls.stages)]
+    calls = simulator.calls
+    m = simulator.calls.microbatches
+    count = len(calls.homes)
+    own = [calls.of(stage) for stage in range(calls.stages)]
     # a forward leaves room for later segments of its stage to go on with one microbatch, one recomputation at a time
     again = [max(0.0, calls.between[s] - calls.held[s]) for s in range(count)]
     room = [*calls.held, *again]
@@ -234,14 +240,18 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
         room[s] += later + max(again[t] for t in own[home])
     done = [0] * (3 * count)  # calls of each line
     ends: dict[int, float] = {}
-    used, free = [0.0] * calls.stages, [0.0] * calls.stages
+    used = [0.0] * calls.stages
+    free = [0.0] * calls.stages
     rows: list[list[int]] = [[] for _ in own]
     agenda = [(0.0, stage) for stage in range(calls.stages)]
     while agenda:
         now, stage = heapq.heappop(agenda)
         if now < free[stage]:
             continue
-        best, liked, soonest, blocked = -1, -math.inf, math.inf, False
+        best = -1
+        liked = -math.inf
+        soonest = math.inf
+        blocked = False
         for s in own[stage]:
             under_way = done[s] - done[count + s]
             forward = s if done[s] < m and under_way < rules.caps[s] else None
@@ -257,7 +267,8 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
                 elif used[stage] + room[line] > memory + 1e-9:
                     blocked = True
                 elif rules.likes[line] > liked:
-                    best, liked = line, rules.likes[line]
+                    best = line
+                    liked = rules.likes[line]
         if best < 0:
             late = max(own[stage], key=lambda s: done[count + s] - done[2 * count + s])
             pending = done[count + late] > done[2 * count + late]
@@ -296,13 +307,19 @@ class Search:
     def __init__(
         self, calls: Calls, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0, span: bool = False
     ) -> None:
-        self.calls, self.memory, self.span = calls, memory * (1 + 1e-9), span
-        self.seconds, self.moves = math.inf, 0
-        self._simulator, self._random = _Simulator(calls), random.Random(seed)
+        self.calls = calls
+        self.memory = memory * (1 + 1e-9)
+        self.span = span
+        self.seconds = math.inf
+        self.moves = 0
+        self._simulator = _Simulator(calls)
+        self._random = random.Random(seed)
         self._best: list[list[int]] = []
         self._plain = self._plain_rules()
-        self._rules, self._rules_s = next(self._plain_rules()), math.inf
-        self._now, self._now_s = self._best, math.inf
+        self._rules = next(self._plain_rules())
+        self._rules_s = math.inf
+        self._now = self._best
+        self._now_s = math.inf
         self._path: list[tuple[int, int]] = []  # the critical one of `_now`: stages and places
         for rows in starts:
             self._offer([self._halved(row) for row in rows])
@@ -340,7 +357,8 @@ class Search:
         if max(run.memory) > self.memory:
             return math.inf
         if seconds < self.seconds:
-            self.seconds, self._best = seconds, rows
+            self.seconds = seconds
+            self._best = rows
         return seconds
 
     # ---- rules
@@ -353,14 +371,18 @@ class Search:
             return
         seconds = self._offer(rows)
         if seconds <= self._rules_s:
-            self._rules, self._rules_s = rules, seconds
+            self._rules = rules
+            self._rules_s = seconds
             if seconds < self._now_s:
-                self._now, self._now_s, self._path = rows, seconds, []
+                self._now = rows
+                self._now_s = seconds
+                self._path = []
 
     def _plain_rules(self) -> Iterator[_Rules]:
         """Yields rules: the in-flight limit is the number of microbatches in backward, or more; backwards of weights
         run at once or are put off; the first or the last segments of a stage are preferred."""
-        calls, count = self.calls, len(self.calls.homes)
+        calls = self.calls
+        count = len(self.calls.homes)
         left = [(count - s) * calls.stages / count for s in range(count)]  # of the way to the loss, in stages
         early = [s / count for s in range(count)]
         signs = [(0.0, 0.0)] if count <= calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
@@ -373,11 +395,17 @@ class Search:
 
     def _changed(self, rules: _Rules) -> _Rules:
         """Changes one rule of a stage, or of all."""
-        rng, count = self._random, len(self.calls.homes)
-        caps, patience, likes = [*rules.caps], [*rules.patience], [*rules.likes]
-        what, place = rng.choice(["caps", "patience", "likes"]), rng.random()
-        more, wait = rng.choice([-2, -1, 1, 2]), rng.gauss(0, 0.3)
-        forward, backward = rng.gauss(0, 3), rng.gauss(0, 3)
+        rng = self._random
+        count = len(self.calls.homes)
+        caps = [*rules.caps]
+        patience = [*rules.patience]
+        likes = [*rules.likes]
+        what = rng.choice(["caps", "patience", "likes"])
+        place = rng.random()
+        more = rng.choice([-2, -1, 1, 2])
+        wait = rng.gauss(0, 0.3)
+        forward = rng.gauss(0, 3)
+        backward = rng.gauss(0, 3)
         every = range(self.calls.stages)
         for stage in every if rng.random() < 0.3 else [rng.choice(every)]:
             own = self.calls.of(stage)
@@ -398,7 +426,9 @@ class Search:
         Now and then a worse one is taken, the less the longer the search goes on."""
         rng = self._random
         if not self._now or self.moves % 1000 == 333:
-            self._now, self._now_s, self._path = self._best, self.seconds, []
+            self._now = self._best
+            self._now_s = self.seconds
+            self._path = []
         if not self._path:
             self._simulator.run(self._now)
             self._path = self._critical_path(self._now)
@@ -417,12 +447,14 @@ class Search:
         seconds = self._offer(rows)
         heat = 2e-3 * self._now_s / (1 + self.moves / 500)
         if seconds <= self._now_s or (seconds < math.inf and rng.random() < math.exp((self._now_s - seconds) / heat)):
-            self._now, self._now_s = rows, seconds
+            self._now = rows
+            self._now_s = seconds
             self._path = self._critical_path(rows)
 
     def _choice(self) -> tuple[int, int, int]:
         """The stage and place of a call, and how far it is to go."""
-        rng, rows = self._random, self._now
+        rng = self._random
+        rows = self._now
         if rng.random() < 0.8:
             stage, at = rng.choice(self._path)
             if rows[stage][at] >= 2 * self._simulator.size:  # a backward of weights: nothing waits for it
@@ -437,7 +469,9 @@ class Search:
 
     def _moved(self, row: Sequence[int], codes: list[int], far: int) -> list[int]:
         """Moves calls of a row so far, except past another half of their pass or another microbatch of their line."""
-        moved, m, size = [*row], self.calls.microbatches, self._simulator.size
+        moved = [*row]
+        m = self.calls.microbatches
+        size = self._simulator.size
         for code in reversed(codes) if far > 0 else codes:
             at = moved.index(code)
             to = min(len(row) - 1, max(0, at + far))
@@ -448,7 +482,8 @@ class Search:
 
     def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
         """The calls on the critical path of the last run, which was of `rows`, as stages and places."""
-        ends, seconds = self._simulator.ends, self._simulator.seconds
+        ends = self._simulator.ends
+        seconds = self._simulator.seconds
         places = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}
 
         def length(row: list[int]) -> float:

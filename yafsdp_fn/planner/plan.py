@@ -62,7 +62,8 @@ class Plan(NamedTuple):
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
         each = tuple(footprint.predict_memory(part) for part in program.parts)
-        most, todo = max(each, key=lambda one: one.peak_bytes), tasks(program, where)
+        most = max(each, key=lambda one: one.peak_bytes)
+        todo = tasks(program, where)
         return Plan(program, where, run(program, todo, where), most, budget, work(program, todo, where), each)
 
     @property
@@ -130,7 +131,8 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
-        rate, span = self.tokens_per_s, " to ".join(shown(seconds, 3) for seconds in self.range_s)
+        rate = self.tokens_per_s
+        span = " to ".join(shown(seconds, 3) for seconds in self.range_s)
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
         speed = f": {rate:,.0f} {self.unit}/s" if rate >= 100 else f": {rate:.3g} {self.unit}/s" if rate else ""
         lines = [

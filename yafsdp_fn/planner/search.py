@@ -47,7 +47,8 @@ from yafsdp_fn.timeline.text import shown
 # What cannot beat the best even if nothing ever waited, but for filling and draining, is not simulated.
 
 PREFETCHES = (1, 2, 3)
-SHOWN, STAGES_SHOWN = 1.5, 0.99
+SHOWN = 1.5
+STAGES_SHOWN = 0.99
 """Builders and meshes that cannot come within this factor of the best are not looked at; on stages and over axes inside
 blocks, a hundredth below it."""
 HOPELESS = 1.1
@@ -203,7 +204,8 @@ def search(
     result = Found(best, tuple(others), default, found[best], where, budget)
     if not synthesize:
         return result
-    step, several = found[best], best.point.order is not None
+    step = found[best]
+    several = best.point.order is not None
     alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
     writing = Synthesis(step, alike, where, budget, seed, resume)
     return dataclasses.replace(result, written=writing.run(moves, seconds=synthesize, report=report))
@@ -251,8 +253,12 @@ class Sweep:
     """One builder on one mesh, alone or on the stages of an order. What it has evaluated it knows."""
 
     def __init__(self, plain: Point, trace: Trace, cluster: Cluster, budget: int) -> None:
-        self.plain, self.trace, self.cluster, self.budget = plain, trace, cluster, budget
-        self._choice, self._peak = functools.cache(self._simulated), functools.cache(self._needed)
+        self.plain = plain
+        self.trace = trace
+        self.cluster = cluster
+        self.budget = budget
+        self._choice = functools.cache(self._simulated)
+        self._peak = functools.cache(self._needed)
         order = plain.order
         self.whole = trace.on(plain.mesh) if order is None else order.whole(trace, plain.mesh)
         self.parts = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
@@ -319,7 +325,8 @@ class Sweep:
             step = max(1, -(-(self.layers - least) // SWEEP))
             numbers = {*range(least, self.layers, step), self.layers}
         else:
-            step, numbers = NEARBY, {max(least, nearby.point.remat)}
+            step = NEARBY
+            numbers = {max(least, nearby.point.remat)}
         found = min((self._filled(point, n) for n in numbers), key=by_seconds)
         while step > 1:
             step //= 2
@@ -377,7 +384,8 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
 def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:
     """A point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches that
     the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
-    node, alike = cluster.gpus_per_node, alike_on(trace)
+    node = cluster.gpus_per_node
+    alike = alike_on(trace)
     readers = alike // dict(trace.inside).get(EXPERT, 1)  # ranks that work on the same rows
     for number in numbers:
         width = ranks // number
@@ -414,7 +422,8 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
 def staged_arrangements(ranks: int, cluster: Cluster, inside: Mesh = ()) -> Iterator[tuple[str, Mesh]]:
     """Builders and meshes for the `ranks` ranks of a stage: shard groups of all, of a quarter, of a node, or of one
     rank alone, of `inside` axes all."""
-    node, alike = cluster.gpus_per_node, math.prod(size for _, size in inside)
+    node = cluster.gpus_per_node
+    alike = math.prod(size for _, size in inside)
     yield "zero3", (("shard", ranks // alike), *inside)
     for size in sorted({ranks // 4 or 1, node, alike}):
         whole = ranks % size == 0 and size % alike == 0 and (size % node == 0 or node % size == 0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import NO_COSTS, Foreign, calls_of, groups, link, phases, seconds_of
+from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import Event, Times, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
@@ -97,7 +97,7 @@ def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, f
 def _of_stage(program: Program, stage: int, first: int, cluster: Cluster, durations: Mapping[int, float]) -> list[Task]:
     """The tasks of one stage, which are numbered from `first` on."""
     trace = program.trace
-    places = groups(trace, cluster)
+    costs = Costs(trace, cluster)
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[Task] = []
@@ -105,7 +105,8 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster, durati
     on_host: list[int] = []  # the last compute, where the host does it
     for number, op in enumerate(_whole(program)):
         waits = [*board.use(first + number, op.stream, *op.uses()), *on_host]
-        recompute, calls = False, Calls()
+        recompute = False
+        calls = Calls()
         if isinstance(op, Backward) and op.half != "weights" and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
@@ -114,12 +115,12 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster, durati
         elif isinstance(op, Forward | Backward):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
-                each = calls_of(op, trace, cluster, recompute)
+                each = costs.collectives(op, recompute)
                 inside = tuple((name, seconds_of(of_one)) for name, of_one in each)
-                known[of] = phases(op, trace, cluster, places, recompute), inside
+                known[of] = costs.phases(op, recompute), inside
             cost, calls = known[of]
         else:
-            cost = phases(op, trace, cluster, places, recompute)
+            cost = costs.phases(op, recompute)
         if not all(0 <= phase.seconds < math.inf for phase in cost):
             what = f"op {number} ({type(op).__name__}) takes {seconds_of(cost)} s"
             raise ValueError(f"{what}: expected a finite time of at least 0")
@@ -181,8 +182,10 @@ def _whole(program: Program) -> list[Op | Foreign]:
 
 
 def _check_places(program: Program, cluster: Cluster) -> None:
-    trace, node = program.parts[0].trace, cluster.gpus_per_node
-    width, world = trace.stage_ranks, trace.stage_ranks * len(program.stages)
+    trace = program.parts[0].trace
+    node = cluster.gpus_per_node
+    width = trace.stage_ranks
+    world = trace.stage_ranks * len(program.stages)
     if (width % node and node % width) or (world > node and world % node):
         raise ValueError(
             f"{len(program.stages)} stages of {width} ranks do not lie evenly on nodes of {node} GPUs "
@@ -263,7 +266,8 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
     if slow := cluster.straggling(program.trace.world):
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
-    after, end = max(overhead(part, cluster) for part in program.parts), max((at.end for at in times), default=0.0)
+    after = max(overhead(part, cluster) for part in program.parts)
+    end = max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"
     return Timeline(program.trace, spans, end + after, shown, after, crossings(program, cluster))
@@ -280,7 +284,8 @@ def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
     alone = sum(phase.seconds for phase in task.phases)
     scale = (at.end - at.start) / alone
     gap = (alone - sum(seconds for _, seconds in task.calls)) / (len(task.calls) + 1)
-    now, found = at.start, list[Inside]()
+    now = at.start
+    found = list[Inside]()
     for name, seconds in task.calls:
         begin = now + gap * scale
         now = min(begin + seconds * scale, at.end)
@@ -290,7 +295,8 @@ def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
 
 def _in_words(program: Program) -> str:
     """Stages, ranks and microbatches, as a title has them."""
-    stages, trace = len(program.stages), program.trace
+    stages = len(program.stages)
+    trace = program.trace
     ranks = counted(trace.stage_ranks, "rank")
     return ranks if stages == 1 else f"{stages} stages of {ranks}, {counted(trace.microbatches, 'microbatch')}"
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.costs import groups, phases, seconds_of
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
 from yafsdp_fn.program.ops import Backward
@@ -133,7 +133,8 @@ def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterato
     """Yields the fields in which two configurations differ, and what the first does otherwise."""
     for field, (does, numbered) in SETS.items():
         names = [each.name for each in getattr(trace, numbered)]
-        here, there = getattr(ours, field), getattr(theirs, field)
+        here = getattr(ours, field)
+        there = getattr(theirs, field)
         said = []
         if here - there:
             said.append(f"{does} {_several(here - there, names)}")
@@ -142,7 +143,8 @@ def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterato
         if said:
             yield field, "; ".join(said)
     for field, words in NUMBERS.items():
-        here, there = getattr(ours, field), getattr(theirs, field)
+        here = getattr(ours, field)
+        there = getattr(theirs, field)
         if here != there:
             yield field, words.format(here, there)
 
@@ -167,12 +169,13 @@ class Changes:
     """
 
     def __init__(self, trace: Trace, cluster: Cluster, rng: random.Random) -> None:
-        self.trace, self.rng = trace, rng
-        places = groups(trace, cluster)
+        self.trace = trace
+        self.rng = rng
+        costs = Costs(trace, cluster)
         price: dict[int, float] = {}
         kinds: dict[tuple[float, int], set[int]] = {}
         for v in remat.layer_visits(trace):
-            twice, once = (seconds_of(phases(Backward(v, (), ()), trace, cluster, places, r)) for r in (True, False))
+            twice, once = (costs.seconds(Backward(v, (), ()), recompute) for recompute in (True, False))
             nbytes = trace.visits[v].cost.inner_bytes
             price[v] = (twice - once) / max(nbytes, 1)
             kinds.setdefault((twice - once, nbytes), set()).add(v)
@@ -269,12 +272,17 @@ class StepWithoutStages:
     def __init__(
         self, point: Point, trace: Trace, cluster: Cluster, budget: int, rng: random.Random, measure: Measure
     ) -> None:
-        self.trace, self.cluster, self.budget, self.rng, self.measure = trace, cluster, budget, rng, measure
+        self.trace = trace
+        self.cluster = cluster
+        self.budget = budget
+        self.rng = rng
+        self.measure = measure
         self.changes = Changes(trace, cluster, rng)
         self.known: dict[StageConfig, Outcome] = {}
         self.best = self.now = self.first = StageConfig.of(point, trace)
         self.seconds = self.now_s = self._measured(self.first).seconds
-        self.starts, self.moves = self._starts(), 0
+        self.starts = self._starts()
+        self.moves = 0
 
     def move(self) -> None:
         """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
@@ -284,14 +292,17 @@ class StepWithoutStages:
         heat = 0.003 * self.seconds * math.exp(-self.moves / 500)
         slower = seconds - self.now_s
         if slower <= 0 or (seconds < math.inf and self.rng.random() < math.exp(-slower / heat)):
-            self.now, self.now_s = config, seconds
+            self.now = config
+            self.now_s = seconds
         simpler = len(config.recomputed) < len(self.best.recomputed)
         if seconds < self.seconds or (seconds == self.seconds and simpler):
-            self.best, self.seconds = config, seconds
+            self.best = config
+            self.seconds = seconds
 
     def result(self) -> tuple[StageConfig, Outcome, tuple[str, ...]]:
         """The best configuration without changes that save nothing, and what the others save."""
-        best, enough = self.best, self.seconds * (1 + 1e-5)
+        best = self.best
+        enough = self.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
             without = best._replace(**{field: getattr(self.first, field)})
             best = without if self._known(without).seconds <= enough else best
@@ -345,7 +356,8 @@ class StepWithoutStages:
             lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(len(layers) + 1)]
             if not self._fits(lists[-1]):
                 continue
-            few, most = bisect_left(lists, True, hi=len(layers), key=self._fits), len(layers)
+            few = bisect_left(lists, True, hi=len(layers), key=self._fits)
+            most = len(layers)
             counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
             for count, fields in itertools.product(sorted(counts), orders):
                 if count > most:

@@ -191,14 +191,20 @@ class Synthesis:
         seed: int = 0,
         resume: str | Path | None = None,
     ) -> None:
-        self.points, self.cluster, self.budget, self.trace = [*points], cluster, budget, trace
+        self.points = [*points]
+        self.cluster = cluster
+        self.budget = budget
+        self.trace = trace
         first = self.points[0]
         whole = first.whole(trace)
         builder = first.schedule()(whole)
         self.builder = Outcome(simulate(builder, cluster).seconds, peaks_of(builder))
         self.least = bound(whole, cluster, budget)
-        self.moves, self.seed, self._seen = 0, seed, list[Outcome]()
-        self._file, self._replay = resume, deque[Outcome]()
+        self.moves = 0
+        self.seed = seed
+        self._seen = list[Outcome]()
+        self._file = resume
+        self._replay = deque[Outcome]()
         if resume is not None:
             file = self._same(File.read(Path(resume)))
             self.seed = file.seed
@@ -249,7 +255,9 @@ class Synthesis:
 
     def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
         """Moves, and tells whether seconds were over first."""
-        began, until, work = time.monotonic(), self.moves + moves, self._work
+        began = time.monotonic()
+        until = self.moves + moves
+        work = self._work
         while self.moves < until and work.seconds > self.least.seconds * (1 + 1e-4):
             if time.monotonic() - began > seconds:
                 return True
@@ -257,7 +265,8 @@ class Synthesis:
             work.move()
             self.moves += 1
             if report is not None and work.seconds < before:
-                gap, saved = self.least.gap(work.seconds), 1 - work.seconds / self.builder.seconds
+                gap = self.least.gap(work.seconds)
+                saved = 1 - work.seconds / self.builder.seconds
                 report(f"move {self.moves}: {work.seconds:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
         return False
 
@@ -310,7 +319,8 @@ class Synthesis:
 
 INSIDES = 2
 """Schedules of stages with which cuts begin, those of the best points."""
-CUTS, FASTEST = 6, 3
+CUTS = 6
+FASTEST = 3
 """Cuts that take turns, those that begin with the fastest programs; and how many of them go on after `ROUNDS` turns."""
 ROUNDS = 8
 TURN = 100
@@ -336,10 +346,14 @@ class Pipelines:
     """The best program so far for a pipeline."""
 
     def __init__(self, owner: Synthesis, rng: random.Random) -> None:
-        self.owner, self.rng, self.turn = owner, rng, 0
+        self.owner = owner
+        self.rng = rng
+        self.turn = 0
         self.seconds = owner.builder.seconds
-        self.best, self.outcome = Design(owner.points[0]), owner.builder
-        self.starts, self.cuts = self._starts(), list[Cut]()
+        self.best = Design(owner.points[0])
+        self.outcome = owner.builder
+        self.starts = self._starts()
+        self.cuts = list[Cut]()
 
     def _starts(self) -> Iterator[Point]:
         """Yields points to begin with: the builders' own orders, then others, on cuts of other shapes."""
@@ -386,7 +400,8 @@ class Pipelines:
             return
         cut = Cut(Design(point), whole, [Changes(part, self.owner.cluster, self.rng) for part in parts])
         layers = [remat.layer_visits(part) for part in parts]
-        few, enough = [-1] * len(parts), [*map(len, layers)]
+        few = [-1] * len(parts)
+        enough = [*map(len, layers)]
         while any(high - low > 1 for low, high in zip(few, enough, strict=True)):
             counts = [(low + high + 1) // 2 for low, high in zip(few, enough, strict=True)]
             tried = _recomputing(configs, layers, counts)
@@ -410,7 +425,8 @@ class Pipelines:
     def _try(self, cut: Cut, configs: tuple[StageConfig, ...], rows: Rows) -> bool:
         """Adopts a program as the cut's best if it is faster, or in less memory; returns whether it did. One that does
         not fit leaves orders less room on its stages."""
-        whole, same = cut.whole, configs == cut.design.configs
+        whole = cut.whole
+        same = configs == cut.design.configs
         rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
         design = self._design(cut, configs, rows)
         found = self.owner.measure(partial(design, whole))
@@ -420,11 +436,14 @@ class Pipelines:
             if math.isinf(found.seconds) and room and same and cut.search is not None:
                 self._search(cut, [min(old, 0.999 * new) for old, new in zip(cut.room, room, strict=True)])
             return False
-        cut.design, cut.outcome = design, found
+        cut.design = design
+        cut.outcome = found
         if not same or cut.search is None:
             self._search(cut, room)
         if found.seconds < self.seconds:
-            self.seconds, self.best, self.outcome = found.seconds, design, found
+            self.seconds = found.seconds
+            self.best = design
+            self.outcome = found
         return True
 
     def _search(self, cut: Cut, room: Sequence[float]) -> None:
@@ -458,7 +477,9 @@ class Pipelines:
         return self.best, self.outcome, tuple(self._differences() if self.best.configs else ())
 
     def _differences(self) -> Iterator[str]:
-        first, ours, owner = self.owner.points[0], self.best, self.owner
+        first = self.owner.points[0]
+        ours = self.best
+        owner = self.owner
         shapes = _shape(ours.point), _shape(first)
         if shapes[0] != shapes[1]:
             yield f"{shapes[0]}, not {shapes[1]}"
