@@ -7,18 +7,17 @@
 They are of one step: the same parameters, the same matrix products over all ranks. Stages, microbatches, meshes differ.
 """
 
-import base64
 import io
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.plan import Plan
+from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
@@ -194,12 +193,9 @@ class Comparison(NamedTuple):
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
         drawn = io.BytesIO()
-        try:
+        with suppress(ModuleNotFoundError):
             self._replace(words=()).save(drawn)
-        except ModuleNotFoundError:
-            return in_notebook(str(self))
-        data = base64.b64encode(drawn.getvalue()).decode()
-        return in_notebook(str(self)) + f'<img src="data:image/svg+xml;base64,{data}" alt="timelines">'
+        return with_picture(str(self), drawn.getvalue().decode(), "timelines")
 
 
 def compare(

@@ -3,6 +3,7 @@
 StageConfig       each visit keeps its graph, recomputes it, or offloads what it saves; each unit has a slot of its own
                   or shares one, is reduced once a step or in every microbatch, gathered again from all ranks or inside
                   the node; how far ahead gathers are issued; whether updates are in the program
+Design            a program that was written: the configurations of its stages, and the order of their calls
 Changes           random changes of a configuration
 StepWithoutStages the best configuration of a step: frees memory where it is cheapest, fills it with what saves most,
                   then changes the best
@@ -23,11 +24,13 @@ from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
 from yafsdp_fn.program.ops import Backward
 from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import remat
+from yafsdp_fn.schedules import pipelines, remat
 from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
+from yafsdp_fn.schedules.messages import UNIT, Pace
 
 Numbers = frozenset[int]
 """Numbers of visits or of units."""
@@ -94,6 +97,31 @@ class StageConfig(NamedTuple):
             secondary=self.secondary,
             update=self.update,
         )
+
+
+class Design(NamedTuple):
+    """A program that was written, as a schedule.
+
+    point: its mesh and its cut into stages; configs: of each stage, none where all is as the builder has it
+    rows, pace: of a pipeline: the calls of its stages, and how long these take
+    """
+
+    point: Point
+    configs: tuple[StageConfig, ...] = ()
+    rows: tuple[tuple[Call, ...], ...] = ()
+    pace: Pace = UNIT
+
+    def __call__(self, trace: Trace) -> Program:
+        if not self.configs:
+            return self.point.schedule()(trace)
+        if not self.rows:
+            return self.configs[0].program(trace)
+
+        def inside(part: Trace) -> Program:
+            assert part.stage is not None
+            return self.configs[part.stage].program(part)
+
+        return pipelines.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
 
 
 def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:
@@ -277,6 +305,7 @@ class StepWithoutStages:
         self.budget = budget
         self.rng = rng
         self.measure = measure
+        self.point = point
         self.changes = Changes(trace, cluster, rng)
         self.known: dict[StageConfig, Outcome] = {}
         self.best = self.now = self.first = StageConfig.of(point, trace)
@@ -299,8 +328,8 @@ class StepWithoutStages:
             self.best = config
             self.seconds = seconds
 
-    def result(self) -> tuple[StageConfig, Outcome, tuple[str, ...]]:
-        """The best configuration without changes that save nothing, and what the others save."""
+    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
+        """The best program without changes that save nothing, and what the others save."""
         best = self.best
         enough = self.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
@@ -317,7 +346,7 @@ class StepWithoutStages:
             else:
                 saves = "goes with the others"
             said.append(f"{words}: {saves}")
-        return best, found, tuple(said)
+        return Design(self.point, (best,)), found, tuple(said)
 
     def _measured(self, config: StageConfig) -> Outcome:
         if config not in self.known:

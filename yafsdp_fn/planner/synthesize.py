@@ -31,6 +31,7 @@ from yafsdp_fn.planner.space import Order, Point
 from yafsdp_fn.planner.stage_config import (
     NOTHING,
     Changes,
+    Design,
     Outcome,
     StageConfig,
     StepWithoutStages,
@@ -39,43 +40,17 @@ from yafsdp_fn.planner.stage_config import (
     peaks_of,
 )
 from yafsdp_fn.program.program import Program, part_of
-from yafsdp_fn.program.split import Assignment, Call
+from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
-from yafsdp_fn.schedules.messages import UNIT, Pace
 from yafsdp_fn.util import disk, strict_json
 from yafsdp_fn.util.schema import Within, shown, typed
 from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
 """Called with a line, whenever there is something better."""
-
-
-class Design(NamedTuple):
-    """A program that was written, as a schedule.
-
-    point: its mesh and its cut into stages; configs: of each stage, none where all is as the builder has it
-    rows, pace: of a pipeline: the calls of its stages, and how long these take
-    """
-
-    point: Point
-    configs: tuple[StageConfig, ...] = ()
-    rows: tuple[tuple[Call, ...], ...] = ()
-    pace: Pace = UNIT
-
-    def __call__(self, trace: Trace) -> Program:
-        if not self.configs:
-            return self.point.schedule()(trace)
-        if not self.rows:
-            return self.configs[0].program(trace)
-
-        def inside(part: Trace) -> Program:
-            assert part.stage is not None
-            return self.configs[part.stage].program(part)
-
-        return pipelines.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +206,7 @@ class Synthesis:
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Written:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
         early = self._go(moves, seconds, report)
-        design, found, said = self._best()
+        design, found, said = self._work.result()
         program = verify(design(design.point.whole(self.trace)))
         return Written(
             program,
@@ -246,12 +221,6 @@ class Synthesis:
             design,
             self,
         )
-
-    def _best(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        if isinstance(self._work, Pipelines):
-            return self._work.result()
-        config, found, said = self._work.result()
-        return Design(self.points[0], (config,)), found, said
 
     def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
         """Moves, and tells whether seconds were over first."""
@@ -303,7 +272,7 @@ class Synthesis:
                 f"{self._file}: a search of this version does not measure the programs of the file: begin anew"
             )
         try:
-            design, said, _ = self._best()
+            design, said, _ = self._work.result()
             program = verify(design(design.point.whole(self.trace)))
         except (ValueError, Refused) as error:
             raise ValueError(f"{self._file}: seen: the best program of the file is none: {error}") from error
