@@ -291,7 +291,7 @@ def test_parts_of_a_unit_are_gathered_by_those_that_hold_them() -> None:
     """Over tensor every second rank; what is not split, all of them."""
     trace = over_tensor(2)._replace(mesh=(("shard", 4), ("context", 2), ("tensor", 2)))
     costs = Costs(trace, SLOW)
-    assert costs.within == {("tensor",): Group(8, 2), (): Group(16, 4)}
+    assert costs.holders == {("tensor",): Group(8, 2), (): Group(16, 4)}
     split, whole = (next(u for u in trace.units if bool(u.over) == over) for over in (True, False))
     alone = [costs.phases(Gather((unit.id,), (0,))) for unit in (split, whole)]
     assert alone == [SLOW.ring(split.gather_bytes, Group(8, 2)), SLOW.ring(whole.gather_bytes, Group(16, 4))]

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -45,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(result.as_json(), indent=2))
         else:
             result.show(Console())
-        for path, write in ((options.timeline, result.save), (options.perfetto, result.perfetto)):
-            if path is not None:
-                write(path)
-                errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        if options.timeline is not None:
+            result.drawn.save(options.timeline)
+        if options.perfetto is not None:
+            result.drawn.perfetto(options.perfetto)
+        for path in filter(None, (options.timeline, options.perfetto)):
+            errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
         if options.ckpt_layers is None:
             result.check()
     except (ValueError, ModuleNotFoundError, OSError) as error:
@@ -134,14 +135,6 @@ class Result:
             return self.found.compared(self.tokens)
         return self.plan.timeline
 
-    def save(self, path: Path) -> None:
-        """Draws the step."""
-        self.drawn.save(path)
-
-    def perfetto(self, path: Path) -> None:
-        """Writes the step as trace events."""
-        self.drawn.perfetto(path)
-
     def check(self) -> None:
         """Raises DoesNotFit where the step does not fit."""
         self.plan.check()
@@ -212,8 +205,9 @@ class Result:
         if self.found is not None:
             line(f"\nsearched for the same {self.tokens:,} tokens a step")
             line(dataclasses.replace(self.found, written=None))
-            if isinstance(self.drawn, Comparison):
-                line(f"\n{self.drawn}")
+            drawn = self.drawn
+            if isinstance(drawn, Comparison):
+                line(f"\n{drawn}")
 
     def _others(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -260,7 +254,7 @@ class Compared:
     """Several schedules of one step, the fastest first. "recomputed" in a name: so many first layers, of each stage"""
 
     options: Options
-    found: Comparison
+    drawn: Comparison
 
     @staticmethod
     def of(options: Options) -> Compared:
@@ -283,23 +277,15 @@ class Compared:
             "gpus": self.options.gpus,
             "cluster": cluster(self.options.cluster).name,
             "tokens_per_step": self.options.tokens,
-            "schedules": {name: row._asdict() for name, row in self.found.rows.items()},
+            "schedules": {name: row._asdict() for name, row in self.drawn.rows.items()},
         }
 
     def show(self, console: Console) -> None:
         """Prints the table for people."""
         _heading(console, self.options, cluster(self.options.cluster))
-        console.print(str(self.found), markup=False, highlight=False, soft_wrap=True)
-
-    def save(self, path: Path) -> None:
-        """Draws all steps on one time axis."""
-        self.found.save(path)
-
-    def perfetto(self, path: Path) -> None:
-        """Writes all steps as trace events."""
-        self.found.perfetto(path)
+        console.print(str(self.drawn), markup=False, highlight=False, soft_wrap=True)
 
     def check(self) -> None:
         """Raises DoesNotFit where none of them fits."""
-        if not any(plan.fits for plan in self.found.plans.values()):
-            min(self.found.plans.values(), key=lambda plan: plan.memory.peak_bytes).check()
+        if not any(plan.fits for plan in self.drawn.plans.values()):
+            min(self.drawn.plans.values(), key=lambda plan: plan.memory.peak_bytes).check()

@@ -12,7 +12,6 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -23,7 +22,7 @@ import yafsdp_fn as ya
 from train.plan.job import MOST_RUNS, Job, modules_of, read
 from train.plan.step import Options, doubling
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
+from yafsdp_fn.planner import Cluster, Comparison, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.words import counted
@@ -108,12 +107,10 @@ class Result:
         found = {f"found, {name}": Plan.of(each.program, where, budget) for name, each in self.found.items()}
         return {"the file": self.plan, **{n: plan._replace(tokens=self.job.tokens) for n, plan in found.items()}}
 
-    def save(self, path: Path) -> None:
-        """Draws the file's step, and below it what was found."""
-        compare(self.plans).save(path)
-
-    def perfetto(self, path: Path) -> None:
-        self.plan.timeline.perfetto(path)
+    @property
+    def drawn(self) -> Comparison:
+        """The file's step, and what was found, of which pictures are."""
+        return compare(self.plans)
 
     def check(self) -> None:
         """Raises DoesNotFit where the file's step does not."""

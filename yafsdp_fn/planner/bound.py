@@ -3,15 +3,15 @@
 It holds for every program of the trace that `verify` accepts and that `predict_memory` says fits, as `simulate` costs
 it. A step is at least as long as each of these, of each stage:
 
-    compute          its forwards, backwards and updates, one after the other; what must have ended before the first one
-                     begins, and what must follow the last one; slower for as long as communication must run beside it
-    communication    one gather and one reduction of each unit, messages: on each stream, and on each link
-    fill             before the first backward there are forwards alone, as many as memory holds the graphs of
-    drain            after a stage's last backward of inputs those before it have theirs, and its weights' to do
-    memory           what does not fit is computed again, gathered again, reduced in parts, or moved to the host: the
-                     least seconds in which that can make enough room
+    compute          its forwards, backwards and updates, one after the other; what must end before the first begins,
+                     and what must follow the last; slower while communication must run beside it
+    communication    one gather and one reduction of each unit, and messages: on each stream, and on each link
+    fill             before its first backward a stage runs forwards alone, as many as memory holds the graphs of
+    drain            after its last backward of inputs the stages before it run theirs, and then those of weights
+    memory           what does not fit is recomputed, gathered again, reduced in parts, or moved to the host: the least
+                     seconds in which that can make enough room
 
-What is assumed: costs as `costs.phases` has them, so that merging collectives saves latency alone; every visit may
+What is assumed: costs as `Costs` has them, so that merging collectives saves latency alone; every visit may
 recompute, every unit be let go between its forward and its backward, every carry be offloaded; all of this in any
 fractions, which only lowers the bound. Of the memory it counts what the state holds, weights and gradients in slots,
 and what graphs keep: other buffers are left out.
@@ -184,12 +184,16 @@ class _Stage:
         trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
         self.trained = [unit for unit in self.units if unit.id in trained]
         self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
-        self.forward = {v.id: self.costs.seconds(Forward(v.id, (), True)) for v in self.visits}
-        self.backward = {v.id: self.costs.seconds(Backward(v.id, (), ())) * part.trains for v in self.visits}
-        self.recompute = {
-            v.id: self.costs.seconds(Backward(v.id, (), ()), True) * part.trains - self.backward[v.id]
-            for v in self.visits
-        }
+        self.forward: dict[int, float] = {}
+        self.backward: dict[int, float] = {}
+        self.recompute: dict[int, float] = {}
+        for visit in self.visits:
+            v = visit.id
+            self.forward[v] = self.costs.seconds(Forward(v, (), True))
+            self.backward[v] = self.recompute[v] = 0.0
+            if part.trains:
+                self.backward[v] = self.costs.seconds(Backward(v, (), ()))
+                self.recompute[v] = self.costs.seconds(Backward(v, (), ()), True) - self.backward[v]
         self.computes = self.microbatches * sum([*self.forward.values(), *self.backward.values()])
         self._optimizer()
         self._work()
@@ -369,7 +373,7 @@ class _Stage:
         total = (held + of_weights + of_gradients + sum(nbytes for nbytes, _ in graphs)) * (1 - 1e-9)
 
         def on(resources: tuple[str, ...]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-            """What gathers and reductions free, and their seconds on links."""
+            """Returns the bytes that gathers and reductions free, with their seconds on links."""
             again = [(nbytes, m * min(_on(way, resources) for way in ways)) for nbytes, ways in weights]
             return again, [(nbytes, (m - 1) * _on(way, resources)) for nbytes, way in gradients]
 

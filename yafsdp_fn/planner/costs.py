@@ -52,7 +52,7 @@ class Costs:
     """The costs of ops of a program of `trace` on `cluster`, on which neighbouring ranks share a node.
 
     shard, replicate: the shard group, and the ranks that hold the same shard
-    within: by `UnitSpec.over`, the ranks that hold the same part of such a unit
+    holders: by `UnitSpec.over`, the ranks that hold the same part of such a unit
     Raises ValueError where the mesh cannot be placed.
     """
 
@@ -62,7 +62,7 @@ class Costs:
         _check_mesh(trace, cluster)
         self.shard = cluster.group(trace.ranks)
         self.replicate = cluster.group(trace.replicas, stride=trace.ranks)
-        self.within = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
+        self.holders = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
 
     def seconds(self, op: Op, recompute: bool = False) -> float:
         """The seconds of `op`, alone."""
@@ -89,11 +89,11 @@ class Costs:
             case ops.Gather(source="node"):
                 return self._rings((u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units)
             case ops.Gather():
-                return self._rings((u.gather_bytes, self.within[u.over]) for u in units)
+                return self._rings((u.gather_bytes, self.holders[u.over]) for u in units)
             case ops.Reduce() if any(u.sum_bytes for u in units):
                 return tuple(itertools.chain.from_iterable(map(self._exchange, units)))
             case ops.Reduce():
-                return self._rings((u.reduce_bytes, self.within[u.over]) for u in units)
+                return self._rings((u.reduce_bytes, self.holders[u.over]) for u in units)
             case ops.AllReduce(over="stages"):
                 assert trace.split is not None
                 group = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.stage_ranks)
@@ -176,7 +176,7 @@ class Costs:
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
         if nodes == 1 or local == 1:
-            return cluster.all_to_all(unit.reduce_bytes, self.within[unit.over])
+            return cluster.all_to_all(unit.reduce_bytes, self.holders[unit.over])
         inside = cluster.all_to_all(unit.reduce_bytes / nodes, cluster.group(local))
         return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, Group(nodes, 1))
 
