@@ -17,6 +17,7 @@ fractions, which only lowers the bound. Of the memory it counts what the state h
 and what graphs keep: other buffers are left out.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -180,8 +181,13 @@ class _Stage:
         part = self.part
         self.costs = Costs(part, cluster)
         self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
-        self.units = [part.units[u] for u in sorted({u for visit in self.visits for u in visit.units})]
-        trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
+        used: set[int] = set()
+        trained: set[int] = set()
+        for visit in self.visits:
+            used.update(visit.units)
+            if part.trains:
+                trained.update(visit.trained)
+        self.units = [part.units[unit] for unit in sorted(used)]
         self.trained = [unit for unit in self.units if unit.id in trained]
         self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
         self.forward: dict[int, float] = {}
@@ -374,11 +380,11 @@ class _Stage:
 
         def on(resources: tuple[str, ...]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
             """Returns the bytes that gathers and reductions free, with their seconds on links."""
-            again = [(nbytes, m * min(_on(way, resources) for way in ways)) for nbytes, ways in weights]
-            return again, [(nbytes, (m - 1) * _on(way, resources)) for nbytes, way in gradients]
+            again = [(nbytes, m * _cheapest(ways, resources)) for nbytes, ways in weights]
+            return again, [(nbytes, (m - 1) * _cheapest([way], resources)) for nbytes, way in gradients]
 
         gathers, reductions = on(LINKS)
-        links = {link: [item for items in on((link,)) for item in items] for link in LINKS}
+        links = {link: [*itertools.chain(*on((link,)))] for link in LINKS}
 
         def lacks(seconds: float) -> float:
             moved = [
@@ -399,9 +405,12 @@ class _Stage:
         return ways
 
 
-def _on(way: tuple[Phase, ...], resources: tuple[str, ...]) -> float:
-    """Seconds of phases on some resources."""
-    return sum(seconds for resource, seconds in way if resource in resources)
+def _cheapest(ways: Iterable[tuple[Phase, ...]], resources: tuple[str, ...]) -> float:
+    """The least seconds on some resources, of several ways to do the same."""
+    least = math.inf
+    for way in ways:
+        least = min(least, sum(seconds for resource, seconds in way if resource in resources))
+    return least
 
 
 def _most(items: Iterable[tuple[float, float]], budget: float) -> float:

@@ -52,24 +52,29 @@ class Calls(NamedTuple):
         assert split is not None
         seconds = Costs(trace, cluster).seconds
 
-        def held(visit: int) -> int:
+        def kept(visit: int) -> int:
             cost = trace.visits[visit].cost
             again = visit in recomputed
             taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
             return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
 
-        segments = [split.visits(segment) for segment in range(len(split.homes))]
-        crossing = [number for number in range(len(split.flows)) if len(set(split.ends(number, False))) > 1]
-        return Calls(
-            split.homes,
-            trace.microbatches,
-            tuple(sum(seconds(Forward(v, (), True)) for v in own) for own in segments),
-            tuple(sum(seconds(Backward(v, (), (), half="inputs"), v in recomputed) for v in own) for own in segments),
-            tuple(sum(seconds(Backward(v, (), (), half="weights")) for v in own) for own in segments),
-            max((seconds(Send(number, 0)) for number in crossing), default=0.0),
-            tuple(sum(map(held, own)) for own in segments),
-            tuple(sum(trace.visits[v].cost.between_bytes for v in own) for own in segments),
-        )
+        segments: list[tuple[float, ...]] = []
+        for segment in range(len(split.homes)):
+            visits = split.visits(segment)
+            forward = sum(seconds(Forward(v, (), True)) for v in visits)
+            inputs = sum(seconds(Backward(v, (), (), half="inputs"), v in recomputed) for v in visits)
+            weights = sum(seconds(Backward(v, (), (), half="weights")) for v in visits)
+            held = sum(map(kept, visits))
+            between = sum(trace.visits[v].cost.between_bytes for v in visits)
+            segments.append((forward, inputs, weights, held, between))
+        message = 0.0
+        for number in range(len(split.flows)):
+            source, target = split.ends(number, False)
+            if source != target:
+                message = max(message, seconds(Send(number, 0)))
+        all_forward, all_inputs, all_weights, all_held, all_between = zip(*segments, strict=True)
+        seconds_of_calls = all_forward, all_inputs, all_weights
+        return Calls(split.homes, trace.microbatches, *seconds_of_calls, message, all_held, all_between)
 
     @property
     def stages(self) -> int:
