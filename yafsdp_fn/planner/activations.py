@@ -95,8 +95,8 @@ def peak_of(program: Program) -> Peak:
             inner.put((m, visit), graph)
             offer(number, cost.beside_peak_bytes, visit == last)
             inner.put((m, visit), graph + cost.beside_bytes)
-            for value in ended:
-                values.drop((m, value))
+            for name in ended:
+                values.drop((m, name))
         elif op.half == "weights":
             offer(number, 0)
             inner.drop((m, visit))
@@ -112,9 +112,9 @@ def peak_of(program: Program) -> Peak:
                 grads.drop((m, value.number))
             for value in cost.takes:
                 grads.put((m, value.number), value.grad_bytes)
-            for value in ended:
-                values.drop((m, value))
-                grads.drop((m, value))
+            for name in ended:
+                values.drop((m, name))
+                grads.drop((m, name))
             if op.half == "inputs":
                 inner.put((m, visit), cost.between_bytes)
     if not program.has_updates:

@@ -17,7 +17,6 @@ fractions, which only lowers the bound. Of the memory it counts what the state h
 and what graphs keep: other buffers are left out.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
@@ -223,7 +222,11 @@ class _Stage:
         computes += [Backward(v.id, (), ()) for v in self.visits if part.trains]
         fresh = tuple(unit.id for unit in self.units if unit.trainable)  # others may stay from step to step
         plain = tuple(unit.id for unit in self.trained if not unit.sum_bytes)
-        collectives: list[Op] = [Gather(fresh, fresh)] * bool(fresh) + [Reduce(plain, plain)] * bool(plain)
+        collectives: list[Op] = []
+        if fresh:
+            collectives.append(Gather(fresh, fresh))
+        if plain:
+            collectives.append(Reduce(plain, plain))
         collectives += [Reduce((unit.id,), (0,)) for unit in self.trained if unit.sum_bytes]
         collectives += [AllReduce((unit.id,)) for unit in self.trained if part.replicas > 1]
         messages: list[Op] = []
@@ -378,13 +381,16 @@ class _Stage:
         of_gradients = sum(nbytes for nbytes, _ in gradients)
         total = (held + of_weights + of_gradients + sum(nbytes for nbytes, _ in graphs)) * (1 - 1e-9)
 
-        def on(resources: tuple[str, ...]) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-            """Returns the bytes that gathers and reductions free, with their seconds on links."""
-            again = [(nbytes, m * _cheapest(ways, resources)) for nbytes, ways in weights]
-            return again, [(nbytes, (m - 1) * _cheapest([way], resources)) for nbytes, way in gradients]
+        def gathers_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
+            return [(nbytes, m * _cheapest(ways, resources)) for nbytes, ways in weights]
 
-        gathers, reductions = on(LINKS)
-        links = {link: [*itertools.chain(*on((link,)))] for link in LINKS}
+        def reductions_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
+            return [(nbytes, (m - 1) * _cheapest([way], resources)) for nbytes, way in gradients]
+
+        # bytes that they free, with their seconds
+        gathers = gathers_on(LINKS)
+        reductions = reductions_on(LINKS)
+        links = {link: gathers_on((link,)) + reductions_on((link,)) for link in LINKS}
 
         def lacks(seconds: float) -> float:
             moved = [

@@ -152,10 +152,10 @@ class _Simulator:
         others = count - 1
         nothing = [0] * count
         between = [after - before for before, after in zip(calls.held, calls.between, strict=True)]
-        self.seconds = self._repeated([*calls.forward, *calls.inputs, *calls.weights])
-        self.takes = self._repeated([*calls.held, *between, *(-nbytes for nbytes in calls.between)])
-        self.delay = self._repeated([0.0, *gaps, *gaps, 0.0, *nothing])
-        self.source = self._repeated([0, *[-m] * others, *[m] * others, 0, *nothing])
+        self.seconds: list[float] = self._repeated([*calls.forward, *calls.inputs, *calls.weights])
+        self.takes: list[float] = self._repeated([*calls.held, *between, *(-nbytes for nbytes in calls.between)])
+        self.delay: list[float] = self._repeated([0.0, *gaps, *gaps, 0.0, *nothing])
+        self.source: list[int] = self._repeated([0, *[-m] * others, *[m] * others, 0, *nothing])
         self.ends: list[float] = []
         self.causes: list[int] = []
 

@@ -19,7 +19,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -398,7 +397,7 @@ class Pipelines:
         same = configs == cut.design.configs
         rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
         design = self._design(cut, configs, rows)
-        found = self.owner.measure(partial(design, whole))
+        found = self.owner.measure(lambda: design(whole))
         held = evaluate(self._calls(whole, configs), rows).memory
         room = [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
         if (found.seconds, sum(found.peaks)) >= (cut.outcome.seconds, sum(cut.outcome.peaks)):
