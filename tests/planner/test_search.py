@@ -16,7 +16,7 @@ from models.parts.axes import Axes
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.abstract_trace import trace as abstract_trace
 from yafsdp_fn.planner.cluster import Group
-from yafsdp_fn.planner.costs import groups, phases
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.search import Sweep
 from yafsdp_fn.planner.space import Point, arrangements
@@ -290,11 +290,11 @@ def test_a_plan_over_axes() -> None:
 def test_parts_of_a_unit_are_gathered_by_those_that_hold_them() -> None:
     """Over tensor every second rank; what is not split, all of them."""
     trace = over_tensor(2)._replace(mesh=(("shard", 4), ("context", 2), ("tensor", 2)))
-    places = groups(trace, SLOW)
-    assert places.within == {("tensor",): Group(8, 2), (): Group(16, 4)}
+    costs = Costs(trace, SLOW)
+    assert costs.holders == {("tensor",): Group(8, 2), (): Group(16, 4)}
     split, whole = (next(u for u in trace.units if bool(u.over) == over) for over in (True, False))
-    alone = [phases(Gather((unit.id,), (0,)), trace, SLOW, places, False) for unit in (split, whole)]
+    alone = [costs.phases(Gather((unit.id,), (0,))) for unit in (split, whole)]
     assert alone == [SLOW.ring(split.gather_bytes, Group(8, 2)), SLOW.ring(whole.gather_bytes, Group(16, 4))]
-    assert phases(Gather((split.id, whole.id), (0, 1)), trace, SLOW, places, False) == sum(alone, ())
+    assert costs.phases(Gather((split.id, whole.id), (0, 1))) == sum(alone, ())
     with pytest.raises(ValueError, match="tensor=3: 3 neighbouring ranks do not lie evenly on nodes of 4"):
-        groups(trace._replace(mesh=(("shard", 8), ("tensor", 3)), units=()), SLOW)
+        Costs(trace._replace(mesh=(("shard", 8), ("tensor", 3)), units=()), SLOW)

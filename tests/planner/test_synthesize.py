@@ -16,16 +16,16 @@ import pytest
 from tests.harness.damage import json_damage
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
-from yafsdp_fn.planner import Found, Written, drafts, predict_memory, search, simulate
-from yafsdp_fn.planner.drafts import Draft
+from yafsdp_fn.planner import Found, Written, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points
-from yafsdp_fn.planner.space import Point, arrangements
+from yafsdp_fn.planner.space import Order, Point, arrangements
+from yafsdp_fn.planner.stage_config import Changes, StageConfig, _several
 from yafsdp_fn.planner.synthesize import Synthesis
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
 
 
-def test_drafts_of_builders_are_their_programs() -> None:
+def test_configurations_of_builders_are_their_programs() -> None:
     for microbatches in (1, 2):
         trace = traced(microbatches=microbatches)
         for builder, mesh in arrangements(trace, SLOW):
@@ -34,14 +34,14 @@ def test_drafts_of_builders_are_their_programs() -> None:
                 if builder == "ddp":
                     point = Point(builder, mesh, remat=point.remat)
                 program = point.program(trace)
-                made = Draft.of(point, program.trace).program(program.trace)
+                made = StageConfig.of(point, program.trace).program(program.trace)
                 assert simulate(made, SLOW).seconds == simulate(program, SLOW).seconds, point
                 assert predict_memory(made).peak_bytes == predict_memory(program).peak_bytes
                 assert made == program or point.kept + 1 > CONFIG.layers, point
 
 
-def test_drafts_of_stages_are_their_programs() -> None:
-    """What each stage of a builder's pipeline does is a draft's, too."""
+def test_configurations_of_stages_are_their_programs() -> None:
+    """What each stage of a builder's pipeline does is a configuration, too."""
     trace = traced(microbatches=4)
     for point in staged_points(trace, [2, 4], 16, SLOW, 64):
         point = point._replace(remat=1, kept=1 if point.builder != "ddp" else 0, defer=point.builder != "ddp")
@@ -49,9 +49,22 @@ def test_drafts_of_stages_are_their_programs() -> None:
         program = point.program(trace)
         for part in program.parts:
             inside = point._replace(order=None)
-            made, theirs = Draft.of(inside, part.trace).program(part.trace), inside.schedule()(part.trace)
+            made, theirs = StageConfig.of(inside, part.trace).program(part.trace), inside.schedule()(part.trace)
             assert simulate(made, SLOW).seconds == simulate(theirs, SLOW).seconds, point
             assert predict_memory(made).peak_bytes == predict_memory(theirs).peak_bytes, point
+
+
+def test_changes_of_any_stage_can_be_built() -> None:
+    """Stages of an embedding alone, of a layer, of a head: what a change makes is a configuration."""
+    order = Order("one_f_one_b", len(traced().visits), 1, 8)
+    point = Point("zero3", (("stage", order.stages), ("shard", 2)), order=order)
+    rng, units = random.Random(0), frozenset(range(len(traced().units)))
+    for part in point.program(traced()).parts:
+        changes, config = Changes(part.trace, SLOW, rng), StageConfig.of(point, part.trace)
+        for _ in range(50):
+            config = changes.of(config)
+            assert config.recomputed <= set(changes.layers) and config.resident | config.own_grads <= units
+        assert config.program(part.trace)
 
 
 def written(microbatches: int = 2, moves: int = 60, **options: object) -> Written:
@@ -102,7 +115,7 @@ def test_a_pipeline(tmp_path: Path) -> None:
     assert made.least.seconds <= made.step_s * ROUNDING and made.step_s < made.builder_s
     assert simulate(made.program, FAST).seconds == pytest.approx(made.step_s)
     assert max(predict_memory(part).peak_bytes for part in made.program.parts) == made.peak_bytes <= found.budget
-    assert found.stages is not None and found.stages.stages == 4 and len(made.drafts) == 4
+    assert found.stages is not None and found.stages.stages == 4 and len(made.design.configs) == 4
     made.save(file := tmp_path / "search.json")
     same, more = pipeline(moves=4, resume=file).written, made.more(4)
     assert same is not None and (same.program, same.moves) == (more.program, more.moves)
@@ -111,20 +124,20 @@ def test_a_pipeline(tmp_path: Path) -> None:
 def test_files_of_other_searches(tmp_path: Path) -> None:
     made, file = written(moves=5), tmp_path / "search.json"
     made.save(file)
-    with pytest.raises(ValueError, match=r"search.json is of another search, whose 'begins with' is .*: go on from it"):
+    with pytest.raises(ValueError, match=r"search.json is of another search, whose 'points' is .*: go on from it"):
         pipeline(moves=5, resume=file)
-    file.write_text(file.read_text().replace("]], ", "], [null]], ").replace("]]}", "], [null]]}"))
-    with pytest.raises(ValueError, match=r"search.json: a search of this version does not look at the programs"):
+    kept(file, seen=[*json.loads(file.read_text())["seen"], [None, []]])
+    with pytest.raises(ValueError, match=r"search.json: a search of this version does not measure the programs"):
         written(moves=5, resume=file)
     file.write_text("[]")
-    with pytest.raises(ValueError, match=r"search.json: expected what Written.save writes, version 1"):
+    with pytest.raises(ValueError, match=r"search.json: expected what Written.save writes, version 2"):
         written(moves=5, resume=file)
 
 
 def test_runs_of_neighbours_are_named_by_their_ends() -> None:
     names = [f"layers[{k}]" for k in range(20)]
-    assert drafts._several({0, 1, 2, 3, 5, 7, 8}, names) == "layers[0] to layers[3], layers[5], layers[7], layers[8]"
-    assert drafts._several(range(0, 20, 2), names).endswith("layers[10] and 4 more")
+    assert _several({0, 1, 2, 3, 5, 7, 8}, names) == "layers[0] to layers[3], layers[5], layers[7], layers[8]"
+    assert _several(range(0, 20, 2), names).endswith("layers[10] and 4 more")
 
 
 def test_nothing_to_compare_where_nothing_was_written() -> None:
@@ -149,13 +162,14 @@ def kept(file: Path, **changes: Any) -> None:
     [
         ({"moves": 10**12}, r"moves: expected 0 to 1,000,000, got 1000000000000"),
         ({"moves": "5"}, r"moves: expected an int of 64 bits, got '5'"),
-        ({"moves": 1000}, r"seen: expected as many programs as its moves look at"),
+        ({"moves": 1000}, r"seen: expected as many programs as its moves measure"),
         ({"seed": None}, r"seed: expected an int of 64 bits, got None"),
         ({"seen": {}}, r"seen: expected a list, got \{\}"),
-        ({"seen": [[1.0]]}, r"seen\[0\]: expected seconds and the bytes of 1 stages, got \[1.0\]"),
-        ({"seen": [["1", 5]]}, r"seen\[0\]\[0\]: expected a finite number, got '1'"),
-        ({"seen": [[1.0, -5]]}, r"seen\[0\]\[1:\]\[0\]: expected 0 to .*, got -5"),
-        ({"seen": [[1e-9, 5]], "moves": 0}, r"seen: its best program takes .* s and .* bytes, not 1e-09 s and 5"),
+        ({"seen": [[1.0]]}, r"seen\[0\]: no peaks"),
+        ({"seen": [["1", [5]]]}, r"seen\[0\].seconds: expected a finite number, got '1'"),
+        ({"seen": [[1.0, [5, 5]]]}, r"seen\[0\].peaks: expected the bytes of 1 stages, got \(5, 5\)"),
+        ({"seen": [[1.0, [-5]]]}, r"seen\[0\].peaks\[0\]: expected 0 to .*, got -5"),
+        ({"seen": [[1e-9, [5]]], "moves": 0}, r"seen: its best program takes .* s and .* bytes, not 1e-09 s and 5"),
     ],
 )
 def test_a_wrong_field_of_a_file_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -198,7 +212,9 @@ def test_damaged_files(tmp_path: Path, count: int) -> None:
             found["gone on with"] += 1
         except ValueError as error:
             assert re.search(
-                r"search\.json( is of another search, whose '|: (seed|moves|seen|expected|a search))", str(error)
+                r"search\.json( is of another search, whose '|: (expected|no |there is no|a search|"
+                r"points|builder_s|budget|seed|moves|seen))",
+                str(error),
             )
             found["refused"] += 1
         peak = tracemalloc.get_traced_memory()[1]

@@ -13,7 +13,7 @@ from tests.program.traces import cut, on, trace_of, unit
 from tests.schedules.cases import LARGER, SMALL, program
 from yafsdp_fn.extras.offload import HostActivationBuffers
 from yafsdp_fn.planner.cluster import A100
-from yafsdp_fn.planner.costs import groups, phases
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.ops import (
     OPS,
     Backward,
@@ -57,7 +57,7 @@ def test_every_op_has_a_row_everywhere(op: Op) -> None:
     )
     by_a_stage = isinstance(op, Send | Receive) and type(op) in MessageBuffers.works(object.__new__(MessageBuffers))
     assert by_the_session or by_a_lever or by_a_stage or type(op) in WORKS, "no work: runtime/interpreter.py"
-    phases(op, TRACE, A100, groups(TRACE, A100), recompute=False)  # AttributeError: no cost in planner/costs.py
+    Costs(TRACE, A100).phases(op)  # AttributeError: no cost in planner/costs.py
 
 
 def changed(op: Op) -> Iterator[tuple[Op, bool]]:

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -22,8 +21,7 @@ from train.plan.step import YAFSDP, Options, over_axes, schedule_of, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Comparison, Found, Plan, min_ckpt_layers, search, simulate
 from yafsdp_fn.planner.cluster import cluster
-from yafsdp_fn.planner.footprint import words
-from yafsdp_fn.planner.plan import PARTS, axes
+from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.util.words import counted
 
@@ -46,10 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(result.as_json(), indent=2))
         else:
             result.show(Console())
-        for path, write in ((options.timeline, result.save), (options.perfetto, result.perfetto)):
-            if path is not None:
-                write(path)
-                errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        if options.timeline is not None:
+            result.drawn.save(options.timeline)
+        if options.perfetto is not None:
+            result.drawn.perfetto(options.perfetto)
+        for path in filter(None, (options.timeline, options.perfetto)):
+            errors.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
         if options.ckpt_layers is None:
             result.check()
     except (ValueError, ModuleNotFoundError, OSError) as error:
@@ -63,7 +63,8 @@ def run(options: Options) -> Result:
 
     On a100-80g FSDP and YaFSDP are as they were where they were published: on `peers.AS_RUN`.
     """
-    config, where = models.CONFIGS[options.model], cluster(options.cluster)
+    config = models.CONFIGS[options.model]
+    where = cluster(options.cluster)
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = traced(options, config, axes(options.gpus))
@@ -81,12 +82,13 @@ def run(options: Options) -> Result:
     recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
-        program, name = found.program, f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
+        program = found.program
+        name = f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
     else:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
         name = f"{', '.join(words)}, {recomputed} of {config.layers} layers recomputed"
-    plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)
+    plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)._replace(tokens=options.tokens)
     others = {
         "fsdp": simulate(peers.fsdp(remat=again)(flat), published),
         "fsdp2": simulate(peers.fsdp2(remat=again)(flat), where),
@@ -133,14 +135,6 @@ class Result:
             return self.found.compared(self.tokens)
         return self.plan.timeline
 
-    def save(self, path: Path) -> None:
-        """Draws the step."""
-        self.drawn.save(path)
-
-    def perfetto(self, path: Path) -> None:
-        """Writes the step as trace events."""
-        self.drawn.perfetto(path)
-
     def check(self) -> None:
         """Raises DoesNotFit where the step does not fit."""
         self.plan.check()
@@ -154,7 +148,8 @@ class Result:
         return 1 - ours / theirs * (self.flat_tokens / self.tokens)
 
     def as_json(self) -> dict[str, Any]:
-        plan, gpus = self.plan, self.options.gpus
+        plan = self.plan
+        gpus = self.options.gpus
         return {
             "model": self.options.model,
             "gpus": gpus,
@@ -189,38 +184,30 @@ class Result:
 
     def show(self, console: Console) -> None:
         """Prints the result for people."""
-        options, plan, config = self.options, self.plan, models.CONFIGS[self.options.model]
-        _heading(console, options, plan.cluster)
-        console.print(self._time(), "", self._others(), sep="\n")
-        doubt = '; "saved" leaves out what is unexplained' * (self.others["yafsdp"].overhead > 0)
-        console.print(f"as fitted: to published times{doubt}\n", highlight=False)
-        console.print(_memory(plan), "", sep="\n")
-        fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
-        console.print(f"fewest layers that must recompute with {self.options.schedule}: {fewest}", highlight=False)
-        if not plan.fits and options.ckpt_layers is not None:  # else it is the command's error
-            why = f"does not fit: {plan.memory.why_not(plan.budget)}"
-            console.print(why, style="red", markup=False, highlight=False, soft_wrap=True)
-        if self.found is not None:
-            builders, drawn = dataclasses.replace(self.found, written=None), self.drawn
-            searched = f"\nsearched for the same {self.tokens:,} tokens a step\n{builders}"
-            searched += f"\n\n{drawn}" * isinstance(drawn, Comparison)
-            console.print(searched, markup=False, highlight=False, soft_wrap=True)
+        options = self.options
+        plan = self.plan
+        config = models.CONFIGS[self.options.model]
 
-    def _time(self) -> Table:
-        plan, rate, (low, high) = self.plan, self.tokens / self.plan.step_s, self.plan.range_s
-        speed = f"{rate:,.0f} tokens/s, {rate / self.options.gpus:,.0f} a {_device(plan.cluster)}"
-        gains = sorted(plan.sensitivity().items(), key=lambda item: -item[1])[:3]
-        table = Table(box=None, show_header=False, pad_edge=False)
-        table.add_column(style="cyan")
-        table.add_column(overflow="fold")
-        table.add_row("schedule", self.schedule)
-        table.add_row("step", f"[bold]{plan.step_s:.3f} s[/] ({low:.3g} to {high:.3g}), {speed}")
-        alone = zip(PARTS, plan.work, strict=True)
-        table.add_row("alone", ", ".join(f"{part} {seconds:.3f} s" for part, seconds in alone))
-        table.add_row("bound by", f"{plan.bound_in_words}; {plan.headroom_in_words}")
-        table.add_row("at least", self.plan.least.against(plan.step_s))
-        table.add_row("1% better", ", ".join(f"{name} -{gain:.2f}%" for name, gain in gains))
-        return table
+        def line(text: object, **style: Any) -> None:
+            console.print(str(text), markup=False, highlight=False, soft_wrap=True, **style)
+
+        _heading(console, options, plan.cluster)
+        line(f"{self.schedule}: {self.tokens / plan.step_s / options.gpus:,.0f} tokens/s a {_device(plan.cluster)}")
+        line(plan)
+        line("")
+        console.print(self._others())
+        doubt = '; "saved" leaves out what is unexplained' * (self.others["yafsdp"].overhead > 0)
+        line(f"as fitted: to published times{doubt}\n")
+        fewest = "not even all fit" if self.min_ckpt_layers is None else f"{self.min_ckpt_layers} of {config.layers}"
+        line(f"fewest layers that must recompute with {options.schedule}: {fewest}")
+        if not plan.fits and options.ckpt_layers is not None:  # else it is the command's error
+            line(f"does not fit: {plan.memory.why_not(plan.budget)}", style="red")
+        if self.found is not None:
+            line(f"\nsearched for the same {self.tokens:,} tokens a step")
+            line(dataclasses.replace(self.found, written=None))
+            drawn = self.drawn
+            if isinstance(drawn, Comparison):
+                line(f"\n{drawn}")
 
     def _others(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -267,12 +254,13 @@ class Compared:
     """Several schedules of one step, the fastest first. "recomputed" in a name: so many first layers, of each stage"""
 
     options: Options
-    found: Comparison
+    drawn: Comparison
 
     @staticmethod
     def of(options: Options) -> Compared:
         """Plans each of --schedules, with as few recomputed layers as fit where their number is not given."""
-        config, where = models.CONFIGS[options.model], cluster(options.cluster)
+        config = models.CONFIGS[options.model]
+        where = cluster(options.cluster)
         budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
         programs: dict[str, ya.Program] = {}
         for name in options.schedules:
@@ -289,37 +277,15 @@ class Compared:
             "gpus": self.options.gpus,
             "cluster": cluster(self.options.cluster).name,
             "tokens_per_step": self.options.tokens,
-            "schedules": {name: row._asdict() for name, row in self.found.rows.items()},
+            "schedules": {name: row._asdict() for name, row in self.drawn.rows.items()},
         }
 
     def show(self, console: Console) -> None:
         """Prints the table for people."""
         _heading(console, self.options, cluster(self.options.cluster))
-        console.print(str(self.found), markup=False, highlight=False, soft_wrap=True)
-
-    def save(self, path: Path) -> None:
-        """Draws all steps on one time axis."""
-        self.found.save(path)
-
-    def perfetto(self, path: Path) -> None:
-        """Writes all steps as trace events."""
-        self.found.perfetto(path)
+        console.print(str(self.drawn), markup=False, highlight=False, soft_wrap=True)
 
     def check(self) -> None:
         """Raises DoesNotFit where none of them fits."""
-        if not any(plan.fits for plan in self.found.plans.values()):
-            min(self.found.plans.values(), key=lambda plan: plan.memory.peak_bytes).check()
-
-
-def _memory(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("memory of a rank at its peak")
-    for heading in ("GiB", "part"):
-        table.add_column(heading, justify="right")
-    peak = max(plan.memory.peak_bytes, 1)
-    for name, size in plan.memory.itemised().items():
-        if size:
-            table.add_row(words(name), f"{size / 2**30:.2f}", f"{size / peak:.0%}")
-    table.add_section()
-    table.add_row("all", f"{peak / 2**30:.2f}", f"of {plan.budget / 2**30:.1f}")
-    return table
+        if not any(plan.fits for plan in self.drawn.plans.values()):
+            min(self.drawn.plans.values(), key=lambda plan: plan.memory.peak_bytes).check()

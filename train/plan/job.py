@@ -24,8 +24,8 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
+from train.plan.step import Inside, trace_of
 from yafsdp_fn.interop import from_actions
-from yafsdp_fn.planner import trace
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Assignment, Schedule, Trace
 from yafsdp_fn.util.mesh_axes import MOST_RANKS
@@ -176,19 +176,12 @@ class Job:
 
     def traced(self, context: int, tensor: int, rows: int, microbatches: int, ranks: int) -> Trace:
         """The step over these axes, on `ranks` ranks of a stage, in microbatches of so many sequences."""
-        inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
+        inside = Inside(tensor=tensor, context=context).inside
         over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
         over.check(self.config, self.seq_len // context, inside)
-        tokens = torch.empty((rows * microbatches, self.seq_len // context), dtype=torch.int64, device="meta")
-        return trace(
-            models.of(self.config).loss(self.config, axes=over),
-            models.of(self.config).params(self.config, **over.options),
-            {"tokens": tokens, "targets": tokens},
-            mesh=axes(ranks, **inside),
-            precision=self.precision,
-            microbatches=microbatches,
-            tx=ya.optim.chain(ya.optim.clip_by_global_norm(self.max_norm), ya.optim.adamw(3e-4)),
-        )
+        tokens = rows * microbatches, self.seq_len // context
+        mesh = axes(ranks, **inside)
+        return trace_of(self.config, tokens, over, 1, mesh, microbatches, self.precision, max_norm=self.max_norm)
 
     def own(self) -> Trace:
         """The trace of the file's step, on the file's mesh."""
@@ -263,7 +256,8 @@ def _job(path: Path, given: dict[str, Any], gpus: int) -> Job:
         raise ValueError(f"{asked}: there is no config of it here; there are {known}")
     axes = {axis: getattr(at, f"{axis}_parallel_degree") for axis in ("tensor", "context", "pipeline")}
     axes["data_parallel_replicate"] = at.data_parallel_replicate_degree
-    others, shard = math.prod(axes.values()), at.data_parallel_shard_degree
+    others = math.prod(axes.values())
+    shard = at.data_parallel_shard_degree
     if shard == -1 and not gpus:
         raise ValueError("data_parallel_shard_degree is -1, all ranks that are left: say --gpus of how many")
     shard = gpus // others if shard == -1 else shard
@@ -273,8 +267,10 @@ def _job(path: Path, given: dict[str, Any], gpus: int) -> Job:
         raise ValueError(f"the degrees do not multiply to {gpus} GPUs: {said}")
     if shard * others > MOST_RANKS:
         raise ValueError(f"the degrees multiply to {shard * others:,} GPUs, expected at most {MOST_RANKS:,}: {said}")
-    readers, stages = axes["data_parallel_replicate"] * shard, axes["pipeline"]
-    batch, whole = training.local_batch_size, training.global_batch_size
+    readers = axes["data_parallel_replicate"] * shard
+    stages = axes["pipeline"]
+    batch = training.local_batch_size
+    whole = training.global_batch_size
     accumulate, left = divmod(whole, batch * readers) if whole > 0 else (1, 0)
     if left or not accumulate:
         raise ValueError(f"global_batch_size {whole} is no multiple of local_batch_size {batch} x {readers} ranks")
@@ -336,7 +332,8 @@ def _parts(at: Parallelism, layers: int, stages: int) -> tuple[tuple[str, ...], 
                 f"module_fqns_per_model_part: {len(given)} parts, expected as many for each of {stages} stages"
             )
         return given
-    first, last = at.pipeline_parallel_first_stage_less_layers, at.pipeline_parallel_last_stage_less_layers
+    first = at.pipeline_parallel_first_stage_less_layers
+    last = at.pipeline_parallel_last_stage_less_layers
     count = stages * (1 if at.pipeline_parallel_schedule in ("1F1B", "GPipe") or stages == 1 else 2)
     if (each := at.pipeline_parallel_layers_per_stage) is not None:
         count = -(-(layers + first + last) // each)

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 import models
-import yafsdp_fn as ya
+from models.parts.axes import NONE
 from train.command_line import cli
-from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, search, simulate, trace
+from train.plan.step import PRECISIONS, trace_of
+from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, search, simulate
+from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Trace
 
-A100, H100 = CLUSTERS["a100-80g"], CLUSTERS["h100-80g"]
-PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+A100 = CLUSTERS["a100-80g"]
+H100 = CLUSTERS["h100-80g"]
 SLOW = dataclasses.replace(A100, name="a100-80g, 100 Gbit/s a node", network_bandwidth=12e9)
 
 
@@ -39,12 +39,9 @@ class Row(NamedTuple):
     def traced(self) -> Trace:
         """The step on as many ranks as have a sequence, if those are fewer."""
         world = min(self.ranks, self.sequences)
-        tokens = torch.empty(self.sequences // world, self.length, dtype=torch.int64, device="meta")
-        config = models.CONFIGS[self.model]
-        of = models.of(config)
-        batch = {"tokens": tokens, "targets": tokens}
-        more = {"ranks": world, "precision": PRECISION, "microbatches": self.sequences // world}
-        return trace(of.loss(config), of.params(config), batch, tx=ya.optim.adamw(3e-4), **more)  # type: ignore[arg-type]
+        microbatches = self.sequences // world
+        rows = microbatches, self.length
+        return trace_of(models.CONFIGS[self.model], rows, NONE, 1, axes(world), microbatches, PRECISIONS["bf16"])
 
     def found(self, stages: Sequence[int]) -> Found | str:
         """The result of `search`, or why there is none."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -148,7 +148,8 @@ class Options:
         cluster(self.cluster)
         longest = 1 if self.torchtitan is not None else models.CONFIGS[self.model].max_length
         for name, most in (("seq_len", longest), *MOST.items()):
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            value = getattr(self, name)
+            flag = f"--{name.replace('_', '-')}"
             if value is not None and value < (name != "gpus" or self.torchtitan is None):
                 raise ValueError(f"{flag} {value}: expected at least 1")
             if value is not None and value > most and self.torchtitan is None:
@@ -255,7 +256,8 @@ def schedule_of(options: Options, config: Shape, where: Cluster, name: str) -> t
     if options.gpus % stages.stages:
         raise ValueError(f"--schedules {name}: {options.gpus} GPUs are not a multiple of {stages.stages} stages")
     builder, words = schedule_names.parse(stages.sharding)
-    of, ranks = options.mesh, options.gpus // stages.stages
+    of = options.mesh
+    ranks = options.gpus // stages.stages
     mesh = axes(ranks, **_mesh(builder, ranks, options, where), **of.inside)
     over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
     here = traced(options, config, mesh, words.get("chunk", 1), over)
@@ -271,36 +273,58 @@ def over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trace
     """The step without axes inside layers, and over each that the model and the ranks allow: tensor inside of a node,
     with sequence parallelism, and context where sequences are long."""
     most = max(1, options.seq_len // LONG)
-    for context, tensor in itertools.product(_doubling(most), _doubling(where.gpus_per_node)):
+    for context, tensor in itertools.product(doubling(most), doubling(where.gpus_per_node)):
         over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
-        inside = {name: size for name, size in (("context", context), ("tensor", tensor)) if size > 1}
+        inside = Inside(tensor=tensor, context=context).inside
         with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
             over.check(config, options.seq_len // context, inside)
             yield traced(options, config, axes(options.gpus, **inside), over=over)
 
 
-def _doubling(most: int) -> Iterator[int]:
+def doubling(most: int) -> Iterator[int]:
+    """1, 2, 4 ... up to `most`."""
     return (2**k for k in range(most.bit_length()))
 
 
 def traced(
     options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1, over: Axes = NONE
 ) -> Trace:
+    """The step of the options on a mesh."""
     ranks = dict(mesh).get("context", 1)
     over.check(config, options.seq_len // ranks, dict(mesh))
     if options.seq_len % (2 * ranks) and ranks > 1:
         raise ValueError(
             f"--seq-len {options.seq_len}: not a multiple of {2 * ranks}, two parts for each rank of context"
         )
-    tokens = torch.empty((options.batch, options.seq_len // ranks), dtype=torch.int64, device="meta")
+    rows = options.batch, options.seq_len // ranks
+    return trace_of(config, rows, over, chunks, mesh, options.microbatches, PRECISIONS[options.reduce], max_norm=1.0)
+
+
+def trace_of(
+    config: Shape,
+    rows: tuple[int, int],
+    over: Axes,
+    chunks: int,
+    mesh: tuple[tuple[str, int], ...],
+    microbatches: int,
+    precision: ya.Precision,
+    *,
+    max_norm: float | None = None,
+) -> Trace:
+    """The step of a model over axes inside layers, with AdamW. rows: of a rank, and tokens in each; max_norm: clips"""
+    tokens = torch.empty(rows, dtype=torch.int64, device="meta")
+    tx: Any = ya.optim.adamw(3e-4)
+    if max_norm is not None:
+        tx = ya.optim.chain(ya.optim.clip_by_global_norm(max_norm), tx)
+    of = models.of(config)
     return trace(
-        models.of(config).loss(config, chunks=chunks, axes=over),
-        models.of(config).params(config, **over.options),
+        of.loss(config, chunks=chunks, axes=over),
+        of.params(config, **over.options),
         {"tokens": tokens, "targets": tokens},
         mesh=mesh,
-        precision=PRECISIONS[options.reduce],
-        microbatches=options.microbatches,
-        tx=ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(3e-4)),
+        precision=precision,
+        microbatches=microbatches,
+        tx=tx,
     )
 
 

@@ -12,8 +12,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -21,24 +20,24 @@ from rich.table import Table
 
 import yafsdp_fn as ya
 from train.plan.job import MOST_RUNS, Job, modules_of, read
+from train.plan.step import Options, doubling
 from yafsdp_fn.interop import Actions, to_actions
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import Cluster, DoesNotFit, Found, Plan, compare, search
+from yafsdp_fn.planner import Cluster, Comparison, DoesNotFit, Found, Plan, compare, search
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.words import counted
 
-if TYPE_CHECKING:
-    from train.plan.step import Options
-
-ON_STAGES, ALONE = "its stages", "no stages"
+ON_STAGES = "its stages"
+ALONE = "no stages"
 """Names of what is searched for."""
 
 
 def run(options: Options) -> Result:
     """The step that the file's job runs, proved and predicted, and the fastest of this toolkit for the same tokens."""
     assert options.torchtitan is not None
-    job, where = read(options.torchtitan, options.gpus), cluster(options.cluster)
+    job = read(options.torchtitan, options.gpus)
+    where = cluster(options.cluster)
     if options.csv is not None and job.stages == 1:
         raise ValueError(f"--csv {options.csv}: {job.path} has no stages: pipeline_parallel_degree is 1")
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
@@ -75,15 +74,11 @@ def _searched_on_stages(job: Job, where: Cluster, budget: int) -> Found | None:
 
 def _over_axes(job: Job, where: Cluster, rows: int) -> Iterator[Trace]:
     """The step of `job` over tensor and context, in microbatches of so many sequences."""
-    for tensor, context in itertools.product(_doubling(min(where.gpus_per_node, job.gpus)), sorted({1, job.context})):
+    for tensor, context in itertools.product(doubling(min(where.gpus_per_node, job.gpus)), sorted({1, job.context})):
         microbatches, left = divmod(job.sequences * tensor * context, job.gpus * rows)
         if 0 < microbatches <= MOST_RUNS and not left:
             with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
                 yield job.traced(context, tensor, rows, microbatches, job.gpus)
-
-
-def _doubling(most: int) -> Iterator[int]:
-    return (2**k for k in range(most.bit_length()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,23 +103,23 @@ class Result:
     @property
     def plans(self) -> dict[str, Plan]:
         """The step of the file, and what was found, by name."""
-        where, budget = self.plan.cluster, self.plan.budget
+        where = self.plan.cluster
+        budget = self.plan.budget
         found = {f"found, {name}": Plan.of(each.program, where, budget) for name, each in self.found.items()}
         return {"the file": self.plan, **{n: plan._replace(tokens=self.job.tokens) for n, plan in found.items()}}
 
-    def save(self, path: Path) -> None:
-        """Draws the file's step, and below it what was found."""
-        compare(self.plans).save(path)
-
-    def perfetto(self, path: Path) -> None:
-        self.plan.timeline.perfetto(path)
+    @property
+    def drawn(self) -> Comparison:
+        """The file's step, and what was found, of which pictures are."""
+        return compare(self.plans)
 
     def check(self) -> None:
         """Raises DoesNotFit where the file's step does not."""
         self.plan.check()
 
     def as_json(self) -> dict[str, Any]:
-        plan, job = self.plan, self.job
+        plan = self.plan
+        job = self.job
         return {
             "file": str(job.path),
             "model": job.model,
@@ -150,7 +145,8 @@ class Result:
 
     def show(self, console: Console) -> None:
         """Prints the result for people."""
-        job, plan = self.job, self.plan
+        job = self.job
+        plan = self.plan
 
         def line(text: str = "", **style: Any) -> None:
             console.print(text, markup=False, highlight=False, soft_wrap=True, **style)
@@ -161,7 +157,8 @@ class Result:
         line(f"{job.path}: {job.model}, {numel:.1f}B parameters, on {gpus} ({plan.cluster.name}): {axes}")
         stages = f"; {job.csv or job.order}, {counted(job.runs, 'microbatch')}" * (job.stages > 1)
         line(f"{counted(job.sequences, 'sequence')} of {job.seq_len} tokens a step; {job.checkpointed}{stages}\n")
-        ops, parts = sum(map(len, self.proved.stages)), self.proved.parts
+        ops = sum(map(len, self.proved.stages))
+        parts = self.proved.parts
         kinds = ya.schedules.Gather, ya.schedules.Reduce
         gathers, reductions = (sum(part.count(kind) for part in parts) for kind in kinds)
         both = f"{counted(gathers, 'gather')} and {counted(reductions, 'reduction')}"
@@ -188,7 +185,8 @@ class Result:
         for heading in ("step, s", "tokens/s", "a GPU", "saved", "computes idle", "GiB"):
             table.add_column(heading, justify="right")
         for name, plan in self.plans.items():
-            rate, saved = plan.tokens_per_s, 1 - plan.step_s / self.plan.step_s
+            rate = plan.tokens_per_s
+            saved = 1 - plan.step_s / self.plan.step_s
             cells = [f"{plan.step_s:.3f}", f"{rate:,.0f}", f"{rate / self.job.gpus:,.0f}"]
             cells += [f"{saved:.1%}" if saved else "", f"{plan.timeline.bubble:.1%}"]
             table.add_row(name, *cells, f"{plan.memory.peak_bytes / 2**30:.1f}")
@@ -197,7 +195,8 @@ class Result:
 
 def _settings(found: Found) -> Iterator[str]:
     """Settings of torchtitan, for stages as `found` has them."""
-    order, split = found.best.point.order, found.program.trace.split
+    order = found.best.point.order
+    split = found.program.trace.split
     assert order is not None and split is not None
     v = split.homes != (*range(split.stages),) * order.per_stage
     like = "ZBVZeroBubble" if v else "1F1B" if order.per_stage == 1 else "Interleaved1F1B"

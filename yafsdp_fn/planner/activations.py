@@ -9,6 +9,7 @@ A value that several visits take, such as a rotary table, is held once. What an 
 forward has copied it into a carry slot, unless something else holds it.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -50,64 +51,76 @@ class _Held(dict[tuple[int, int], int]):
 def peak_of(program: Program) -> Peak:
     """Walks the ops: what is held when each runs, and what it has allocated itself."""
     trace = program.trace
-    visits = trace.visits
+    last = len(trace.visits) - 1
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
     ends = {both: _ends(trace, *both) for both in {(kept[m], saved[m]) for m in kept}}
-    values, inner, grads = _Held(), _Held(), _Held()  # inner: of visits, with what the loss saved after them
+    values = _Held()
+    grads = _Held()
+    inner = _Held()  # of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
     def offer(number: int, own: int, logits: bool = False) -> None:
-        peaks.append(Peak(number, values.total + inner.total, own * logits, grads.total + own * (not logits)))
+        held = values.total + inner.total
+        if logits:
+            peaks.append(Peak(number, held, own, grads.total))
+        else:
+            peaks.append(Peak(number, held, 0, grads.total + own))
 
     def update(number: int, units: Iterable[int]) -> None:
         nbytes, elements = trace.optimizer.step
-        offer(number, nbytes * sum(shard_numel(trace, trace.units[unit]) for unit in units) // elements)
+        numel = sum(shard_numel(trace, trace.units[unit]) for unit in units)
+        offer(number, nbytes * numel // elements)
 
     for number, op in enumerate(program.ops):
         if isinstance(op, Update):
             update(number, op.units)
         if not isinstance(op, Forward | Backward):
             continue
-        m, visit, cost = op.microbatch, op.visit, visits[op.visit].cost
-        last = visit == len(visits) - 1
+        m = op.microbatch
+        visit = op.visit
+        cost = trace.visits[visit].cost
         taken = {value.number for value in cost.takes}
-        gives = {value.number: value.nbytes for value in cost.gives if value.number not in taken}
-        given = sum(gives.values())
+        gives = [value for value in cost.gives if value.number not in taken]
+        given = sum(value.nbytes for value in gives)
+        ended = ends[kept[m], saved[m]][type(op), visit]
         if isinstance(op, Forward):
             for value in cost.takes:
                 values.put((m, value.number), value.nbytes)
             # without a graph it needs no more than its backward, which runs it again with more beside it
-            offer(number, cost.peak_bytes if op.keep else given, last)
-            for name, nbytes in gives.items():
-                values.put((m, name), nbytes)
-            inner.put((m, visit), cost.inner_bytes * op.keep)
-            offer(number, cost.beside_peak_bytes, last)
-            inner.put((m, visit), cost.inner_bytes * op.keep + cost.beside_bytes)
-            for name in ends[kept[m], saved[m]].forward.get(visit, ()):
+            offer(number, cost.peak_bytes if op.keep else given, visit == last)
+            for value in gives:
+                values.put((m, value.number), value.nbytes)
+            graph = cost.inner_bytes * op.keep
+            inner.put((m, visit), graph)
+            offer(number, cost.beside_peak_bytes, visit == last)
+            inner.put((m, visit), graph + cost.beside_bytes)
+            for name in ended:
                 values.drop((m, name))
-            continue
-        if op.half == "weights":
+        elif op.half == "weights":
             offer(number, 0)
             inner.drop((m, visit))
-            continue
-        inner.drop((m, visit))
-        for value in cost.gives:
-            grads.put((m, value.number), value.grad_bytes)
-        again = max(cost.peak_bytes, given + cost.bwd_peak_bytes)
-        offer(number, cost.bwd_peak_bytes if visit in kept[m] else again, last)
-        for value in cost.gives:
-            grads.drop((m, value.number))
-        for value in cost.takes:
-            grads.put((m, value.number), value.grad_bytes)
-        for name in ends[kept[m], saved[m]].backward.get(visit, ()):
-            values.drop((m, name))
-            grads.drop((m, name))
-        if op.half == "inputs":
-            inner.put((m, visit), cost.between_bytes)
-    for op in after_program(trace.trained, trace.lent) if not program.has_updates else ():
-        if isinstance(op, Update):
-            update(len(program.ops), op.units)
+        else:
+            inner.drop((m, visit))
+            for value in cost.gives:
+                grads.put((m, value.number), value.grad_bytes)
+            own = cost.bwd_peak_bytes
+            if visit not in kept[m]:  # its forward runs again first
+                own = max(cost.peak_bytes, given + own)
+            offer(number, own, visit == last)
+            for value in cost.gives:
+                grads.drop((m, value.number))
+            for value in cost.takes:
+                grads.put((m, value.number), value.grad_bytes)
+            for name in ended:
+                values.drop((m, name))
+                grads.drop((m, name))
+            if op.half == "inputs":
+                inner.put((m, visit), cost.between_bytes)
+    if not program.has_updates:
+        for op in after_program(trace.trained, trace.lent):
+            if isinstance(op, Update):
+                update(len(program.ops), op.units)
     return max(peaks, key=lambda peak: sum(peak[1:]))
 
 
@@ -120,23 +133,48 @@ def _forwards(program: Program, which: Callable[[Forward], bool]) -> dict[int, f
     return {microbatch: frozenset(those) for microbatch, those in found.items()}
 
 
+def _ends(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[tuple[type, int], list[int]]:
+    """Compute, as `(Forward or Backward, visit)` -> the values that nothing holds any more after it.
+
+    A value ends with the backward of the first visit that holds it, since backwards run from the last visit to the
+    first; if none does, with the forward of the last that uses it.
+    """
+    users: dict[int, int] = {}
+    for visit in trace.visits:
+        for value in (*visit.cost.gives, *visit.cost.takes):
+            users[value.number] = visit.id
+    ends: defaultdict[tuple[type, int], list[int]] = defaultdict(list)
+    holders = _holders(trace, kept, saved)
+    for number, last in users.items():
+        if number in holders:
+            ends[Backward, min(holders[number])].append(number)
+        else:
+            ends[Forward, last].append(number)
+    return ends
+
+
 def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
     """Value -> the visits that hold it until their backward: that have it in the graph they keep, or that save what
     they take, to run again. What nobody takes and no graph is known to leave out is held by the visit that gave it."""
-    holders: dict[int, list[int]] = {}
-    leaving = (
-        {end - 1 for n, (_, end) in enumerate(trace.split.segments) if trace.split.leaving(n)} if trace.split else ()
-    )
+    leaving: set[int] = set()  # the last visits of segments whose values go to other stages
+    if trace.split is not None:
+        leaving = {end - 1 for n, (_, end) in enumerate(trace.split.segments) if trace.split.leaving(n)}
+    holders: defaultdict[int, list[int]] = defaultdict(list)
+    seen: set[int] = set()
     for visit in trace.visits:
-        cost, keeps = visit.cost, visit.id in kept
+        cost = visit.cost
+        keeps = visit.id in kept
         for value in cost.takes:
+            seen.add(value.number)
             in_slot = visit.id in saved and value.number in cost.carries
             free = value.number in cost.unsaved if keeps else in_slot
-            holders.setdefault(value.number, []).extend([] if free else [visit.id])
+            if not free:
+                holders[value.number].append(visit.id)
         for value in cost.gives:
-            alone = value.number not in holders and visit.id not in leaving
-            free = value.number in cost.unsaved or not (keeps or alone)
-            holders.setdefault(value.number, []).extend([] if free else [visit.id])
+            alone = value.number not in seen and visit.id not in leaving
+            seen.add(value.number)
+            if value.number not in cost.unsaved and (keeps or alone):
+                holders[value.number].append(visit.id)
     return holders
 
 
@@ -151,29 +189,3 @@ def held_values(trace: Trace) -> tuple[int, int]:
                 moves = value.number in visit.cost.carries and trace.split is None
                 (movable if moves else always)[value.number] = value.nbytes
     return sum(always.values()), sum(nbytes for number, nbytes in movable.items() if number not in always)
-
-
-class _Ends(NamedTuple):
-    """The values that nothing holds any more after a visit's forward, and after its backward, by visit."""
-
-    forward: dict[int, list[int]]
-    backward: dict[int, list[int]]
-
-
-def _ends(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> _Ends:
-    """Returns when values end: with the backward of the first visit that holds them, since backwards run from the last
-    visit to the first; if none does, with the forward of the last that uses them."""
-    last = {value.number: visit.id for visit in trace.visits for value in (*visit.cost.gives, *visit.cost.takes)}
-    holders = _holders(trace, kept, saved)
-    return _Ends(
-        _by_visit({number: visit for number, visit in last.items() if not holders[number]}),
-        _by_visit({number: min(visits) for number, visits in holders.items() if visits}),
-    )
-
-
-def _by_visit(last: dict[int, int]) -> dict[int, list[int]]:
-    """Visit -> values, of value -> visit."""
-    out: dict[int, list[int]] = {}
-    for value, visit in last.items():
-        out.setdefault(visit, []).append(value)
-    return out

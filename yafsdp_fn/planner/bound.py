@@ -3,37 +3,34 @@
 It holds for every program of the trace that `verify` accepts and that `predict_memory` says fits, as `simulate` costs
 it. A step is at least as long as each of these, of each stage:
 
-    compute          its forwards, backwards and updates, one after the other; what must have ended before the first one
-                     begins, and what must follow the last one; slower for as long as communication must run beside it
-    communication    one gather and one reduction of each unit, messages: on each stream, and on each link
-    fill             before the first backward there are forwards alone, as many as memory holds the graphs of
-    drain            after a stage's last backward of inputs those before it have theirs, and its weights' to do
-    memory           what does not fit is computed again, gathered again, reduced in parts, or moved to the host: the
-                     least seconds in which that can make enough room
+    compute          its forwards, backwards and updates, one after the other; what must end before the first begins,
+                     and what must follow the last; slower while communication must run beside it
+    communication    one gather and one reduction of each unit, and messages: on each stream, and on each link
+    fill             before its first backward a stage runs forwards alone, as many as memory holds the graphs of
+    drain            after its last backward of inputs the stages before it run theirs, and then those of weights
+    memory           what does not fit is recomputed, gathered again, reduced in parts, or moved to the host: the least
+                     seconds in which that can make enough room
 
-What is assumed: costs as `costs.phases` has them, so that merging collectives saves latency alone; every visit may
+What is assumed: costs as `Costs` has them, so that merging collectives saves latency alone; every visit may
 recompute, every unit be let go between its forward and its backward, every carry be offloaded; all of this in any
 fractions, which only lowers the bound. Of the memory it counts what the state holds, weights and gradients in slots,
 and what graphs keep: other buffers are left out.
 """
 
-import itertools
 import math
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.planner.activations import held_values
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import groups, phases
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.planner.simulate import LINKS, check_costs
-from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Send, Update
+from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Receive, Reduce, Send, Update
 from yafsdp_fn.program.program import after_program, part_of
-from yafsdp_fn.program.split import Call, Split
-from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.program.split import Call, Kind, Split
+from yafsdp_fn.program.trace import Trace, UnitSpec, Visit
 from yafsdp_fn.timeline.text import shown
 
 
@@ -74,26 +71,31 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     True
     """
     where = named(cluster)
-    check_costs(trace)
+    if trace.stage is None:
+        check_costs(trace)
     budget = where.memory_bytes if memory is None else memory
-    several = trace.split is not None and trace.stage is None
     path = _Path(trace, where)
-    found: Counter[str] = Counter()
-    for stage in range(trace.split.stages) if several and trace.split else (trace.stage or 0,):
-        for name, seconds in _Stage(trace, stage, where, path, budget).terms().items():
-            words = f"{name} of stage {stage}" if several else name
-            found[words] = max(found[words], seconds)  # type: ignore[assignment]
-    by, most = max(found.items(), key=lambda term: term[1])
-    return Bound(most, by, tuple(sorted(found.items(), key=lambda term: -term[1])))
+    found: dict[str, float] = {}
+    if trace.split is None or trace.stage is not None:
+        found = _Stage(trace, trace.stage or 0, where, path, budget).terms()
+    else:
+        for stage in range(trace.split.stages):
+            for name, seconds in _Stage(trace, stage, where, path, budget).terms().items():
+                found[f"{name} of stage {stage}"] = seconds
+    terms = tuple(sorted(found.items(), key=lambda term: -term[1]))
+    by, most = terms[0]
+    return Bound(most, by, terms)
 
 
-# ---- One microbatch alone: when each segment can begin.
+# ---- One microbatch alone: the longest paths through the calls of its segments.
 
 
 class _Path:
-    """Seconds of each segment's calls, and the earliest that they begin after one another.
+    """The calls of one microbatch: forwards of segments, 0 to n - 1, and then their backwards of inputs, in reverse.
 
-    forward, inputs: of a call; begins, turns: segment -> the earliest begin of its forward, and of its backward
+    forward, inputs, weights: seconds of each segment's calls; seconds: of calls
+    edges: `(call, call that waits for it, seconds between)`, in the order of those that wait
+    begins, turns: segment -> the earliest begin of its forward, and of its backward
     drains: segment -> the least from the end of its backward of inputs to that of all that waits for it
     """
 
@@ -101,190 +103,205 @@ class _Path:
         self.split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
         if trace.stage is not None:  # alone, it waits for nobody
             self.split = self.split._replace(flows=())
-        self.trace, self.cluster, self.places = trace, cluster, groups(trace, cluster)
-        self.forward = [self._call(segment, Forward) for segment in range(len(self.split.homes))]
-        self.inputs = [self._call(segment, Backward) for segment in range(len(self.split.homes))]
-        self.begins, self.turns = self._from(None)
-        self.drains = [max(0.0, self._call(s, Backward, "both") - inputs) for s, inputs in enumerate(self.inputs)]
-        for number, flow in sorted(enumerate(self.split.flows), key=lambda each: each[1].target):
-            if flow.grad_bytes:
-                after = self._message(number, True) + self.inputs[flow.source] + self.drains[flow.source]
-                self.drains[flow.target] = max(self.drains[flow.target], after)
+        self.costs = Costs(trace, cluster)
+        segments = range(len(self.split.homes))
+        # where there are stages, segments wait for the first half of a backward alone
+        half: Literal["both", "inputs"] = "both" if trace.split is None else "inputs"
+        self.forward = [self._call(s, lambda v: Forward(v, (), True)) for s in segments]
+        self.inputs = [self._call(s, lambda v: Backward(v, (), (), half=half)) for s in segments]
+        both = [self._call(s, lambda v: Backward(v, (), ())) for s in segments]
+        self.weights = [max(0.0, whole - part) for whole, part in zip(both, self.inputs, strict=True)]
+        self.seconds = [*self.forward, *reversed(self.inputs)]
+        self.edges = [(s, self._backward(s), 0.0) for s in segments]
+        for number, (source, target, _, grad_bytes) in enumerate(self.split.flows):
+            self.edges.append((source, target, self._message(number, False)))
+            if grad_bytes:
+                self.edges.append((self._backward(target), self._backward(source), self._message(number, True)))
+        self.edges.sort(key=lambda edge: edge[1])
+        begins = self._begins([0.0 for _ in segments])
+        self.begins = begins[: len(segments)]
+        self.turns = begins[: len(segments) - 1 : -1]
+        self.drains = [self._drain(segment) for segment in segments]
 
     def again(self, segment: int) -> float:
         """The least from the end of a segment's forward to the begin of its backward, in one microbatch."""
-        return self._from(segment)[1][segment]
+        return self._after(segment)[self._backward(segment)]
 
-    def _from(self, first: int | None) -> tuple[list[float], list[float]]:
-        """Begins of forwards and of backwards; with `first`, of what follows this segment, after the end of its own."""
-        split = self.split
-        ends, begins = [-math.inf] * len(split.homes), [0.0 if first is None else -math.inf] * len(split.homes)
-        for segment, seconds in enumerate(self.forward):
-            came = [ends[f.source] + self._message(n, False) for n, f in enumerate(split.flows) if f.target == segment]
-            begins[segment] = max(begins[segment], *came) if came else begins[segment]
-            ends[segment] = 0.0 if segment == first else begins[segment] + seconds
-        turns = [-math.inf] * len(split.homes)
-        for segment in reversed(range(len(split.homes))):
-            came = [ends[segment]]
-            for number, flow in enumerate(split.flows):
-                if flow.source == segment and flow.grad_bytes:
-                    came.append(turns[flow.target] + self.inputs[flow.target] + self._message(number, True))
-            turns[segment] = max(came)
-        return begins, turns
+    def _drain(self, segment: int) -> float:
+        begins = self._after(self._backward(segment))
+        rest = [own + weights for own, weights in zip(self.inputs, self.weights, strict=True)]
+        return max(begins[self._backward(s)] + seconds for s, seconds in enumerate(rest))
+
+    def _after(self, call: int) -> list[float]:
+        """The begins of calls that wait for `call`, after its end."""
+        begins = [-math.inf] * len(self.seconds)
+        begins[call] = -self.seconds[call]
+        return self._begins(begins)
+
+    def _begins(self, begins: list[float]) -> list[float]:
+        begins = begins + [-math.inf] * (len(self.seconds) - len(begins))
+        for call, waits, between in self.edges:
+            begins[waits] = max(begins[waits], begins[call] + self.seconds[call] + between)
+        return begins
+
+    def _backward(self, segment: int) -> int:
+        return 2 * len(self.split.homes) - 1 - segment
 
     def _message(self, flow: int, back: bool) -> float:
         source, target = self.split.ends(flow, back)
-        if source == target:
-            return 0.0
-        return seconds_of(phases(Send(flow, 0, 0, back), self.trace, self.cluster, self.places, False))
+        return 0.0 if source == target else self.costs.seconds(Send(flow, 0, 0, back))
 
-    def _call(
-        self, segment: int, kind: type[Forward] | type[Backward], half: Literal["both", "inputs"] | None = None
-    ) -> float:
-        # where there are stages, segments wait for the first half of a backward alone
-        half = half or ("both" if self.trace.split is None else "inputs")
-        visits = self.split.visits(segment)
-        ops = [Forward(v, (), True) if kind is Forward else Backward(v, (), (), half=half) for v in visits]
-        return sum(seconds_of(phases(op, self.trace, self.cluster, self.places, False)) for op in ops)
+    def _call(self, segment: int, op: Callable[[int], Op]) -> float:
+        return sum(self.costs.seconds(op(visit)) for visit in self.split.visits(segment))
 
 
 # ---- One stage.
 
 
 class _Stage:
+    """The least that a stage's part of a step takes.
+
+    forward, backward, recompute: seconds of visits; computes: of all of them; calls: of the collectives in them
+    busy: seconds of the other streams, and of links; norm, update: seconds of the optimizer
+    room: bytes beside the state
+    """
+
     def __init__(self, trace: Trace, stage: int, cluster: Cluster, path: _Path, budget: int) -> None:
-        self.cluster, self.path, self.stage, self.microbatches = cluster, path, stage, trace.microbatches
+        self.cluster = cluster
+        self.path = path
+        self.stage = stage
+        self.microbatches = trace.microbatches
         self.segments = path.split.of(stage)
         self.part = trace
         if trace.split is not None and trace.stage is None:
-            kinds = ("forward", "backward") if trace.trains else ("forward",)
-            calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]  # type: ignore[arg-type]
+            kinds: list[Kind] = ["forward", "backward"] if trace.trains else ["forward"]
+            calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]
             self.part = part_of(trace._replace(microbatches=1), stage, calls)
-        self.visits = [v for segment in self.segments for v in path.split.visits(segment)]
-        self.places = groups(self.part, cluster)
-        self.used = sorted({unit for v in self.visits for unit in self.part.visits[v].units})
-        self.trained = sorted(
-            {unit for v in self.visits for unit in self.part.visits[v].trained} if trace.trains else ()
-        )
-        self.room = budget - sum(state_bytes(self.part).values()) if self.part.precision else math.inf
+        part = self.part
+        self.costs = Costs(part, cluster)
+        self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
+        used: set[int] = set()
+        trained: set[int] = set()
+        for visit in self.visits:
+            used.update(visit.units)
+            if part.trains:
+                trained.update(visit.trained)
+        self.units = [part.units[unit] for unit in sorted(used)]
+        self.trained = [unit for unit in self.units if unit.id in trained]
+        self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
+        self.forward: dict[int, float] = {}
+        self.backward: dict[int, float] = {}
+        self.recompute: dict[int, float] = {}
+        for visit in self.visits:
+            v = visit.id
+            self.forward[v] = self.costs.seconds(Forward(v, (), True))
+            self.backward[v] = self.recompute[v] = 0.0
+            if part.trains:
+                self.backward[v] = self.costs.seconds(Backward(v, (), ()))
+                self.recompute[v] = self.costs.seconds(Backward(v, (), ()), True) - self.backward[v]
+        self.computes = self.microbatches * sum([*self.forward.values(), *self.backward.values()])
+        self._optimizer()
         self._work()
 
-    def phases(self, op: Op, recompute: bool = False) -> tuple[Phase, ...]:
-        return phases(op, self.part, self.cluster, self.places, recompute)
+    def _optimizer(self) -> None:
+        part = self.part
+        self.first = [u for u in self.visits[0].units if part.units[u].trainable]  # what the first visit waits for
+        self.norm = self.update = self.first_update = 0.0
+        if part.update_when == "never" or not part.trained:
+            return
+        ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
+        self.norm = sum(self.costs.seconds(op) for op in ops if isinstance(op, Norm))
+        self.update = sum(self.costs.seconds(op) for op in ops if isinstance(op, Update))
+        self.first_update = sum(self.costs.seconds(Update((unit,))) for unit in self.first)
 
     def _work(self) -> None:
-        """Adds up what there is to do at least: seconds of computes and of what else runs, by stream and by link."""
-        part, m = self.part, self.microbatches
-        self.forward = {v: seconds_of(self.phases(Forward(v, (), True))) for v in self.visits}
-        self.backward = {v: seconds_of(self.phases(Backward(v, (), ()))) if part.trains else 0.0 for v in self.visits}
-        self.recompute = {
-            v: seconds_of(self.phases(Backward(v, (), ()), True)) - self.backward[v] if part.trains else 0.0
-            for v in self.visits
-        }
-        self.computes = m * sum(self.forward[v] + self.backward[v] for v in self.visits)
-        each: list[Op] = [Forward(v, (), True) for v in self.visits]
-        each += [Backward(v, (), ()) for v in self.visits if part.trains]
-        self.busy: Counter[str] = Counter()  # of streams but that of computes, and of links
-        for op in each:
-            for resource, seconds in self.phases(op):
-                self.busy[resource] += m * seconds * (resource in LINKS)  # type: ignore[assignment]
-        self.calls = sum(self.busy.values())
-        self.norm, self.update, self.first_update = self._optimizer()
-        fresh = tuple(unit for unit in self.used if part.units[unit].trainable)  # others may stay from step to step
-        collectives: list[Op] = [Gather(fresh, fresh)] * bool(fresh)
-        if self.trained:
-            collectives += [Reduce((unit,), (0,)) for unit in self.trained if part.units[unit].sum_bytes]
-            plain = tuple(unit for unit in self.trained if not part.units[unit].sum_bytes)
-            collectives += [Reduce(plain, plain)] * bool(plain)
-            collectives += [AllReduce((unit,)) for unit in self.trained if part.replicas > 1]
-        for op in collectives:
-            for resource, seconds in self.phases(op):
-                self.busy[op.stream] += seconds  # type: ignore[assignment]
-                self.busy[resource] += seconds * (resource in LINKS)  # type: ignore[assignment]
-        for number, flow in enumerate(self.path.split.flows):
-            for back in (False, True)[: 1 + bool(flow.grad_bytes and part.trains)]:
-                ends = self.path.split.ends(number, back)
-                if self.stage in ends and ends[0] != ends[1]:
-                    for resource, seconds in self.phases(Send(number, 0, 0, back)):
-                        self.busy["send" if ends[0] == self.stage else "receive"] += m * seconds  # type: ignore[assignment]
-                        self.busy[resource] += m * seconds * (resource in LINKS)  # type: ignore[assignment]
-
-    def _optimizer(self) -> tuple[float, float, float]:
-        """Seconds of the norm, of all updates, and of the update of what the step's first visit uses."""
+        """Adds up what streams and links do at least."""
         part = self.part
-        if part.update_when == "never" or not part.trained:
-            return 0.0, 0.0, 0.0
-        ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
-        norms = [op for op in ops if isinstance(op, Norm)]
-        norm = sum(seconds_of(self.phases(op)) for op in norms)
-        first = [unit for unit in self.part.visits[self.visits[0]].units if part.units[unit].trainable]
-        of_first = sum(seconds_of(self.phases(Update((unit,)))) for unit in first)
-        return norm, sum(seconds_of(self.phases(op)) for op in ops if isinstance(op, Update)), of_first
+        m = self.microbatches
+        computes: list[Op] = [Forward(v.id, (), True) for v in self.visits]
+        computes += [Backward(v.id, (), ()) for v in self.visits if part.trains]
+        fresh = tuple(unit.id for unit in self.units if unit.trainable)  # others may stay from step to step
+        plain = tuple(unit.id for unit in self.trained if not unit.sum_bytes)
+        collectives: list[Op] = []
+        if fresh:
+            collectives.append(Gather(fresh, fresh))
+        if plain:
+            collectives.append(Reduce(plain, plain))
+        collectives += [Reduce((unit.id,), (0,)) for unit in self.trained if unit.sum_bytes]
+        collectives += [AllReduce((unit.id,)) for unit in self.trained if part.replicas > 1]
+        messages: list[Op] = []
+        for number, flow in enumerate(self.path.split.flows):
+            for back in [False, True] if flow.grad_bytes and part.trains else [False]:
+                source, target = self.path.split.ends(number, back)
+                if source != target and self.stage in (source, target):
+                    kind = Send if source == self.stage else Receive
+                    messages.append(kind(number, 0, 0, back))
+        self.busy: dict[str, float] = {"gather": 0.0, "reduce": 0.0, **dict.fromkeys(LINKS, 0.0)}
+        self.calls = 0.0
+        for ops, times in (computes, m), (collectives, 1), (messages, m):
+            for op in ops:
+                for resource, seconds in self.costs.phases(op):
+                    if resource in LINKS:
+                        self.busy[resource] += times * seconds
+                        self.calls += times * seconds * (op.stream == "compute")
+                    if op.stream != "compute":
+                        self.busy[op.stream] = self.busy.get(op.stream, 0.0) + times * seconds
 
     def terms(self) -> dict[str, float]:
         """Seconds of a step, by what they are the least for."""
-        self.overhead = self.cluster.overhead(sum(u.numel > 0 or self.part.stage is None for u in self.part.units))
-        least = self._compute(0.0)
-        found = {"compute": least}
+        found = {"compute": self._compute()}
         for name, seconds in self.busy.items():
             if seconds:
-                found[f"communication ({'stream' if name not in LINKS else 'link'} {name})"] = seconds
+                found[f"communication ({'link' if name in LINKS else 'stream'} {name})"] = seconds
         if self.part.trains and len(self.path.split.homes) > 1:
             found["fill"] = self._fill()
             found["drain"] = self._drain()
-        most = max(found.values())
         if self.part.trains and self.room < math.inf:
-            found["memory"] = self._with_room(most)
+            found["memory"] = self._with_room(max(found.values()))
         slowest = 1 + self.cluster.straggling(self.part.world)
-        return {name: seconds * slowest + self.overhead for name, seconds in found.items()}
+        overhead = self.cluster.overhead(sum(u.numel > 0 or self.part.stage is None for u in self.part.units))
+        return {name: seconds * slowest + overhead for name, seconds in found.items()}
 
     # ---- compute
 
-    def _ends(self) -> tuple[float, float, float]:
-        """Seconds without any compute: before the first one may be gathered for, of the gather for it, and after the
-        last one but for updates. The gather is none where others compute meanwhile."""
-        fill = min(self.path.begins[segment] for segment in self.segments)
-        first = tuple(unit for unit in self.part.visits[self.visits[0]].units if self.part.units[unit].trainable)
-        gather = seconds_of(self.phases(Gather(first, first))) if first else 0.0
-        if self.path.split.stages > 1:
-            gather = 0.0  # other stages do something first
-        if self.part.split is None and self.part.trains:  # the last backward is known
-            last = self.part.visits[self.part.order[-1].visit].trained
-            return fill, gather, max(map(self._reduction, last), default=0.0)
-        return fill, gather, min(map(self._reduction, self.trained), default=0.0)
+    @property
+    def _begin(self) -> float:
+        return min(self.path.begins[segment] for segment in self.segments)
+
+    def _compute(self) -> float:
+        """The stream of computes, and what is before the first one and after the last."""
+        part = self.part
+        # the gather for the first compute; with several stages others compute meanwhile
+        alone = self.first and self.path.split.stages == 1
+        gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
+        after = [self._reduction(unit.id) for unit in self.trained]
+        reduction = min(after, default=0.0)
+        if part.split is None and part.trains:  # the last backward is known
+            last = part.visits[part.order[-1].visit].trained
+            reduction = max(map(self._reduction, last), default=0.0)
+        beside = max((seconds for name, seconds in self.busy.items() if name not in LINKS), default=0.0)
+        beside -= self.calls + self._begin + reduction
+        slower = self.cluster.contention / (1 + self.cluster.contention)
+        computes = self._begin + self.computes + self.norm
+        # the step before may have gathered it beside its last updates: these take longer then, or end before it
+        beside_updates = computes + self.update + slower * max(0.0, beside)
+        after_update = computes + self.first_update + gather + slower * max(0.0, beside - gather)
+        return max(beside_updates, after_update) + reduction
 
     def _reduction(self, unit: int) -> float:
-        return seconds_of(self.phases(Reduce((unit,), (0,)))) + seconds_of(self.phases(AllReduce((unit,)))) * (
-            self.part.replicas > 1
-        )
+        replicas = self.costs.seconds(AllReduce((unit,))) if self.part.replicas > 1 else 0.0
+        return self.costs.seconds(Reduce((unit,), (0,))) + replicas
 
-    def _compute(self, again: float) -> float:
-        """The stream of computes, and what is before and after; `again`: seconds of gathers beyond the first ones."""
-        fill, gather, reduction = self._ends()
-        beside = max((seconds for name, seconds in self.busy.items() if name not in LINKS), default=0.0)
-        beside = max(beside, self.busy["gather"] + again) - self.calls - fill - reduction
-        slower = self.cluster.contention / (1 + self.cluster.contention)
-        computes = fill + self.computes + self.norm
-        # the step before may have gathered it beside its last updates: these take longer then, or end before it
-        whole = max(
-            computes + self.update + slower * max(0.0, beside),
-            computes + self.first_update + gather + slower * max(0.0, beside - gather),
-        )
-        return whole + reduction
-
-    # ---- fill
+    # ---- fill and drain
 
     def _fill(self) -> float:
         """Until a stage can turn, it computes forwards alone; those whose graphs are not kept are done once more."""
+        m = self.microbatches
+        forwards = self.microbatches * sum(self.forward.values())
         turn = min(self.path.turns[segment] for segment in self.segments)
-        room, done = self._room_for_graphs(), 0.0
-        costs = [(self._inner(v), self.forward[v]) for v in self.visits]
-        for nbytes, seconds in sorted(costs, key=lambda cost: cost[0] / cost[1] if cost[1] else 0.0):
-            times = min(self.microbatches, room / nbytes) if nbytes else self.microbatches
-            room -= times * nbytes
-            done += times * seconds
-        free = sum(max(0.0, self.forward[v] - self.recompute[v]) for v in self.visits) * self.microbatches
-        most = min(done + free, self.microbatches * sum(self.forward.values()))
+        graphs = [(m * self.forward[v.id], m * self._inner(v)) for v in self.visits]
+        free = m * sum(max(0.0, self.forward[v.id] - self.recompute[v.id]) for v in self.visits)
+        most = min(forwards, _most(graphs, self._room_for_graphs()) + free)
         return turn + self.computes - most + self.norm + self.update
 
     def _drain(self) -> float:
@@ -294,20 +311,18 @@ class _Stage:
         own = [segment for segment in self.segments if path.inputs[segment] > 0]
         each = self.microbatches * sum(path.forward[segment] + path.inputs[segment] for segment in own)
         last = min((path.drains[segment] for segment in own), default=0.0)
-        return min(path.begins[segment] for segment in self.segments) + each + last + self.update
+        return self._begin + each + last + self.update
 
-    def _inner(self, visit: int) -> int:
+    def _inner(self, visit: Visit) -> int:
         """Bytes that a kept graph holds, and a recomputed one does not."""
-        return self.part.visits[visit].cost.inner_bytes if self.recompute[visit] > 0 else 0
+        return visit.cost.inner_bytes if self.recompute[visit.id] > 0 else 0
 
     def _room_for_graphs(self) -> float:
         """Bytes beside the state and the fewest slots."""
-        of = [unit for unit in self.part.units if not self._aliased(unit)]
-        weights = max(
-            (sum(u.gather_bytes for u in of if u.id in self.part.visits[v].units) for v in self.visits), default=0
-        )
-        gradients = max((u.reduce_bytes for u in of if u.id in self.trained), default=0)
-        return max(0.0, self.room - weights - gradients)
+        cut = {unit.id: unit for unit in self.units if not self._aliased(unit)}
+        weights = [sum(cut[u].gather_bytes for u in visit.units if u in cut) for visit in self.visits]
+        gradients = [unit.reduce_bytes for unit in self.trained if unit.id in cut]
+        return max(0.0, self.room - max(weights, default=0) - max(gradients, default=0))
 
     def _aliased(self, unit: UnitSpec) -> bool:
         return self.part.ranks_of(unit) == 1 and not self.part.ordered
@@ -316,108 +331,101 @@ class _Stage:
 
     def _with_room(self, least: float) -> float:
         """The least seconds in which enough room can be made; `least`: what the step takes anyway."""
-        needed, freed = self._of_stages() if self.part.split is not None else self._of_one()
-        if needed(least) <= freed(least) * (1 + 1e-9):
+        lacks = self._lacks_on_stages() if self.part.split is not None else self._lacks()
+        if lacks(least) <= 0:
             return least
-        low, high = least, 2 * least + 1e-9
-        while needed(high) > freed(high):
-            low, high = high, 2 * high
+        low = least
+        high = 2 * least + 1e-9
+        while lacks(high) > 0:
+            low = high
+            high = 2 * high
             if high > 1e6 * least:
                 return math.inf
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (low, middle) if needed(middle) <= freed(middle) else (middle, high)
+            low, high = (middle, high) if lacks(middle) > 0 else (low, middle)
         return low
 
-    def _of_stages(self) -> tuple["_Bytes", "_Bytes"]:
-        """Returns, of several stages, bytes times seconds: a graph is kept until its microbatch can come back."""
-        m, room, fill = self.microbatches, self._room_for_graphs(), self._ends()[0]
-        items = []
+    def _lacks_on_stages(self) -> Callable[[float], float]:
+        """Seconds -> bytes times seconds that lack: a graph is kept until its microbatch can come back."""
+        m = self.microbatches
+        room = self._room_for_graphs()
+        whole = self._compute()
+        graphs = []
         for segment in self.segments:
-            seconds = self.path.again(segment)
-            items += [(self._inner(v) * seconds * m, self.recompute[v] * m) for v in self.path.split.visits(segment)]
-        again, whole = _Freed(items), self._compute(0.0)
-        all_kept = sum(held for held, _ in items)
-        return lambda seconds: all_kept - room * (seconds - fill), lambda seconds: again(seconds - whole)
+            kept_s = self.path.again(segment)
+            visits = [visit for visit in self.visits if visit.id in self.path.split.visits(segment)]
+            graphs += [(self._inner(v) * kept_s * m, self.recompute[v.id] * m) for v in visits]
+        kept = sum(held for held, _ in graphs) * (1 - 1e-9)
 
-    def _of_one(self) -> tuple["_Bytes", "_Bytes"]:
-        """Returns, of one stage, bytes between the last forward and the first backward of each microbatch, and those of
-        gradients between microbatches."""
-        part, m = self.part, self.microbatches
-        cut = [part.units[unit] for unit in self.used if not self._aliased(part.units[unit])]
+        def lacks(seconds: float) -> float:
+            return kept - room * (seconds - self._begin) - _most(graphs, seconds - whole)
+
+        return lacks
+
+    def _lacks(self) -> Callable[[float], float]:
+        """Seconds -> bytes that lack between the last forward and the first backward of each microbatch, with gradients
+        that are held between microbatches."""
+        part = self.part
+        m = self.microbatches
+        whole = self._compute()
         always, carries = held_values(part)
-        held = always + max(part.visits[-1].cost.peak_bytes, part.visits[-1].cost.bwd_peak_bytes)
-        graphs = [(self._inner(v), self.recompute[v] * m) for v in self.visits if v != len(part.visits) - 1]
-        weights = [(unit.gather_bytes, unit) for unit in cut]
-        gradients = [(unit.reduce_bytes, unit) for unit in cut if unit.id in self.trained] * (m > 1)
-        total = held + sum(nbytes for nbytes, _ in (*graphs, *weights, *gradients)) + carries
-        again = _Freed(graphs)
-        stream = _Freed((nbytes, m * self._gather(unit, None)) for nbytes, unit in weights)
-        on: list[tuple[str, _Freed]] = [("gather", stream)]
-        on.append(("reduce", _Freed((nbytes, (m - 1) * self._reduce(unit, None)) for nbytes, unit in gradients)))
-        for link in LINKS:
-            both = [(nbytes, m * self._gather(unit, link)) for nbytes, unit in weights]
-            on.append((link, _Freed([*both, *((n, (m - 1) * self._reduce(unit, link)) for n, unit in gradients)])))
-        of_weights, of_gradients = sum(n for n, _ in weights), sum(n for n, _ in gradients)
-        all_of = {"gather": of_gradients, "reduce": of_weights, "node": 0, "network": 0}
+        head = part.visits[-1]
+        held = always + carries + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
+        graphs = [(self._inner(v), self.recompute[v.id] * m) for v in self.visits if v is not head]
+        cut = [unit for unit in self.units if not self._aliased(unit)]
+        weights = [(unit.gather_bytes, self._again(unit)) for unit in cut]
+        summed = [unit for unit in self.trained if unit in cut and m > 1]
+        gradients = [(unit.reduce_bytes, self.costs.phases(Reduce((unit.id,), (0,)))) for unit in summed]
+        of_weights = sum(nbytes for nbytes, _ in weights)
+        of_gradients = sum(nbytes for nbytes, _ in gradients)
+        total = (held + of_weights + of_gradients + sum(nbytes for nbytes, _ in graphs)) * (1 - 1e-9)
 
-        def freed(seconds: float) -> float:
-            moved = min(of(seconds - self.busy[name]) + all_of[name] for name, of in on)
-            host = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))
-            most = max(0.0, seconds - self.busy["gather"])
-            # a gather more slows computes down, which leaves less for those that are done again
-            tries = [0.0, most, *(at for at in stream.breaks if at < most)]
-            if self.cluster.contention:
-                slope = self.cluster.contention / (1 + self.cluster.contention)
-                free = seconds - self._compute(0.0)
-                tries += [at for left in (0.0, *again.breaks) if 0 < (at := (free - left) / slope) < most]
-            best = max(again(seconds - self._compute(x)) + min(moved, stream(x) + of_gradients) for x in tries)
-            return best + host
+        def gathers_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
+            return [(nbytes, m * _cheapest(ways, resources)) for nbytes, ways in weights]
 
-        return lambda seconds: total - self.room, freed
+        def reductions_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
+            return [(nbytes, (m - 1) * _cheapest([way], resources)) for nbytes, way in gradients]
 
-    def _gather(self, unit: UnitSpec, link: str | None) -> float:
-        """Seconds of bytes in a further gather of `unit`, on a link or its stream; from the node where there is one."""
-        ways = [self.phases(Gather((unit.id,), (0,)))]
+        # bytes that they free, with their seconds
+        gathers = gathers_on(LINKS)
+        reductions = reductions_on(LINKS)
+        links = {link: gathers_on((link,)) + reductions_on((link,)) for link in LINKS}
+
+        def lacks(seconds: float) -> float:
+            moved = [
+                _most(gathers, seconds - self.busy["gather"]) + of_gradients,
+                _most(reductions, seconds - self.busy["reduce"]) + of_weights,
+                *(_most(items, seconds - self.busy[link]) for link, items in links.items()),
+            ]
+            offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))
+            return total - self.room - _most(graphs, seconds - whole) - min(moved) - offloaded
+
+        return lacks
+
+    def _again(self, unit: UnitSpec) -> list[tuple[Phase, ...]]:
+        """Ways to gather a unit once more: from all ranks, and from the node where there is one."""
+        ways = [self.costs.phases(Gather((unit.id,), (0,)))]
         if self.part.local_ranks_of(unit) < self.part.ranks_of(unit):
-            ways.append(self.phases(Gather((unit.id,), (0,), "node")))
-        return min(sum(s for resource, s in way if resource in ((link,) if link else LINKS)) for way in ways)
-
-    def _reduce(self, unit: UnitSpec, link: str | None) -> float:
-        way = self.phases(Reduce((unit.id,), (0,)))
-        return sum(s for resource, s in way if resource in ((link,) if link else LINKS))
+            ways.append(self.costs.phases(Gather((unit.id,), (0,), "node")))
+        return ways
 
 
-_Bytes = Callable[[float], float]
-"""Seconds -> bytes."""
+def _cheapest(ways: Iterable[tuple[Phase, ...]], resources: tuple[str, ...]) -> float:
+    """The least seconds on some resources, of several ways to do the same."""
+    least = math.inf
+    for way in ways:
+        least = min(least, sum(seconds for resource, seconds in way if resource in resources))
+    return least
 
 
-class _Freed:
-    """The most bytes that so many seconds make free. items: bytes that are freed, and the seconds that it takes."""
-
-    def __init__(self, items: Iterable[tuple[float, float]]) -> None:
-        pairs = [(nbytes, seconds) for nbytes, seconds in items if nbytes > 0]
-        self.free = sum(nbytes for nbytes, seconds in pairs if seconds <= 0)
-        costly = sorted((pair for pair in pairs if pair[1] > 0), key=lambda pair: pair[1] / pair[0])
-        merged = [
-            (sum(n for n, _ in alike), sum(s for _, s in alike))
-            for _, group in itertools.groupby(costly, key=lambda pair: pair[1] / pair[0])
-            for alike in [[*group]]
-        ]
-        self.breaks = [*itertools.accumulate(seconds for _, seconds in merged)]
-        self.bytes = [0.0, *itertools.accumulate(nbytes for nbytes, _ in merged)]
-
-    def __call__(self, seconds: float) -> float:
-        if seconds < 0:
-            return -math.inf
-        at = bisect_left(self.breaks, seconds)
-        if at == len(self.breaks):
-            return self.free + self.bytes[-1]
-        before = self.breaks[at - 1] if at else 0.0
-        part = (seconds - before) / (self.breaks[at] - before)
-        return self.free + self.bytes[at] + part * (self.bytes[at + 1] - self.bytes[at])
-
-
-def seconds_of(found: Iterable[Phase]) -> float:
-    """Returns the seconds of phases, one after the other."""
-    return sum(phase.seconds for phase in found)
+def _most(items: Iterable[tuple[float, float]], budget: float) -> float:
+    """The most that a budget buys of items, `(gain, cost)`, any part of each; less than all where it is negative."""
+    if budget < 0:
+        return -math.inf
+    most = 0.0
+    for gain, cost in sorted(items, key=lambda item: item[1] / item[0] if item[0] else math.inf):
+        part = min(1.0, budget / cost) if cost > 0 else 1.0
+        most += part * gain
+        budget -= part * max(cost, 0.0)
+    return most

@@ -7,18 +7,17 @@
 They are of one step: the same parameters, the same matrix products over all ranks. Stages, microbatches, meshes differ.
 """
 
-import base64
 import io
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.plan import Plan
+from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
@@ -55,7 +54,8 @@ class Row(NamedTuple):
 
     @staticmethod
     def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "Row":
-        trace, parts = timeline.trace, timeline.parts
+        trace = timeline.trace
+        parts = timeline.parts
         sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
         return Row(
             timeline.stage_count,
@@ -127,26 +127,33 @@ class Comparison(NamedTuple):
     @property
     def table(self) -> list[list[str]]:
         """The rows as text, headings first: each column in one unit, which its heading names."""
-        rows = self.rows
-        scale, time = unit_of(max(row.step_s for row in rows.values()))
-        digits = 3 if time == "s" else 1
-        most = max(max(row.sent_bytes, row.peak_bytes or 0) for row in rows.values())
-        size, memory = in_one_unit(most)
-        headings = ["schedule", "ranks", "microbatches", f"step, {time}", f"bound, {time}", "bound by"]
-        headings += [f"compute, {time}", f"communication, {time}", "idle, %", f"sent, {memory}", f"peak, {memory}"]
-        table = [[*headings, f"{self.unit}/s"]]
+        rows = [*self.rows.values()]
+        scale, time = unit_of(max(row.step_s for row in rows))
+        after = 3 if time == "s" else 1
+        size, memory = in_one_unit(max(max(row.sent_bytes, row.peak_bytes or 0) for row in rows))
 
-        def text(value: float | None, unit: float = 1.0, after: int = digits) -> str:
-            return "-" if value is None else f"{value / unit:,.{after}f}"
+        def column(field: str, unit: float = 1.0, digits: int = 0) -> list[str]:
+            values = [getattr(row, field) for row in rows]
+            return ["-" if value is None else f"{value / unit:,.{digits}f}" for value in values]
 
-        for name, row in rows.items():
-            ranks = f"{row.ranks}" if row.stages == 1 else f"{row.stages} x {row.ranks // row.stages}"
-            cells = [name, ranks, f"{row.microbatches}", text(row.step_s, scale), text(row.bound_s, scale)]
-            cells += [row.bound or "-", text(row.compute_s, scale), text(row.comm_s, scale), text(row.idle, 0.01, 1)]
-            cells += [text(row.sent_bytes, size, 2), text(row.peak_bytes, size, 2), text(row.tokens_per_s, 1, 0)]
-            table.append(cells)
-        unknown = [at for at in range(len(table[0])) if all(cells[at] == "-" for cells in table[1:])]
-        return [[cell for at, cell in enumerate(cells) if at not in unknown] for cells in table]
+        columns = {
+            "schedule": [*self.rows],
+            "ranks": [
+                f"{row.ranks}" if row.stages == 1 else f"{row.stages} x {row.ranks // row.stages}" for row in rows
+            ],
+            "microbatches": column("microbatches"),
+            f"step, {time}": column("step_s", scale, after),
+            f"bound, {time}": column("bound_s", scale, after),
+            "bound by": [row.bound or "-" for row in rows],
+            f"compute, {time}": column("compute_s", scale, after),
+            f"communication, {time}": column("comm_s", scale, after),
+            "idle, %": column("idle", 0.01, 1),
+            f"sent, {memory}": column("sent_bytes", size, 2),
+            f"peak, {memory}": column("peak_bytes", size, 2),
+            f"{self.unit}/s": column("tokens_per_s"),
+        }
+        known = [[heading, *cells] for heading, cells in columns.items() if set(cells) != {"-"}]
+        return [list(line) for line in zip(*known, strict=True)]
 
     @property
     def notes(self) -> list[str]:
@@ -161,7 +168,8 @@ class Comparison(NamedTuple):
 
     def _against(self, first: str, second: str) -> Iterator[str]:
         """Says how two timelines of one program differ, op by op; nothing of two programs."""
-        one, two = self.timelines[first], self.timelines[second]
+        one = self.timelines[first]
+        two = self.timelines[second]
         late = self.late(first, second)
         computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, Forward | Backward)}
         if not late or not computes <= late.keys():
@@ -185,12 +193,9 @@ class Comparison(NamedTuple):
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
         drawn = io.BytesIO()
-        try:
+        with suppress(ModuleNotFoundError):
             self._replace(words=()).save(drawn)
-        except ModuleNotFoundError:
-            return in_notebook(str(self))
-        data = base64.b64encode(drawn.getvalue()).decode()
-        return in_notebook(str(self)) + f'<img src="data:image/svg+xml;base64,{data}" alt="timelines">'
+        return with_picture(str(self), drawn.getvalue().decode(), "timelines")
 
 
 def compare(
@@ -226,7 +231,8 @@ def compare(
         if isinstance(given, Program):
             given = _planned(name, given, cluster, memory)
         if isinstance(given, Plan):
-            plans[name], given = given, given.timeline
+            plans[name] = given
+            given = given.timeline
         if not isinstance(given, Timeline):
             call = ": call it on a trace, schedule(trace)" if callable(given) else ""
             raise TypeError(f"compare: {name!r} is a {type(given).__name__}, no Program, Plan or Timeline{call}")
@@ -242,12 +248,17 @@ def compare(
                 f"compare: {name!r} is of another step than {first!r}: {why}. Compare steps of one model on one batch "
                 "(the rows of a rank, times the ranks that read rows of their own)"
             )
+    return Comparison(timelines, plans, *_batch(plans, tokens))
+
+
+def _batch(plans: Mapping[str, Plan], tokens: int) -> tuple[int, str]:
+    """The tokens of a step, and their unit. Raises ValueError where plans and `tokens` say several."""
     counted = {name: (plan.tokens, plan.unit) for name, plan in plans.items() if plan.tokens}
-    said = dict.fromkeys([*counted.values(), *[(tokens, "tokens")] * bool(tokens)])
+    said = {*counted.values(), (tokens, "tokens")} - {(0, "tokens")}
     if len(said) > 1:
         each = ", ".join(f"{name} {number:,} {unit}" for name, (number, unit) in counted.items())
         raise ValueError(f"compare: expected steps of the same batch: {each}" + f", tokens={tokens:,}" * bool(tokens))
-    return Comparison(timelines, plans, *next(iter(said), (0, "tokens")))
+    return next(iter(said), (0, "tokens"))
 
 
 def in_one_unit(nbytes: float) -> tuple[float, str]:
@@ -281,6 +292,8 @@ def _size(trace: Trace) -> tuple[int, int, int]:
     schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits twice."""
     parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
     layers = [visit for visit in trace.visits if any(trace.units[unit].stack is not None for unit in visit.units)]
-    costs, calls = [visit.cost for visit in layers or trace.visits], trace.microbatches * trace.stage_ranks
-    products, attention = calls * sum(cost.flops for cost in costs), calls * sum(cost.attention_flops for cost in costs)
+    costs = [visit.cost for visit in layers or trace.visits]
+    calls = trace.microbatches * trace.stage_ranks
+    products = calls * sum(cost.flops for cost in costs)
+    attention = calls * sum(cost.attention_flops for cost in costs)
     return sum(unit.numel * parts[unit.over] for unit in trace.units), products, attention

@@ -14,10 +14,10 @@ Send, Receive    the two ends of one message between stages
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 from yafsdp_fn.program import ops
@@ -48,21 +48,152 @@ class Foreign(Protocol):
     def phases(self, cluster: Cluster) -> tuple[Phase, ...]: ...
 
 
-class Groups(NamedTuple):
-    """The groups of a mesh: the shard group, and the ranks that hold the same shard.
+class Costs:
+    """The costs of ops of a program of `trace` on `cluster`, on which neighbouring ranks share a node.
 
-    within: by `UnitSpec.over`, the ranks that hold the same part of such a unit
+    shard, replicate: the shard group, and the ranks that hold the same shard
+    holders: by `UnitSpec.over`, the ranks that hold the same part of such a unit
+    Raises ValueError where the mesh cannot be placed.
     """
 
-    shard: Group
-    replicate: Group
-    within: Mapping[tuple[str, ...], Group]
+    def __init__(self, trace: Trace, cluster: Cluster) -> None:
+        self.trace = trace
+        self.cluster = cluster
+        _check_mesh(trace, cluster)
+        self.shard = cluster.group(trace.ranks)
+        self.replicate = cluster.group(trace.replicas, stride=trace.ranks)
+        self.holders = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
+
+    def seconds(self, op: Op, recompute: bool = False) -> float:
+        """The seconds of `op`, alone."""
+        return seconds_of(self.phases(op, recompute))
+
+    def phases(self, op: Op | Foreign, recompute: bool = False) -> tuple[Phase, ...]:
+        """The phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
+        trace = self.trace
+        cluster = self.cluster
+        units = [trace.units[unit] for unit in getattr(op, "units", ())]
+        match op:
+            case ops.Forward(visit, carry_slot=slot):
+                cost = trace.visits[visit].cost
+                computed = phases_of_compute(cluster, cost, forward=True, backward=False, kernels=trace.kernels)
+                saved = 0 if slot is None else 2 * cost.carry_slot_bytes
+                return computed + self._collectives(op, recompute) + through_memory(cluster, saved)
+            case ops.Backward(visit, half=half):
+                cost = half_of(trace.visits[visit].cost, half)
+                computed = phases_of_compute(cluster, cost, forward=recompute, backward=True, kernels=trace.kernels)
+                return computed + self._collectives(op, recompute)
+            case ops.Offload(visit) | ops.Fetch(visit):
+                seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
+                return (Phase("host", seconds),) if seconds else ()
+            case ops.Gather(source="node"):
+                return self._rings((u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units)
+            case ops.Gather():
+                return self._rings((u.gather_bytes, self.holders[u.over]) for u in units)
+            case ops.Reduce() if any(u.sum_bytes for u in units):
+                return tuple(itertools.chain.from_iterable(map(self._exchange, units)))
+            case ops.Reduce():
+                return self._rings((u.reduce_bytes, self.holders[u.over]) for u in units)
+            case ops.AllReduce(over="stages"):
+                assert trace.split is not None
+                group = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.stage_ranks)
+                return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), group)
+            case ops.AllReduce():
+                return tuple(itertools.chain.from_iterable(map(self._all_reduce, units)))
+            case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
+                assert trace.split is not None
+                of = trace.split.flows[flow]
+                return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
+            case ops.Stash():
+                return through_memory(cluster, sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units))
+            case ops.Norm():
+                return through_memory(cluster, sum(4 * u.numel // trace.ranks_of(u) for u in units))
+            case ops.Update(part=part) if part % 2:
+                lent = [of for of in trace.lent if of.unit in op.units]
+                flops = sum(flops for of in lent for _, _, _, flops in of.leaves)
+                return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
+            case ops.Update():
+                # on the CPU it is one kernel, whatever those of blocks are
+                each = UPDATE_BYTES["fused" if cluster.host_computes else trace.kernels]
+                shares = [each * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
+                return through_memory(cluster, sum(shares))
+            case ops.Exchange():  # all-to-alls send R - 1 parts
+                whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)
+                return cluster.all_to_all(whole, self.shard)
+        return op.phases(cluster)
+
+    def collectives(
+        self, op: ops.Forward | ops.Backward, recompute: bool = False
+    ) -> list[tuple[str, tuple[Phase, ...]]]:
+        """The collectives of a compute, of its visit and of the loss after it, in their order: names, and phases
+        alone."""
+        trace = self.trace
+        cluster = self.cluster
+        own = trace.visits[op.visit]
+        beside = trace.beside(op.visit)
+        calls: Collectives = (*own.collectives, *beside.collectives)
+        if isinstance(op, ops.Backward):
+            calls = (*beside.adjoints, *own.collectives * recompute, *own.adjoints) if op.half != "weights" else ()
+        sizes = [size for _, size in trace.mesh]
+        stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}  # tensor: neighbours
+        found: list[tuple[str, tuple[Phase, ...]]] = []
+        for axis, kind, nbytes in calls:
+            group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
+            match kind:
+                case "psum" | "pmax":
+                    each = cluster.all_reduce(nbytes, group)
+                case "all_gather" | "psum_scatter":
+                    each = cluster.ring(nbytes, group)
+                case "ppermute" if group.ranks <= group.per_node:
+                    each = cluster.message(nbytes, "node")
+                case "ppermute":  # one of a node's ranks sends to another node
+                    each = cluster.message(nbytes / group.per_node, "network")
+                case _:
+                    each = cluster.all_to_all(nbytes, group)
+            found.append((f"{kind} {axis}", each))
+        return found
+
+    def _collectives(self, op: ops.Forward | ops.Backward, recompute: bool) -> tuple[Phase, ...]:
+        """The phases of the collectives of a compute. They block its stream one by one: what they take of each resource
+        together is all that a simulation needs."""
+        found: dict[str, float] = {}
+        for _, each in self.collectives(op, recompute):
+            for resource, seconds in each:
+                found[resource] = found.get(resource, 0.0) + seconds
+        return tuple(Phase(*each) for each in found.items())
+
+    def _rings(self, vectors: Iterable[tuple[int, Group]]) -> tuple[Phase, ...]:
+        """The phases of vectors of so many bytes, each over a group: those of one group travel together."""
+        nbytes: dict[Group, int] = {}
+        for each, group in vectors:
+            nbytes[group] = nbytes.get(group, 0) + each
+        rings = [self.cluster.ring(whole, group) for group, whole in nbytes.items()]
+        return tuple(itertools.chain.from_iterable(rings))
+
+    def _exchange(self, unit: UnitSpec) -> tuple[Phase, ...]:
+        """The phases of a unit's reduction with sums in a wider dtype than the wire's."""
+        cluster = self.cluster
+        local = self.trace.local_ranks_of(unit)
+        nodes = self.trace.ranks_of(unit) // local
+        if nodes == 1 or local == 1:
+            return cluster.all_to_all(unit.reduce_bytes, self.holders[unit.over])
+        inside = cluster.all_to_all(unit.reduce_bytes / nodes, cluster.group(local))
+        return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, Group(nodes, 1))
+
+    def _all_reduce(self, unit: UnitSpec) -> tuple[Phase, ...]:
+        ranks = self.trace.ranks_of(unit)
+        if not unit.sum_bytes:
+            return self.cluster.all_reduce(unit.reduce_bytes / ranks, self.replicate)
+        gathered = self.cluster.ring(unit.sum_bytes / ranks, self.replicate)
+        return self.cluster.all_to_all(unit.reduce_bytes / ranks, self.replicate) + gathered
 
 
-def groups(trace: Trace, cluster: Cluster) -> Groups:
-    """Places the mesh of `trace` on `cluster`: neighbouring ranks share a node. Raises ValueError where it cannot."""
-    world, per_node = trace.stage_ranks, cluster.gpus_per_node
-    local, neighbours = trace.local_ranks, math.prod(size for _, size in trace.inside)
+def _check_mesh(trace: Trace, cluster: Cluster) -> None:
+    """Raises ValueError where the mesh of `trace` does not lie evenly on nodes."""
+    world = trace.stage_ranks
+    per_node = cluster.gpus_per_node
+    local = trace.local_ranks
+    neighbours = math.prod(size for _, size in trace.inside)
     if "local" in dict(trace.mesh) and local > per_node and world > per_node:
         raise ValueError(
             f"the mesh has {local} ranks per node, a node of {cluster.name} has {per_node}: build it on "
@@ -81,78 +212,25 @@ def groups(trace: Trace, cluster: Cluster) -> Groups:
                 f"{name}={size}: {span} neighbouring ranks do not lie evenly on nodes of {per_node} GPUs "
                 f"({cluster.name}); take a number that divides a node, or whole nodes"
             )
-    replicate = cluster.group(trace.replicas, stride=trace.ranks)
-    within = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
-    return Groups(cluster.group(trace.ranks), replicate, within)
 
 
 def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Group:
     """The ranks of a shard group, from the first of a node on, that hold the same part of a unit split over `over`."""
-    ranks, per_node, stride = 1, 1, 1
+    ranks = 1
+    per_node = 1
+    stride = 1
     outer = trace.ranks // math.prod(size for _, size in trace.inside)
     for name, size in (*reversed(trace.inside), (SHARD, outer)):  # neighbours first
         if name not in over:
-            ranks, per_node = ranks * size, per_node * min(size, max(1, cluster.gpus_per_node // stride))
+            ranks = ranks * size
+            per_node = per_node * min(size, max(1, cluster.gpus_per_node // stride))
         stride *= size
     return Group(ranks, per_node)
 
 
-def phases(op: Op | Foreign, trace: Trace, cluster: Cluster, places: Groups, recompute: bool) -> tuple[Phase, ...]:
-    """The phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
-    nbytes: float
-    units = [trace.units[unit] for unit in getattr(op, "units", ())]
-    match op:
-        case ops.Forward(visit, carry_slot=slot):
-            saved = 0 if slot is None else 2 * trace.visits[visit].cost.carry_slot_bytes
-            computed = phases_of_compute(
-                cluster, trace.visits[visit].cost, forward=True, backward=False, kernels=trace.kernels
-            )
-            return computed + _calls(op, trace, cluster, recompute) + through_memory(cluster, saved)
-        case ops.Backward(visit, half=half):
-            cost = half_of(trace.visits[visit].cost, half)
-            computed = phases_of_compute(cluster, cost, forward=recompute, backward=True, kernels=trace.kernels)
-            return computed + _calls(op, trace, cluster, recompute)
-        case ops.Offload(visit) | ops.Fetch(visit):
-            seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
-            return (Phase("host", seconds),) if seconds else ()
-        case ops.Gather(source=source):
-            if source == "node":
-                parts = [(u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units]
-            else:
-                parts = [(u.gather_bytes, places.within[u.over]) for u in units]
-            return _together(cluster, parts)
-        case ops.Reduce() if not any(u.sum_bytes for u in units):
-            return _together(cluster, [(u.reduce_bytes, places.within[u.over]) for u in units])
-        case ops.Reduce():
-            return tuple(p for u in units for p in _reduce(cluster, u, trace, places))
-        case ops.AllReduce(over="stages"):
-            assert trace.split is not None
-            of_stages = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.stage_ranks)
-            return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), of_stages)
-        case ops.AllReduce():
-            return tuple(p for u in units for p in _all_reduce(cluster, u, trace, places))
-        case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
-            assert trace.split is not None
-            of = trace.split.flows[flow]
-            return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
-        case ops.Stash():
-            nbytes = sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units)
-        case ops.Norm():
-            nbytes = sum(4 * u.numel // trace.ranks_of(u) for u in units)
-        case ops.Update(part=part) if part % 2:
-            flops = sum(flops for u in units for _, _, _, flops in _leaves(trace, u.id))
-            return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
-        case ops.Update():
-            # on the CPU it is one kernel, whatever those of blocks are
-            how = "fused" if cluster.host_computes else trace.kernels
-            shares = [UPDATE_BYTES[how] * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
-            nbytes = sum(shares)
-        case ops.Exchange():
-            whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)  # all-to-alls send R - 1 parts
-            return cluster.all_to_all(whole, places.shard)
-        case _:
-            return op.phases(cluster)
-    return through_memory(cluster, nbytes)
+def seconds_of(found: Iterable[Phase]) -> float:
+    """The seconds of phases, one after the other."""
+    return sum(phase.seconds for phase in found)
 
 
 def link(trace: Trace, cluster: Cluster, flow: int) -> str:
@@ -219,48 +297,6 @@ def by_ops(trace: Trace, policy: str, every: int = 1) -> Trace:
     return trace._replace(visits=tuple(visits))
 
 
-def _calls(op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool) -> tuple[Phase, ...]:
-    """The phases of the collectives of a compute over axes inside blocks. They block its stream one by one: what they
-    take of each resource together is all that a simulation needs."""
-    found = Counter[str]()
-    for _, each in calls_of(op, trace, cluster, recompute):
-        for resource, seconds in each:
-            found[resource] += seconds  # type: ignore[assignment]
-    return tuple(Phase(*each) for each in found.items())
-
-
-def calls_of(
-    op: ops.Forward | ops.Backward, trace: Trace, cluster: Cluster, recompute: bool
-) -> list[tuple[str, tuple[Phase, ...]]]:
-    """The collectives of a compute, of its visit and of the loss after it, in their order: names, and phases alone."""
-    own, beside = trace.visits[op.visit], trace.beside(op.visit)
-    calls: Collectives = (*own.collectives, *beside.collectives)
-    if isinstance(op, ops.Backward):
-        calls = (*beside.adjoints, *own.collectives * recompute, *own.adjoints) if op.half != "weights" else ()
-    sizes = [size for _, size in trace.mesh]
-    stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}  # tensor: neighbours
-    found: list[tuple[str, tuple[Phase, ...]]] = []
-    for axis, kind, nbytes in calls:
-        group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
-        match kind:
-            case "psum" | "pmax":
-                each = cluster.all_reduce(nbytes, group)
-            case "all_gather" | "psum_scatter":
-                each = cluster.ring(nbytes, group)
-            case "ppermute" if group.ranks <= group.per_node:
-                each = cluster.message(nbytes, "node")
-            case "ppermute":  # one of a node's ranks sends to another node
-                each = cluster.message(nbytes / group.per_node, "network")
-            case _:
-                each = cluster.all_to_all(nbytes, group)
-        found.append((f"{kind} {axis}", each))
-    return found
-
-
-def _leaves(trace: Trace, unit: int) -> tuple[tuple[int, tuple[int, ...], int, int], ...]:
-    return next((of.leaves for of in trace.lent if of.unit == unit), ())
-
-
 def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
     """So many bytes read or written."""
     return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
@@ -275,32 +311,7 @@ def phases_of_compute(
     seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops
     for moved, runs in (cost.moved, forward), (cost.bwd_moved, backward):
         others, launched = moved.others(kernels)
-        nbytes, count = moved.products + others, moved.product_kernels + launched
+        nbytes = moved.products + others
+        count = moved.product_kernels + launched
         seconds += runs * (nbytes / cluster.memory_bandwidth + count * cluster.kernel_latency)
     return (Phase("compute", seconds),) if seconds else ()
-
-
-def _together(cluster: Cluster, vectors: Iterable[tuple[int, Group]]) -> tuple[Phase, ...]:
-    """The phases of vectors of so many bytes, each over a group: those of one group travel together."""
-    nbytes = Counter[Group]()
-    for each, group in vectors:
-        nbytes[group] += each
-    return tuple(phase for group in nbytes for phase in cluster.ring(nbytes[group], group))
-
-
-def _reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
-    """The phases of a unit's reduction with sums in a wider dtype than the wire's: one unit after the other."""
-    local = trace.local_ranks_of(unit)
-    nodes = trace.ranks_of(unit) // local
-    if nodes == 1 or local == 1:
-        return cluster.all_to_all(unit.reduce_bytes, places.within[unit.over])
-    inside = cluster.all_to_all(unit.reduce_bytes / nodes, cluster.group(local))
-    return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, Group(nodes, 1))
-
-
-def _all_reduce(cluster: Cluster, unit: UnitSpec, trace: Trace, places: Groups) -> tuple[Phase, ...]:
-    part = unit.reduce_bytes / trace.ranks_of(unit)
-    if not unit.sum_bytes:
-        return cluster.all_reduce(part, places.replicate)
-    gathered = cluster.ring(unit.sum_bytes / trace.ranks_of(unit), places.replicate)
-    return cluster.all_to_all(part, places.replicate) + gathered

@@ -34,7 +34,8 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
 
     exchanges: whether reductions are exchanges and local sums
     """
-    trace, split = program.trace, program.trace.split
+    trace = program.trace
+    split = program.trace.split
     messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
     peers = len({stage for ends in messages for stage in ends} - {trace.stage})
     sources = {op.source for op in program.ops if isinstance(op, Gather)}
@@ -195,7 +196,8 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
     ranks = trace.ranks
-    slots, grad_slots = sum(program.slot_bytes(alias).values()), sum(program.grad_slot_bytes(grads_alias).values())
+    slots = sum(program.slot_bytes(alias).values())
+    grad_slots = sum(program.grad_slot_bytes(grads_alias).values())
     secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
     wider = dtypes.multiplied_wider(device)
@@ -280,7 +282,8 @@ def _aliases(trace: Trace, dtypes: Dtypes) -> tuple[frozenset[int], frozenset[in
 
 def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tuple[int, int]:
     """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `dist/flat.py`."""
-    trace, (param, _, wire, wide) = program.trace, dtypes
+    trace = program.trace
+    (param, _, wire, wide) = dtypes
     if comms.deterministic:
         wide = param.promoted(wire)
     trained = [(comms.within(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]

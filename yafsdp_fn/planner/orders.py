@@ -1,9 +1,8 @@
 """Orders of calls for pipelines, written by search: forwards, backwards of inputs and of weights on each stage.
 
-    Calls            what each call takes, and what a microbatch holds of memory meanwhile
-    evaluate         when all calls of rows end, each as soon as its stage is free and what it takes has come
-    least            no rows are faster under a memory
-    Search           lists calls greedily by rules, then moves those on the critical path; the best rows so far
+    Calls            the seconds of each call, and the memory that a microbatch holds meanwhile
+    evaluate         runs rows of calls: each begins as soon as its stage is free and its input has come
+    Search           lists calls greedily by rules, then moves calls on the critical path; keeps the best rows
 
 An evaluation takes a millisecond or two, since it knows calls and messages alone: programs are built, proved and
 simulated from the rows that come out of it (synthesize.py).
@@ -13,25 +12,28 @@ import heapq
 import itertools
 import math
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.costs import Costs
+from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules.messages import Pace
 
 Rows = Sequence[Sequence[Call]]
+"""The calls of each stage, in order."""
 KINDS: tuple[Kind, ...] = ("forward", "inputs", "weights")
 
 
 class Calls(NamedTuple):
-    """The calls of a step. Segments follow each other: one takes what the one before has made.
+    """The calls of a step. Each segment takes the output of the one before.
 
     homes: segment -> stage; forward, inputs, weights: seconds of each segment's calls
     message: seconds from one stage to another
-    held: what a microbatch of a segment holds of its stage's memory, in any unit, from the begin of its forward to that
-        of its backward of inputs; between: from then to the end of its backward of weights, more where a graph is made
-        again
+    held: memory of its stage that a microbatch of a segment holds, in any unit, from the begin of its forward to that
+        of its backward of inputs; between: from then to the end of its backward of weights, more where it recomputes
     """
 
     homes: tuple[int, ...]
@@ -42,6 +44,37 @@ class Calls(NamedTuple):
     message: float
     held: tuple[float, ...]
     between: tuple[float, ...]
+
+    @staticmethod
+    def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "Calls":
+        """The calls of a step that is cut, with memory in bytes. recomputed: visits"""
+        split = trace.split
+        assert split is not None
+        seconds = Costs(trace, cluster).seconds
+
+        def kept(visit: int) -> int:
+            cost = trace.visits[visit].cost
+            again = visit in recomputed
+            taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
+            return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
+
+        segments: list[tuple[float, ...]] = []
+        for segment in range(len(split.homes)):
+            visits = split.visits(segment)
+            forward = sum(seconds(Forward(v, (), True)) for v in visits)
+            inputs = sum(seconds(Backward(v, (), (), half="inputs"), v in recomputed) for v in visits)
+            weights = sum(seconds(Backward(v, (), (), half="weights")) for v in visits)
+            held = sum(map(kept, visits))
+            between = sum(trace.visits[v].cost.between_bytes for v in visits)
+            segments.append((forward, inputs, weights, held, between))
+        message = 0.0
+        for number in range(len(split.flows)):
+            source, target = split.ends(number, False)
+            if source != target:
+                message = max(message, seconds(Send(number, 0)))
+        all_forward, all_inputs, all_weights, all_held, all_between = zip(*segments, strict=True)
+        seconds_of_calls = all_forward, all_inputs, all_weights
+        return Calls(split.homes, trace.microbatches, *seconds_of_calls, message, all_held, all_between)
 
     @property
     def stages(self) -> int:
@@ -61,141 +94,116 @@ class Calls(NamedTuple):
         return Pace(self._seconds, self.message)
 
     def _seconds(self, call: Call) -> float:
-        seconds = {"forward": self.forward, "inputs": self.inputs, "weights": self.weights}.get(call.kind)
-        return self.inputs[call.segment] + self.weights[call.segment] if seconds is None else seconds[call.segment]
-
-    def gap(self, segment: int) -> float:
-        """Seconds of the message between `segment` and the next one."""
-        return self.message if self.homes[segment] != self.homes[segment + 1] else 0.0
+        if call.kind == "backward":
+            return self.inputs[call.segment] + self.weights[call.segment]
+        seconds = {"forward": self.forward, "inputs": self.inputs, "weights": self.weights}
+        return seconds[call.kind][call.segment]
 
 
 class Run(NamedTuple):
-    """Rows, run. seconds: until the last call ends; span: of the stage that takes longest, from its first call to its
-    last; memory: the most that each stage holds"""
+    """The result of a run. seconds: until the last call ends; span: of the stage that takes longest, from its first
+    call to its last; memory: the most that each stage holds"""
 
     seconds: float
     span: float
     memory: tuple[float, ...]
 
     def bubble(self, calls: Calls) -> float:
-        """The part of `span` in which the busiest stage's calls do not run: as zero-bubble papers count it."""
+        """The part of `span` in which the busiest stage computes nothing: as zero-bubble papers count it."""
         return 1 - max(map(calls.work, range(calls.stages))) / self.span
 
 
-def evaluate(calls: Calls, rows: Rows, *, unawaited: Sequence[Call] = ()) -> Run:
-    """Runs rows, in which a backward may be whole. unawaited: calls that begin without what another segment sends them.
-    Raises ValueError where they wait for each other."""
-    board = _Board(calls)
-    for call in unawaited:
-        board.need[board.code(call)] = -1
-    return board.run([[board.code(call) for call in row] for row in rows])
+def evaluate(calls: Calls, rows: Rows, *, unawaited: Iterable[Call] = ()) -> Run:
+    """Runs rows, in which a backward may be whole. unawaited: calls that begin without the message from another segment
 
-
-def least(calls: Calls, memory: float, *, span: bool = False) -> tuple[float, str]:
-    """The least seconds of any rows within `memory` on each stage, and the term that says so; nothing is recomputed.
-
-    span: of the stage that takes longest, from its first call to its last
+    Raises ValueError where calls wait for each other.
     """
-    found: dict[str, float] = {}
-    m, count = calls.microbatches, len(calls.homes)
-    begins, turns = [0.0] * count, [0.0] * count
-    for segment in range(1, count):
-        begins[segment] = begins[segment - 1] + calls.forward[segment - 1] + calls.gap(segment - 1)
-    turns[-1] = begins[-1] + calls.forward[-1]
-    for segment in reversed(range(count - 1)):
-        turns[segment] = turns[segment + 1] + calls.inputs[segment + 1] + calls.gap(segment)
-    for stage in range(calls.stages):
-        own, work = calls.of(stage), calls.work(stage)
-        head = begins[own[0]]
-        found[f"the work of stage {stage}"] = work + head * (not span)
-        room, done = memory, 0.0
-        for segment in sorted(own, key=lambda s: calls.held[s] / calls.forward[s]):
-            times = min(m, room / calls.held[segment]) if calls.held[segment] else m
-            room -= times * calls.held[segment]
-            done += times * calls.forward[segment]
-        turn = min(turns[segment] for segment in own) - head * span
-        found[f"the fill of stage {stage}"] = turn + work - done
-        kept = sum(
-            calls.held[s] * (turns[s] + calls.inputs[s] - begins[s]) + calls.between[s] * calls.weights[s] for s in own
-        )
-        found[f"the memory of stage {stage}"] = m * kept / memory + head * (not span)
-    by, most = max(found.items(), key=lambda term: term[1])
-    return most, by
+    simulator = _Simulator(calls)
+    for call in itertools.chain.from_iterable(rows):
+        if call.kind == "backward":  # as its first half, which takes as long as both
+            code = simulator.code(call)
+            simulator.seconds[code] = calls.inputs[call.segment] + calls.weights[call.segment]
+            simulator.takes[code] = -calls.held[call.segment]
+    for call in unawaited:
+        simulator.source[simulator.code(call)] = 0
+    return simulator.run([[simulator.code(call) for call in row] for row in rows])
 
 
-# ---- Calls as numbers: kind * segments * microbatches + segment * microbatches + microbatch.
+# ---- Calls are numbered by kind, segment and microbatch: a line has those of one kind and segment.
+#
+#     code = line * microbatches + microbatch          line = kind * segments + segment
 
 
-class _Board:
-    """Runs rows of numbers. ends: of the last run, number -> when the call ended; before: the call that let it begin"""
+class _Simulator:
+    """Runs rows of codes.
+
+    seconds, takes: of each call; takes: memory, less than nothing where it frees some
+    source: distance from a code to that of the call in another segment whose output it takes, 0 where there is none;
+        delay: seconds of the message from there
+    ends: when each call of the last run ended; causes: the call after which it could begin, -1 for none
+    """
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
-        self.size = len(calls.homes) * calls.microbatches
-        self.seconds: list[float] = []
-        self.need: list[int] = []  # the call of another segment that a call takes of, -1 for none
-        self.delay: list[float] = []
-        self.stage: list[int] = []
-        m, last = calls.microbatches, len(calls.homes) - 1
-        both = [a + b for a, b in zip(calls.inputs, calls.weights, strict=True)]
-        for kind, seconds in enumerate((calls.forward, calls.inputs, calls.weights, both)):
-            for segment, home in enumerate(calls.homes):
-                other, gap = -1, 0.0
-                if kind == 0 and segment > 0:
-                    other, gap = (segment - 1) * m, calls.gap(segment - 1)
-                elif kind in (1, 3) and segment < last:
-                    other, gap = self.size + (segment + 1) * m, calls.gap(segment)
-                self.need += [other + k if other >= 0 else -1 for k in range(m)]
-                self.seconds += [seconds[segment]] * m
-                self.delay += [gap] * m
-                self.stage += [home] * m
-        held, between = calls.held, calls.between
-        each = [
-            *held,
-            *(b - h for h, b in zip(held, between, strict=True)),
-            *(-b for b in between),
-            *(-h for h in held),
-        ]
-        self.takes = [nbytes for nbytes in each for _ in range(m)]  # memory that it adds; what it frees, at its end
+        m = calls.microbatches
+        count = len(calls.homes)
+        self.size = count * m
+        gaps = [calls.message * (a != b) for a, b in itertools.pairwise(calls.homes)]
+        others = count - 1
+        nothing = [0] * count
+        between = [after - before for before, after in zip(calls.held, calls.between, strict=True)]
+        self.seconds: list[float] = self._repeated([*calls.forward, *calls.inputs, *calls.weights])
+        self.takes: list[float] = self._repeated([*calls.held, *between, *(-nbytes for nbytes in calls.between)])
+        self.delay: list[float] = self._repeated([0.0, *gaps, *gaps, 0.0, *nothing])
+        self.source: list[int] = self._repeated([0, *[-m] * others, *[m] * others, 0, *nothing])
         self.ends: list[float] = []
-        self.before: list[int] = []
+        self.causes: list[int] = []
+
+    def _repeated(self, of_lines: Iterable[Any]) -> list[Any]:
+        return [value for value in of_lines for _ in range(self.calls.microbatches)]
 
     def code(self, call: Call) -> int:
-        kind = KINDS.index(call.kind) if call.kind != "backward" else len(KINDS)
+        kind = 1 if call.kind == "backward" else KINDS.index(call.kind)
         return kind * self.size + call.segment * self.calls.microbatches + call.microbatch
 
     def call(self, code: int) -> Call:
         kind, left = divmod(code, self.size)
-        return Call((*KINDS, "backward")[kind], *divmod(left, self.calls.microbatches))
+        return Call(KINDS[kind], *divmod(left, self.calls.microbatches))
 
     def run(self, rows: Sequence[Sequence[int]]) -> Run:
-        need, delay, seconds, size = self.need, self.delay, self.seconds, self.size
-        self.ends = ends = [-1.0] * (4 * size)
-        self.before = before = [-1] * (4 * size)
-        at, clock, waiting = [0] * len(rows), [0.0] * len(rows), dict[int, int]()
-        todo = [*range(len(rows))]
-        while todo:
-            stage = todo.pop()
-            row, k, now = rows[stage], at[stage], clock[stage]
-            while k < len(row):
+        """Runs rows. Raises ValueError where calls wait for each other."""
+        seconds = self.seconds
+        delay = self.delay
+        source = self.source
+        self.ends = ends = [-1.0] * (3 * self.size)
+        self.causes = causes = [-1] * (3 * self.size)
+        begun = [0] * len(rows)
+        clock = [0.0] * len(rows)
+        waiting: dict[int, int] = {}  # call -> the stage that waits for it
+        ready = [*range(len(rows))]
+        while ready:
+            stage = ready.pop()
+            now = clock[stage]
+            row = rows[stage]
+            for k in range(begun[stage], len(row)):
                 code = row[k]
                 cause = row[k - 1] if k else -1
-                if (other := need[code]) >= 0:
-                    if (came := ends[other]) < 0:
+                if source[code]:
+                    other = code + source[code]
+                    if ends[other] < 0:
                         waiting[other] = stage
                         break
-                    if (came := came + delay[code]) > now:
-                        now, cause = came, other
+                    arrives = ends[other] + delay[code]
+                    if arrives > now:
+                        now = arrives
+                        cause = other
                 now += seconds[code]
-                ends[code], before[code] = now, cause
-                if code >= 3 * size:
-                    code -= 2 * size  # who waits, waits for gradients of inputs
-                    ends[code] = now
-                    before[code] = cause
-                if code < 2 * size and code in waiting:
-                    todo.append(waiting.pop(code))
-                k += 1
-            at[stage], clock[stage] = k, now
+                ends[code] = now
+                causes[code] = cause
+                begun[stage] = k + 1
+                if code in waiting:
+                    ready.append(waiting.pop(code))
+            clock[stage] = now
         if waiting:
             raise ValueError(f"the calls wait for each other: stage {next(iter(waiting.values()))} for ever")
         firsts = [ends[row[0]] - seconds[row[0]] for row in rows]
@@ -204,230 +212,257 @@ class _Board:
 
     def memory(self, row: Sequence[int]) -> float:
         """The most that the calls of a row hold at once."""
-        now = most = 0.0
-        takes = self.takes
-        for code in row:
-            now += takes[code]
-            most = max(most, now)
-        return most
+        return max(itertools.accumulate(self.takes[code] for code in row))
 
 
-# ---- Lists calls greedily: a stage that is free takes, of what has come, what its rules like best.
+# ---- Lists calls greedily: a free stage takes the call that its rules like best among those whose input has come.
 
 
 class _Rules(NamedTuple):
     """Rules of a list.
 
-    caps: stage -> segment -> the most microbatches under way
+    caps: segment -> the most microbatches under way
     patience: stage -> the part of a backward of weights for which it is put off when something else comes meanwhile
-    likes: stage -> segment -> how much a forward is liked, and a backward: what has come and is liked best is next
+    likes: line of forwards and backwards of inputs -> preference: the call that is liked best is next
     """
 
-    caps: list[dict[int, float]]
+    caps: list[float]
     patience: list[float]
-    likes: list[dict[int, tuple[float, float]]]
+    likes: list[float]
 
 
-def _listed(board: _Board, rules: _Rules, memory: float) -> list[list[int]] | None:
-    """Rows by rules, None where memory leaves no way on."""
-    calls, m, size = board.calls, board.calls.microbatches, board.size
-    count, own = len(calls.homes), [calls.of(stage) for stage in range(calls.stages)]
-    done = [0] * (3 * count)  # calls of each kind and segment
-    # what later segments of a stage need to go on with one microbatch
-    reserve = [sum(calls.held[t] for t in own[calls.homes[s]] if t > s) for s in range(count)]
-    # what a graph that is made again takes more, one at a time at least
+def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[int]] | None:
+    """Lists rows by rules. Returns None where memory leaves no way on."""
+    calls = simulator.calls
+    m = simulator.calls.microbatches
+    count = len(calls.homes)
+    own = [calls.of(stage) for stage in range(calls.stages)]
+    # a forward leaves room for later segments of its stage to go on with one microbatch, one recomputation at a time
     again = [max(0.0, calls.between[s] - calls.held[s]) for s in range(count)]
-    reserve = [reserve[s] + max(again[t] for t in own[calls.homes[s]]) for s in range(count)]
-    ends = [math.inf] * (2 * size)
-    used, free = [0.0] * calls.stages, [0.0] * calls.stages
-    rows: list[list[int]] = [[] for _ in range(calls.stages)]
+    room = [*calls.held, *again]
+    for s, home in enumerate(calls.homes):
+        later = sum(calls.held[t] for t in own[home] if t > s)
+        room[s] += later + max(again[t] for t in own[home])
+    done = [0] * (3 * count)  # calls of each line
+    ends: dict[int, float] = {}
+    used = [0.0] * calls.stages
+    free = [0.0] * calls.stages
+    rows: list[list[int]] = [[] for _ in own]
     agenda = [(0.0, stage) for stage in range(calls.stages)]
     while agenda:
         now, stage = heapq.heappop(agenda)
         if now < free[stage]:
             continue
-        best, liked, soonest, blocked = -1, -math.inf, math.inf, False
+        best = -1
+        liked = -math.inf
+        soonest = math.inf
+        blocked = False
         for s in own[stage]:
-            forwards, inputs = done[s], done[count + s]
-            for kind, may in enumerate((forwards < m and forwards - inputs < rules.caps[stage][s], inputs < forwards)):
-                if not may:
+            under_way = done[s] - done[count + s]
+            forward = s if done[s] < m and under_way < rules.caps[s] else None
+            backward = count + s if under_way else None
+            for line in (forward, backward):
+                if line is None:
                     continue
-                code = kind * size + s * m + (inputs if kind else forwards)
-                other = board.need[code]
-                comes = ends[other] + board.delay[code] if other >= 0 else 0.0
-                if comes > now:
-                    soonest = min(soonest, comes)
-                elif used[stage] + (again[s] if kind else calls.held[s] + reserve[s]) > memory + 1e-9:
+                code = line * m + done[line]
+                source = simulator.source[code]
+                arrives = ends.get(code + source, math.inf) + simulator.delay[code] if source else 0.0
+                if arrives > now:
+                    soonest = min(soonest, arrives)
+                elif used[stage] + room[line] > memory + 1e-9:
                     blocked = True
-                elif (likes := rules.likes[stage][s][kind]) > liked:
-                    best, liked = code, likes
-        pending = [s for s in own[stage] if done[2 * count + s] < done[count + s]]
-        if best < 0 and pending:
-            s = max(pending, key=lambda s: done[count + s] - done[2 * count + s])
-            if blocked or soonest - now >= rules.patience[stage] * calls.weights[s]:
-                best = 2 * size + s * m + done[2 * count + s]
+                elif rules.likes[line] > liked:
+                    best = line
+                    liked = rules.likes[line]
         if best < 0:
-            if soonest < math.inf:
-                heapq.heappush(agenda, (soonest, stage))
-            continue
-        rows[stage].append(best)
-        done[best // m] += 1
-        used[stage] += board.takes[best]
-        free[stage] = end = now + board.seconds[best]
-        heapq.heappush(agenda, (end, stage))
-        if best < 2 * size:
-            ends[best] = end
-            kind, s = divmod(best // m, count)
-            if 0 <= (following := s + 1 - 2 * kind) < count:
+            late = max(own[stage], key=lambda s: done[count + s] - done[2 * count + s])
+            pending = done[count + late] > done[2 * count + late]
+            if pending and (blocked or soonest - now >= rules.patience[stage] * calls.weights[late]):
+                best = 2 * count + late
+        if best >= 0:
+            code = best * m + done[best]
+            rows[stage].append(code)
+            done[best] += 1
+            used[stage] += simulator.takes[code]
+            free[stage] = ends[code] = soonest = now + simulator.seconds[code]
+            step = 1 if best < count else -1  # to the segment that takes its output
+            following = best % count + step
+            if best < 2 * count and 0 <= following < count:
                 home = calls.homes[following]
-                heapq.heappush(agenda, (max(free[home], end + board.delay[following * m + kind * size]), home))
-    return rows if sum(done) == 3 * size else None
+                arrives = ends[code] + simulator.delay[(best + step) * m]
+                heapq.heappush(agenda, (max(free[home], arrives), home))
+        if soonest < math.inf:
+            heapq.heappush(agenda, (soonest, stage))
+    return rows if sum(done) == 3 * simulator.size else None
 
 
 # ---- Search: rules at first, then moves of calls on the critical path.
-
-Report = Callable[["Search"], None]
-"""Called with a search whenever it has found better rows."""
 
 
 class Search:
     """The best rows so far for `calls` within `memory` on each stage. It goes on where it was: see `run`.
 
     starts: rows to begin with, those of builders say; what does not fit is left out
-    span: what is to be short is the longest span of a stage from its first call to its last, not the whole
-    The same seed and numbers of moves come to the same rows, on any machine.
+    span: minimizes the longest span of a stage from its first call to its last, not the whole
+    The same seed and number of moves find the same rows, on any machine.
 
-    rows: the best; seconds: of these; moves: how many were tried; least: seconds that no rows are below, and why
+    rows: the best; seconds: of these; moves: how many were tried
     """
 
-    def __init__(self, calls: Calls, memory: float, *, starts: Sequence[Rows] = (), seed: int = 0, span: bool = False):
-        self.calls, self.limit, self.span = calls, memory * (1 + 1e-9), span
-        self.least = least(calls, memory, span=span)
-        self.seconds, self.moves = math.inf, 0
-        self._board, self._random = _Board(calls), random.Random(seed)
+    def __init__(
+        self, calls: Calls, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0, span: bool = False
+    ) -> None:
+        self.calls = calls
+        self.memory = memory * (1 + 1e-9)
+        self.span = span
+        self.seconds = math.inf
+        self.moves = 0
+        self._simulator = _Simulator(calls)
+        self._random = random.Random(seed)
         self._best: list[list[int]] = []
-        self._plain = self._all_plain()
-        self._rules = math.inf, next(self._all_plain())
-        self._now: tuple[float, list[list[int]]] = (math.inf, [])
-        self._path: list[tuple[int, int]] = []  # the critical one of `_now`
+        self._plain = self._plain_rules()
+        self._rules = next(self._plain_rules())
+        self._rules_s = math.inf
+        self._now = self._best
+        self._now_s = math.inf
+        self._path: list[tuple[int, int]] = []  # the critical one of `_now`: stages and places
         for rows in starts:
-            self._offer(_halved(self._board, rows))
+            self._offer([self._halved(row) for row in rows])
 
     @property
     def rows(self) -> list[list[Call]]:
-        return [[self._board.call(code) for code in row] for row in self._best]
+        return [[self._simulator.call(code) for code in row] for row in self._best]
 
-    @property
-    def done(self) -> bool:
-        """Nothing is faster."""
-        return self.seconds <= self.least[0] * (1 + 1e-6)
-
-    def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> bool:
-        """Tries so many moves more, fewer where the bound is met. Returns False where `seconds` were over first."""
-        end, until = time.monotonic() + seconds, self.moves + moves
-        while self.moves < until and not self.done:
-            if time.monotonic() > end:
-                return False
-            before = self.seconds
-            # a third of the moves are of rules; each of their rows is a start for the others
-            (self._list if self.moves % 1000 < 333 or not self._best else self._move)()
+    def run(self, moves: int) -> None:
+        """Tries so many moves more. A third of them are of rules, whose rows are starts for the others."""
+        for _ in range(moves):
+            if self.moves % 1000 < 333 or not self._best:
+                self._list()
+            else:
+                self._move()
             self.moves += 1
-            if report is not None and self.seconds < before:
-                report(self)
-        return True
 
-    def _measure(self, rows: list[list[int]]) -> float:
-        """Seconds of rows, infinite where they do not fit or wait for each other."""
-        try:
-            run = self._board.run(rows)
-        except ValueError:
-            return math.inf
-        fits = max(run.memory) <= self.limit
-        return (run.span if self.span else run.seconds) if fits else math.inf
+    def _halved(self, row: Iterable[Call]) -> list[int]:
+        """A row as codes, whole backwards as two halves that follow each other."""
+        codes = []
+        for call in row:
+            codes.append(self._simulator.code(call))
+            if call.kind == "backward":
+                codes.append(codes[-1] + self._simulator.size)
+        return codes
 
     def _offer(self, rows: list[list[int]]) -> float:
-        seconds = self._measure(rows)
+        """Adopts rows if they are the best; returns their seconds, infinite where they wait for each other or do not
+        fit."""
+        try:
+            run = self._simulator.run(rows)
+        except ValueError:
+            return math.inf
+        seconds = run.span if self.span else run.seconds
+        if max(run.memory) > self.memory:
+            return math.inf
         if seconds < self.seconds:
-            self.seconds, self._best = seconds, [[*row] for row in rows]
+            self.seconds = seconds
+            self._best = rows
         return seconds
 
     # ---- rules
 
     def _list(self) -> None:
-        """Lists rows by plain rules, one after the other, and then by changes of the best ones."""
-        rules = next(self._plain, None) or self._changed(self._rules[1])
-        rows = _listed(self._board, rules, self.limit)
-        seconds = math.inf if rows is None else self._offer(rows)
-        if seconds <= self._rules[0]:
-            self._rules = seconds, rules
-            if rows is not None and seconds < self._now[0]:
-                self._now, self._path = (seconds, rows), []
+        """Lists rows by plain rules, one after the other, and then by changes of the best rules."""
+        rules = next(self._plain, None) or self._changed(self._rules)
+        rows = _listed(self._simulator, rules, self.memory)
+        if rows is None:
+            return
+        seconds = self._offer(rows)
+        if seconds <= self._rules_s:
+            self._rules = rules
+            self._rules_s = seconds
+            if seconds < self._now_s:
+                self._now = rows
+                self._now_s = seconds
+                self._path = []
 
-    def _all_plain(self) -> Iterator[_Rules]:
-        """Yields rules: as many microbatches under way as are on their way back, or more; backwards of weights at once
-        or put off; of several segments the first ones or the last ones sooner."""
-        calls, last = self.calls, len(self.calls.homes) - 1
-        signs = [(0.0, 0.0)] if last < calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
-        for slope, wait, more, (f, b) in itertools.product((2.0, 1.0, 1.5, math.inf), (0.25, 0.5, 1.0), (0, 1), signs):
-            caps, likes = list[dict[int, float]](), list[dict[int, tuple[float, float]]]()
-            for own in map(calls.of, range(calls.stages)):
-                caps.append({s: max(1.0, slope * (last - s + 1) * calls.stages / (last + 1) + more) for s in own})
-                likes.append({s: (1.0 + f * s / (last + 1), 10.0 + b * s / (last + 1)) for s in own})
-            yield _Rules(caps, [wait] * calls.stages, likes)
+    def _plain_rules(self) -> Iterator[_Rules]:
+        """Yields rules: the in-flight limit is the number of microbatches in backward, or more; backwards of weights
+        run at once or are put off; the first or the last segments of a stage are preferred."""
+        calls = self.calls
+        count = len(self.calls.homes)
+        left = [(count - s) * calls.stages / count for s in range(count)]  # of the way to the loss, in stages
+        early = [s / count for s in range(count)]
+        signs = [(0.0, 0.0)] if count <= calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
+        options = itertools.product((2.0, 1.0, 1.5, math.inf), (0.25, 0.5, 1.0), (0, 1), signs)
+        for slope, patience, more, (forward, backward) in options:
+            caps = [max(1.0, slope * stages + more) for stages in left]
+            likes = [1.0 + forward * part for part in early]
+            likes += [10.0 + backward * part for part in early]
+            yield _Rules(caps, [patience] * calls.stages, likes)
 
     def _changed(self, rules: _Rules) -> _Rules:
-        rng, stages = self._random, self.calls.stages
-        caps, likes = [dict(each) for each in rules.caps], [dict(each) for each in rules.likes]
+        """Changes one rule of a stage, or of all."""
+        rng = self._random
+        count = len(self.calls.homes)
+        caps = [*rules.caps]
         patience = [*rules.patience]
-        what, number, by, wait = rng.randrange(3), rng.random(), rng.choice([-2, -1, 1, 2]), rng.gauss(0, 0.3)
-        sooner = rng.gauss(0, 3), rng.gauss(0, 3)
-        for stage in range(stages) if rng.random() < 0.3 else [rng.randrange(stages)]:
-            s = [*caps[stage]][int(number * len(caps[stage]))]
-            if what == 0:
-                caps[stage][s] = max(1.0, caps[stage][s] + by)
-            elif what == 1:
+        likes = [*rules.likes]
+        what = rng.choice(["caps", "patience", "likes"])
+        place = rng.random()
+        more = rng.choice([-2, -1, 1, 2])
+        wait = rng.gauss(0, 0.3)
+        forward = rng.gauss(0, 3)
+        backward = rng.gauss(0, 3)
+        every = range(self.calls.stages)
+        for stage in every if rng.random() < 0.3 else [rng.choice(every)]:
+            own = self.calls.of(stage)
+            segment = own[int(place * len(own))]
+            if what == "caps":
+                caps[segment] = max(1.0, caps[segment] + more)
+            elif what == "patience":
                 patience[stage] = min(1.2, max(0.0, patience[stage] + wait))
             else:
-                likes[stage][s] = likes[stage][s][0] + sooner[0], likes[stage][s][1] + sooner[1]
+                likes[segment] += forward
+                likes[count + segment] += backward
         return _Rules(caps, patience, likes)
 
     # ---- moves
 
     def _move(self) -> None:
-        """Moves one call: what the critical path waits for goes behind something else, or backwards of weights into a
-        gap. Now and then a worse one is taken, the less the longer the search goes on."""
-        rng, board = self._random, self._board
-        if not self._now[1] or self.moves % 1000 == 333:
-            self._now, self._path = (self._measure(self._best), [[*row] for row in self._best]), []
-        seconds, rows = self._now
-        if not self._path or self.moves % 100 == 33:
-            self._measure(rows)
-            self._path = self._critical(rows)
-        stage, at, to = self._choice(rows)
-        row = rows[stage]
-        # one call, or those of its kind and segment in some microbatches that follow each other
-        alike = range(row[at], row[at] + 1)
-        if rng.random() < 0.3:
-            first = row[at] // self.calls.microbatches * self.calls.microbatches
-            ends = sorted(rng.choices(range(self.calls.microbatches), k=2))
-            alike = range(first + ends[0], first + ends[1] + 1)
-        changed = self._moved(row, reversed(alike) if to > at else alike, to - at)
-        if changed == row or board.memory(changed) > self.limit:
+        """Moves a call: one that the critical path waits for goes behind another, or a backward of weights into a gap.
+        Now and then a worse one is taken, the less the longer the search goes on."""
+        rng = self._random
+        if not self._now or self.moves % 1000 == 333:
+            self._now = self._best
+            self._now_s = self.seconds
+            self._path = []
+        if not self._path:
+            self._simulator.run(self._now)
+            self._path = self._critical_path(self._now)
+        stage, at, far = self._choice()
+        row = self._now[stage]
+        moved = [row[at]]
+        if rng.random() < 0.3:  # and its neighbours: the same call of some consecutive microbatches
+            m = self.calls.microbatches
+            line = row[at] // m * m
+            first, last = sorted(rng.choices(range(m), k=2))
+            moved = [*range(line + first, line + last + 1)]
+        changed = self._moved(row, moved, far)
+        if changed == row or self._simulator.memory(changed) > self.memory:
             return
-        others = [*rows]
-        others[stage] = changed
-        new = self._offer(others)
-        heat = 2e-3 * seconds / (1 + self.moves / 500)
-        if new <= seconds or (new < math.inf and rng.random() < math.exp((seconds - new) / heat)):
-            self._now = new, others
-            self._path = self._critical(others)
+        rows = [*self._now[:stage], changed, *self._now[stage + 1 :]]
+        seconds = self._offer(rows)
+        heat = 2e-3 * self._now_s / (1 + self.moves / 500)
+        if seconds <= self._now_s or (seconds < math.inf and rng.random() < math.exp((self._now_s - seconds) / heat)):
+            self._now = rows
+            self._now_s = seconds
+            self._path = self._critical_path(rows)
 
-    def _choice(self, rows: list[list[int]]) -> tuple[int, int, int]:
-        """The stage and place of a call, and the place where it is to go."""
-        rng, size = self._random, self._board.size
-        if self._path and rng.random() < 0.8:
+    def _choice(self) -> tuple[int, int, int]:
+        """The stage and place of a call, and how far it is to go."""
+        rng = self._random
+        rows = self._now
+        if rng.random() < 0.8:
             stage, at = rng.choice(self._path)
-            if rows[stage][at] >= 2 * size:
+            if rows[stage][at] >= 2 * self._simulator.size:  # a backward of weights: nothing waits for it
                 far = rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
             else:
                 far = rng.choice([1, 1, 1, 2, 2, 3, 5, 8]) * rng.choice([-1, -1, 1])
@@ -435,49 +470,33 @@ class Search:
             stage = rng.randrange(len(rows))
             at = rng.randrange(len(rows[stage]))
             far = rng.choice([-8, -3, -2, -1, 1, 2, 3, 8, 20])
-        return stage, at, min(len(rows[stage]) - 1, max(0, at + far))
+        return stage, at, min(len(rows[stage]) - 1 - at, max(-at, far))
 
-    def _moved(self, row: list[int], codes: Iterable[int], far: int) -> list[int]:
-        """The row with calls moved so far, those that may."""
-        row = [*row]
-        for code in codes:
-            at = row.index(code)
+    def _moved(self, row: Sequence[int], codes: list[int], far: int) -> list[int]:
+        """Moves calls of a row so far, except past another half of their pass or another microbatch of their line."""
+        moved = [*row]
+        m = self.calls.microbatches
+        size = self._simulator.size
+        for code in reversed(codes) if far > 0 else codes:
+            at = moved.index(code)
             to = min(len(row) - 1, max(0, at + far))
-            if self._in_order(row, at, to):
-                row.insert(to, row.pop(at))
-        return row
+            passed = moved[to:at] if to < at else moved[at + 1 : to + 1]
+            if not any(other % size == code % size or other // m == code // m for other in passed):
+                moved.insert(to, moved.pop(at))
+        return moved
 
-    def _in_order(self, row: list[int], at: int, to: int) -> bool:
-        """Tells whether a call may go so far: not past another half of its own pass, nor past its kind of other
-        microbatches."""
-        size, m, code = self._board.size, self.calls.microbatches, row[at]
-        same = code % size
-        for other in row[to:at] if to < at else row[at + 1 : to + 1]:
-            if other % size == same or other // m == code // m:
-                return False
-        return True
+    def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
+        """The calls on the critical path of the last run, which was of `rows`, as stages and places."""
+        ends = self._simulator.ends
+        seconds = self._simulator.seconds
+        places = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}
 
-    def _critical(self, rows: list[list[int]]) -> list[tuple[int, int]]:
-        """The calls on the critical path of the last run, as stage and place."""
-        board = self._board
-        place = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}
-        lasts = [row[-1] for row in rows]
-        if self.span:
-            code = max(rows, key=lambda row: board.ends[row[-1]] - board.ends[row[0]] + board.seconds[row[0]])[-1]
-        else:
-            code = max(lasts, key=board.ends.__getitem__)
-        found = []
+        def length(row: list[int]) -> float:
+            return ends[row[-1]] - (ends[row[0]] - seconds[row[0]]) * self.span
+
+        code = max(rows, key=length)[-1]
+        path = []
         while code >= 0:
-            found.append(place[code])
-            code = board.before[code]
-        return found
-
-
-def _halved(board: _Board, rows: Rows) -> list[list[int]]:
-    """Rows as numbers, whole backwards as two halves that follow each other."""
-    out: list[list[int]] = []
-    for row in rows:
-        codes = [board.code(call) for call in row]
-        halves = [[code - 2 * board.size, code - board.size] if code >= 3 * board.size else [code] for code in codes]
-        out.append([code for each in halves for code in each])
-    return out
+            path.append(places[code])
+            code = self._simulator.causes[code]
+        return path

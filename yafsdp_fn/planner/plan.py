@@ -62,7 +62,8 @@ class Plan(NamedTuple):
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
         each = tuple(footprint.predict_memory(part) for part in program.parts)
-        most, todo = max(each, key=lambda one: one.peak_bytes), tasks(program, where)
+        most = max(each, key=lambda one: one.peak_bytes)
+        todo = tasks(program, where)
         return Plan(program, where, run(program, todo, where), most, budget, work(program, todo, where), each)
 
     @property
@@ -130,7 +131,8 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
-        rate, span = self.tokens_per_s, " to ".join(shown(seconds, 3) for seconds in self.range_s)
+        rate = self.tokens_per_s
+        span = " to ".join(shown(seconds, 3) for seconds in self.range_s)
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
         speed = f": {rate:,.0f} {self.unit}/s" if rate >= 100 else f": {rate:.3g} {self.unit}/s" if rate else ""
         lines = [
@@ -155,9 +157,7 @@ class Plan(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: its words, and the picture of its timeline where matplotlib is there."""
-        picture = self.timeline._repr_svg_()
-        data = "" if picture is None else base64.b64encode(picture.encode()).decode()
-        return in_notebook(str(self)) + f'<img src="data:image/svg+xml;base64,{data}" alt="timeline">' * bool(data)
+        return with_picture(str(self), self.timeline._repr_svg_() or "", "timeline")
 
     def _stages(self) -> list[str]:
         """The lines on several stages: their bubble and why, and what each stage does and takes."""
@@ -172,6 +172,12 @@ class Plan(NamedTuple):
         microbatches = counted(self.program.trace.microbatches, "microbatch")
         head = f"{len(rows)} stages, {microbatches}: bubble {self.timeline.bubble:.1%}"
         return [head, *shortened(rows), f"memory of stage {most}, which takes most:"]
+
+
+def with_picture(text: str, svg: str, alt: str) -> str:
+    """Text and a picture as HTML, the text alone where there is no picture."""
+    data = base64.b64encode(svg.encode()).decode()
+    return in_notebook(text) + f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}">' * bool(svg)
 
 
 def read_by(trace: Trace) -> int:

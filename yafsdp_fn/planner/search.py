@@ -3,18 +3,17 @@
 import dataclasses
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from yafsdp_fn.planner import footprint
-from yafsdp_fn.planner.bound import Bound, bound, seconds_of
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.compare import Comparison, compare
-from yafsdp_fn.planner.costs import groups, half_of, phases, phases_of_compute
+from yafsdp_fn.planner.costs import phases_of_compute, seconds_of
+from yafsdp_fn.planner.orders import Calls, evaluate
 from yafsdp_fn.planner.plan import DoesNotFit
-from yafsdp_fn.planner.simulate import LINKS, tasks, work
 from yafsdp_fn.planner.space import (
     Choice,
     Mesh,
@@ -29,7 +28,6 @@ from yafsdp_fn.planner.space import (
     layers,
 )
 from yafsdp_fn.planner.synthesize import Report, Synthesis, Written
-from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
@@ -49,7 +47,8 @@ from yafsdp_fn.util.mesh_axes import EXPERT
 # What cannot beat the best even if nothing ever waited, but for filling and draining, is not simulated.
 
 PREFETCHES = (1, 2, 3)
-SHOWN, STAGES_SHOWN = 1.5, 0.99
+SHOWN = 1.5
+STAGES_SHOWN = 0.99
 """Builders and meshes that cannot come within this factor of the best are not looked at; on stages and over axes inside
 blocks, a hundredth below it."""
 HOPELESS = 1.1
@@ -59,9 +58,8 @@ NEARBY = 4
 SWEEP = 6
 """Numbers of recomputed layers in the coarse sweep."""
 
-HALVED = ("zero_bubble", *pipelines.V_SHAPED)
-"""Orders with backwards in halves."""
-
+AMPLE = 1 << 60
+"""Bytes in which everything fits."""
 UNDER_WAY = 3
 """Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
 
@@ -181,42 +179,48 @@ def search(
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
     world = ranks or traces[0].stage_ranks
-    sweeps: list[Sweep] = []
-    for each in traces:
-        if 1 in stages and (alone := _shared(each, world, total)) is not None:
-            # the first is zero3
-            sweeps += [Sweep(Point(*on), alone, where, budget) for on in arrangements(alone, where)]
-        points = staged_points(each, [n for n in stages if n > 1], world, where, total)
-        sweeps += [Sweep(point, each, where, budget) for point in points]
+    sweeps = [sweep for each in traces for sweep in _sweeps(each, stages, world, total, where, budget)]
     if not sweeps:
         raise ValueError(
             f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {world} ranks; "
             "take more stages, more microbatches, or fewer ranks"
         )
-    found: list[Choice] = []
-    of: dict[Point, Trace] = {}
+    found: dict[Choice, Trace] = {}
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if (
-            sweep.bound < fastest * sweep.shown
-            and not _spares(sweep.plain, found)
-            and (choice := sweep.best(fastest)) is not None
-        ):
-            found.append(choice)
-            of[choice.point] = sweep.trace
+        if sweep.bound >= fastest * sweep.shown or _spares(sweep.plain, found):
+            continue
+        choice = sweep.best(fastest)
+        if choice is not None:
+            found[choice] = sweep.trace
             fastest = min(fastest, choice.step_s)
     if not found:
-        raise DoesNotFit(min((sweep.least() for sweep in sweeps), key=lambda m: m.peak_bytes).why_not(budget))
+        least = min((sweep.least() for sweep in sweeps), key=lambda memory: memory.peak_bytes)
+        raise DoesNotFit(least.why_not(budget))
     best, *others = sorted(found, key=by_seconds)
     others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
+    others = others[:runners_up]
     default = sweeps[0].fewest_recomputed() if sweeps[0].plain.order is None else None
-    result = Found(best, tuple(others[:runners_up]), default, of[best.point], where, budget)
+    result = Found(best, tuple(others), default, found[best], where, budget)
     if not synthesize:
         return result
-    near = [choice.point for choice in (best, *others[:runners_up]) if of[choice.point] is of[best.point]]
-    alike = [point for point in near if (point.order is None) == (best.point.order is None)]
-    writing = Synthesis(of[best.point], alike, where, budget, seed, resume)
+    step = found[best]
+    several = best.point.order is not None
+    alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
+    writing = Synthesis(step, alike, where, budget, seed, resume)
     return dataclasses.replace(result, written=writing.run(moves, seconds=synthesize, report=report))
+
+
+def _sweeps(
+    trace: Trace, stages: Sequence[int], world: int, total: int, cluster: Cluster, budget: int
+) -> Iterator["Sweep"]:
+    """Every builder on every mesh of `world` ranks, for `total` microbatches; the first is zero3 without stages."""
+    alone = _shared(trace, world, total) if 1 in stages else None
+    if alone is not None:
+        for builder, mesh in arrangements(alone, cluster):
+            yield Sweep(Point(builder, mesh), alone, cluster, budget)
+    for point in staged_points(trace, [number for number in stages if number > 1], world, cluster, total):
+        yield Sweep(point, trace, cluster, budget)
 
 
 def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
@@ -249,21 +253,23 @@ class Sweep:
     """One builder on one mesh, alone or on the stages of an order. What it has evaluated it knows."""
 
     def __init__(self, plain: Point, trace: Trace, cluster: Cluster, budget: int) -> None:
-        self.plain, self.trace, self.cluster, self.budget = plain, trace, cluster, budget
-        self._choice, self._peak = functools.cache(self._simulated), functools.cache(self._needed)
+        self.plain = plain
+        self.trace = trace
+        self.cluster = cluster
+        self.budget = budget
+        self._choice = functools.cache(self._simulated)
+        self._peak = functools.cache(self._needed)
         order = plain.order
         self.whole = trace.on(plain.mesh) if order is None else order.whole(trace, plain.mesh)
         self.parts = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
         self.layers = max(map(layers, self.parts))
         self.shown = SHOWN if order is None and alike_on(trace) == 1 else STAGES_SHOWN
         self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
-        if order is None:
-            several = self.whole.microbatches > 1
-            program = self._program(plain._replace(kept=self.layers, prefetch=PREFETCHES[-1], defer=several))
-            self.bound = work(program, tasks(program, cluster), cluster).seconds
-        else:
-            alone = max(least_communication(part, cluster) for part in self.parts)
-            self.bound = max(least_seconds(self.whole, order, cluster), alone)
+        self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.parts)
+        if order is not None:
+            calls = Calls.of_step(self.whole, cluster)._replace(message=0.0)
+            rows = pipelines.ORDERS[order.name](pipelines.split_of(self.whole), order.microbatches)
+            self.bound = max(self.bound, evaluate(calls, rows).seconds)
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """The fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
@@ -293,16 +299,19 @@ class Sweep:
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
         forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
-        again = min(map(seconds_of, forwards), default=0.0)
+        again = order.microbatches * min(map(seconds_of, forwards), default=0.0)
         found: list[Choice] = []
         for defer in (True, False) if self.defers else (False,):
             point = self.plain._replace(defer=defer)
             least = self._least_remat(point)
-            for number in () if least is None else sorted({least, (least + self.layers) // 2, self.layers}):
-                slower = self.bound + order.microbatches * number * again
-                if slower < min([fastest, *(choice.step_s for choice in found)]):
-                    choice = self._filled(point, number)
-                    found += [choice] if choice.peak_bytes <= self.budget else []
+            if least is None:
+                continue
+            for recomputed in sorted({least, (least + self.layers) // 2, self.layers}):
+                if self.bound + again * recomputed < fastest:
+                    choice = self._filled(point, recomputed)
+                    if choice.peak_bytes <= self.budget:
+                        found.append(choice)
+                        fastest = min(fastest, choice.step_s)
         return found
 
     def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
@@ -316,7 +325,8 @@ class Sweep:
             step = max(1, -(-(self.layers - least) // SWEEP))
             numbers = {*range(least, self.layers, step), self.layers}
         else:
-            step, numbers = NEARBY, {max(least, nearby.point.remat)}
+            step = NEARBY
+            numbers = {max(least, nearby.point.remat)}
         found = min((self._filled(point, n) for n in numbers), key=by_seconds)
         while step > 1:
             step //= 2
@@ -352,15 +362,14 @@ class Sweep:
         return point.schedule()(self.whole)
 
 
-def _spares(point: Point, found: Sequence[Choice]) -> bool:
-    """Tells whether an order is of less memory than another that lies as it does, and recomputes nothing in what there
-    is."""
+def _spares(point: Point, found: Iterable[Choice]) -> bool:
+    """Tells whether an order takes less memory than another of the same layout, which recomputes nothing already."""
     order = point.order
     if order is None or order.name not in pipelines.V_SHAPED[1:]:
         return False
-    others = (point._replace(order=order._replace(name=name)) for name in pipelines.V_SHAPED)
-    plain = [(other.builder, other.mesh, other.order) for other in others]
-    return any((c.point.builder, c.point.mesh, c.point.order) in plain and not c.point.remat for c in found)
+    alike = [(point.builder, point.mesh, order._replace(name=name)) for name in pipelines.V_SHAPED]
+    plain = [choice.point for choice in found if not choice.point.remat]
+    return any((other.builder, other.mesh, other.order) in alike for other in plain)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
@@ -368,15 +377,15 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
-    assert whole.split is not None
-    rows = pipelines.ORDERS[order.name](whole.split, few.microbatches)
+    rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), few.microbatches)
     return [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 
 def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:
     """A point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches that
     the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
-    node, alike = cluster.gpus_per_node, alike_on(trace)
+    node = cluster.gpus_per_node
+    alike = alike_on(trace)
     readers = alike // dict(trace.inside).get(EXPERT, 1)  # ranks that work on the same rows
     for number in numbers:
         width = ranks // number
@@ -387,7 +396,7 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
                 yield Point(builder, (("stage", number), *mesh), order=order)
 
 
-# ---- orders, meshes, and what no program of them is faster than
+# ---- Orders and meshes.
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
@@ -413,7 +422,8 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
 def staged_arrangements(ranks: int, cluster: Cluster, inside: Mesh = ()) -> Iterator[tuple[str, Mesh]]:
     """Builders and meshes for the `ranks` ranks of a stage: shard groups of all, of a quarter, of a node, or of one
     rank alone, of `inside` axes all."""
-    node, alike = cluster.gpus_per_node, math.prod(size for _, size in inside)
+    node = cluster.gpus_per_node
+    alike = math.prod(size for _, size in inside)
     yield "zero3", (("shard", ranks // alike), *inside)
     for size in sorted({ranks // 4 or 1, node, alike}):
         whole = ranks % size == 0 and size % alike == 0 and (size % node == 0 or node % size == 0)
@@ -421,39 +431,3 @@ def staged_arrangements(ranks: int, cluster: Cluster, inside: Mesh = ()) -> Iter
             yield "hsdp", (("replicate", ranks // size), ("shard", size // alike), *inside)
     if ranks > 1 and alike == 1:
         yield "ddp", (("replicate", ranks), ("shard", 1))
-
-
-def least_seconds(whole: Trace, order: Order, cluster: Cluster) -> float:
-    """No program of `order` is faster: what comes before a stage's first call, its calls, what comes after its last."""
-    assert whole.split is not None
-    halved = order.name in HALVED
-    forward, backward, inputs = ([0.0] * len(whole.split.homes) for _ in range(3))
-    for visit in whole.visits:
-        at = whole.split.segment(visit.id)
-        forward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=True, backward=False))
-        backward[at] += seconds_of(phases_of_compute(cluster, visit.cost, forward=False, backward=True))
-        inputs[at] += seconds_of(
-            phases_of_compute(cluster, half_of(visit.cost, "inputs"), forward=False, backward=True)
-        )
-    most = 0.0
-    for stage in range(order.stages):
-        own = whole.split.of(stage)
-        busy = order.microbatches * sum(forward[s] + backward[s] for s in own)
-        fill, drain = sum(forward[: own[0]]), sum((inputs if halved else backward)[: own[0]])
-        most = max(most, fill + busy + (0.0 if halved else drain))
-    return most
-
-
-def least_communication(part: Trace, cluster: Cluster) -> float:
-    """Seconds of a link or stream, of a program of `part` that gathers each of its units once, and reduces it once."""
-    places, held = groups(part, cluster), [unit.id for unit in part.units if unit.numel]
-    links: defaultdict[str, float] = defaultdict(float)
-    for unit in held:
-        ops: list[Op] = [Gather((unit,), (0,))]
-        if unit in part.trained:
-            ops += [Reduce((unit,), (0,)), *[AllReduce((unit,))] * (part.replicas > 1)]
-        for op in ops:
-            for resource, seconds in phases(op, part, cluster, places, False):
-                links[op.stream] += seconds
-                links[resource] += seconds * (resource in LINKS)
-    return max(links.values(), default=0.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.costs import NO_COSTS, Foreign, calls_of, groups, link, phases
+from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import Event, Times, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
@@ -85,29 +85,28 @@ def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, f
     """
     if program.trace.stage is None and not durations:
         check_costs(program.trace)
-    several = len(program.stages) > 1
-    if several:
-        _check_places(program, cluster)
+    if len(program.stages) == 1:
+        return _of_stage(program, 0, 0, cluster, durations[0] if durations else {})
+    _check_places(program, cluster)
     out: list[Task] = []
     for stage, part in enumerate(program.parts):
-        first = len(out)
-        for task in _own(part, cluster, durations[stage] if durations else {}):
-            out.append(task._replace(stage=stage, waits=tuple(first + wait for wait in task.waits)))
-    return _joined(_after_all_sums(_after_all_norms(out))) if several else out
+        out += _of_stage(part, stage, len(out), cluster, durations[stage] if durations else {})
+    return _tied(out)
 
 
-def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> list[Task]:
-    """The tasks of one stage, in numbers of its own."""
+def _of_stage(program: Program, stage: int, first: int, cluster: Cluster, durations: Mapping[int, float]) -> list[Task]:
+    """The tasks of one stage, which are numbered from `first` on."""
     trace = program.trace
-    places = groups(trace, cluster)
+    costs = Costs(trace, cluster)
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[Task] = []
     known: dict[tuple[Any, ...], tuple[tuple[Phase, ...], Calls]] = {}  # of computes, alike in every microbatch
     on_host: list[int] = []  # the last compute, where the host does it
     for number, op in enumerate(_whole(program)):
-        waits = [*board.use(number, op.stream, *op.uses()), *on_host]
-        recompute, calls = False, Calls()
+        waits = [*board.use(first + number, op.stream, *op.uses()), *on_host]
+        recompute = False
+        calls = Calls()
         if isinstance(op, Backward) and op.half != "weights" and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
@@ -116,18 +115,50 @@ def _own(program: Program, cluster: Cluster, durations: Mapping[int, float]) -> 
         elif isinstance(op, Forward | Backward):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
-                each = calls_of(op, trace, cluster, recompute)
-                inside = tuple((name, sum(phase.seconds for phase in of_one)) for name, of_one in each)
-                known[of] = phases(op, trace, cluster, places, recompute), inside
+                each = costs.collectives(op, recompute)
+                inside = tuple((name, seconds_of(of_one)) for name, of_one in each)
+                known[of] = costs.phases(op, recompute), inside
             cost, calls = known[of]
         else:
-            cost = phases(op, trace, cluster, places, recompute)
+            cost = costs.phases(op, recompute)
         if not all(0 <= phase.seconds < math.inf for phase in cost):
-            what = f"op {number} ({type(op).__name__}) takes {sum(phase.seconds for phase in cost)} s"
+            what = f"op {number} ({type(op).__name__}) takes {seconds_of(cost)} s"
             raise ValueError(f"{what}: expected a finite time of at least 0")
         if op.stream == "compute" and cluster.host_computes:
-            on_host = [number]
-        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost, calls=calls))
+            on_host = [first + number]
+        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost, stage, calls=calls))
+    return out
+
+
+def _tied(todo: Sequence[Task]) -> list[Task]:
+    """Ties stages together: a send and its receive are partners; updates wait for the norms of all stages; and what
+    waits for the sum of a unit's gradient on one stage waits for it on all stages that share the unit."""
+    ends: dict[Parcel, dict[type, int]] = {}
+    norms: dict[int, int] = {}
+    sums: dict[tuple[int, ...], list[int]] = {}
+    for number, task in enumerate(todo):
+        match task.op:
+            case Send() | Receive() as op:
+                ends.setdefault(op.parcel, {})[type(op)] = number
+            case Norm():
+                norms[task.stage] = number
+            case AllReduce(over="stages") as op:
+                sums.setdefault(op.units, []).append(number)
+    together = {number: numbers for numbers in sums.values() for number in numbers}
+    out = []
+    for number, task in enumerate(todo):
+        waits = [other for wait in task.waits for other in together.get(wait, [wait])]
+        if isinstance(task.op, Update) and number > norms.get(task.stage, number):
+            waits += norms.values()
+        partner = None
+        if isinstance(task.op, Send | Receive):
+            other, does = (Receive, "receives") if isinstance(task.op, Send) else (Send, "sends")
+            partner = ends[task.op.parcel].get(other)
+            if partner is None:
+                raise ValueError(
+                    f"stage {task.stage}: {task.op}, but nobody {does} that ({task.op.parcel}): verify says more"
+                )
+        out.append(task._replace(waits=tuple(dict.fromkeys(waits)), partner=partner))
     return out
 
 
@@ -151,55 +182,15 @@ def _whole(program: Program) -> list[Op | Foreign]:
 
 
 def _check_places(program: Program, cluster: Cluster) -> None:
-    trace, node = program.parts[0].trace, cluster.gpus_per_node
-    width, world = trace.stage_ranks, trace.stage_ranks * len(program.stages)
+    trace = program.parts[0].trace
+    node = cluster.gpus_per_node
+    width = trace.stage_ranks
+    world = trace.stage_ranks * len(program.stages)
     if (width % node and node % width) or (world > node and world % node):
         raise ValueError(
             f"{len(program.stages)} stages of {width} ranks do not lie evenly on nodes of {node} GPUs "
             f"({cluster.name}): a stage takes whole nodes, or a node whole stages"
         )
-
-
-def _joined(todo: Sequence[Task]) -> list[Task]:
-    """Sends and receives with their partners."""
-    ends: dict[Parcel, dict[type, int]] = {}
-    for number, task in enumerate(todo):
-        if isinstance(task.op, Send | Receive):
-            ends.setdefault(task.op.parcel, {})[type(task.op)] = number
-    out = list(todo)
-    for parcel, both in ends.items():
-        if len(both) < 2:
-            alone = todo[next(iter(both.values()))]
-            other = "receives" if isinstance(alone.op, Send) else "sends"
-            raise ValueError(f"stage {alone.stage}: {alone.op}, but nobody {other} that ({parcel}): verify says more")
-        for one, two in (both[Send], both[Receive]), (both[Receive], both[Send]):
-            out[one] = out[one]._replace(partner=two)
-    return out
-
-
-def _after_all_norms(todo: Sequence[Task]) -> list[Task]:
-    """Updates after the norm of their stage wait for those of all stages."""
-    norms = {task.stage: number for number, task in enumerate(todo) if isinstance(task.op, Norm)}
-
-    def waits(number: int, task: Task) -> tuple[int, ...]:
-        after = isinstance(task.op, Update) and number > norms.get(task.stage, number)
-        others = [norm for stage, norm in norms.items() if stage != task.stage]
-        return (*task.waits, *others) if after else task.waits
-
-    return [task._replace(waits=waits(number, task)) for number, task in enumerate(todo)]
-
-
-def _after_all_sums(todo: Sequence[Task]) -> list[Task]:
-    """Makes what waits for the sum of a unit's gradient over the stages that share it wait for all of those sums."""
-    sums: dict[tuple[int, ...], list[int]] = {}
-    for number, task in enumerate(todo):
-        if isinstance(task.op, AllReduce) and task.op.over == "stages":
-            sums.setdefault(task.op.units, []).append(number)
-    others = {number: numbers for numbers in sums.values() for number in numbers}
-    return [
-        task._replace(waits=(*dict.fromkeys(other for wait in task.waits for other in others.get(wait, [wait])),))
-        for task in todo
-    ]
 
 
 # ---- A discrete-event simulation of a program on a cluster: every stream in order, every wait as the scoreboard has
@@ -275,7 +266,8 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
     if slow := cluster.straggling(program.trace.world):
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
-    after, end = max(overhead(part, cluster) for part in program.parts), max((at.end for at in times), default=0.0)
+    after = max(overhead(part, cluster) for part in program.parts)
+    end = max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"
     return Timeline(program.trace, spans, end + after, shown, after, crossings(program, cluster))
@@ -292,7 +284,8 @@ def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
     alone = sum(phase.seconds for phase in task.phases)
     scale = (at.end - at.start) / alone
     gap = (alone - sum(seconds for _, seconds in task.calls)) / (len(task.calls) + 1)
-    now, found = at.start, list[Inside]()
+    now = at.start
+    found = list[Inside]()
     for name, seconds in task.calls:
         begin = now + gap * scale
         now = min(begin + seconds * scale, at.end)
@@ -302,23 +295,23 @@ def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
 
 def _in_words(program: Program) -> str:
     """Stages, ranks and microbatches, as a title has them."""
-    stages, trace = len(program.stages), program.trace
+    stages = len(program.stages)
+    trace = program.trace
     ranks = counted(trace.stage_ranks, "rank")
     return ranks if stages == 1 else f"{stages} stages of {ranks}, {counted(trace.microbatches, 'microbatch')}"
 
 
 def crossings(program: Program, cluster: Cluster) -> tuple[Crossing, ...]:
     """The messages that each stage's ranks send to those of each other one in a step."""
-    found: dict[tuple[int, int], Crossing] = {}
     trace = program.trace
-    for stage, ops in enumerate(program.stages if len(program.stages) > 1 else ()):
-        for op in ops:
-            if isinstance(op, Send):
-                assert trace.split is not None
-                flow, target = trace.split.flows[op.flow], trace.split.ends(op.flow, op.back)[1]
-                before = found.get((stage, target)) or Crossing(stage, target, link(trace, cluster, op.flow), 0, 0)
-                nbytes = before.nbytes + (flow.grad_bytes if op.back else flow.nbytes)
-                found[stage, target] = before._replace(messages=before.messages + 1, nbytes=nbytes)
+    found: dict[tuple[int, int], Crossing] = {}
+    for op in [op for ops in program.stages for op in ops if isinstance(op, Send)]:
+        assert trace.split is not None
+        ends = trace.split.ends(op.flow, op.back)
+        before = found.get(ends, Crossing(*ends, link(trace, cluster, op.flow), 0, 0))
+        flow = trace.split.flows[op.flow]
+        nbytes = flow.grad_bytes if op.back else flow.nbytes
+        found[ends] = before._replace(messages=before.messages + 1, nbytes=before.nbytes + nbytes)
     return tuple(found[ends] for ends in sorted(found))
 
 

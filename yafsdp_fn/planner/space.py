@@ -115,7 +115,8 @@ class Point(NamedTuple):
             "defer=True" if self.defer else "",
         ]
         mesh = arguments(self.mesh_arguments)
-        call, on = f"{self.builder}({', '.join(filter(None, options))})", f" on ya.mesh({mesh})" if mesh else ""
+        call = f"{self.builder}({', '.join(filter(None, options))})"
+        on = f" on ya.mesh({mesh})" if mesh else ""
         if self.order is None:
             return call + on
         segments = f", {self.order.per_stage} segments a stage" * (self.order.per_stage > 1)
@@ -128,8 +129,10 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
     Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
     Axes inside blocks stay as they are, innermost.
     """
-    world, node = trace.stage_ranks, cluster.gpus_per_node
-    nodes, alike = world // node, alike_on(trace)
+    world = trace.stage_ranks
+    node = cluster.gpus_per_node
+    nodes = world // node
+    alike = alike_on(trace)
     nested = nodes > 1 and node % alike == 0
     # ranks that sum themselves exchange everything: inside the node first
     by_node = nested and any(unit.sum_bytes for unit in trace.units)
@@ -205,17 +208,21 @@ def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
     """The largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
-    low, high = 0, most
-    below, above = value(low), value(high)
+    low = 0
+    high = most
+    below = value(low)
+    above = value(high)
     if above <= limit:
         return high
     while high - low > 1:
         guess = low + (high - low) * (limit - below) // (above - below)
         middle = min(max(guess, low + 1), high - 1)
         if (found := value(middle)) <= limit:
-            low, below = middle, found
+            low = middle
+            below = found
         else:
-            high, above = middle, found
+            high = middle
+            above = found
     return low
 
 

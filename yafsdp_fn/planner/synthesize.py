@@ -1,11 +1,11 @@
 """Writes programs that no builder has: what `search` found, changed visit by visit, unit by unit, and call by call.
 
-    a step without stages    a draft (drafts.py), changed
-    a pipeline               each cut into stages begins with the rows of each order that lies so, and with as few
+    a step without stages    a configuration (stage_config.py), changed
+    a pipeline               each cut into stages begins with the rows of each order of that shape, and with as few
                              recomputed layers on each stage as fit; then by turns
                                  the order of forwards, backwards of inputs and of weights (orders.py), in the memory
                                  that stages have left
-                                 a change of one stage's draft: what it recomputes, gathers again, reduces, updates
+                                 a change of one stage's configuration: what it recomputes, gathers again, reduces
     a program that fits in prediction is proved and simulated; the fastest is kept
 
 The same seed and number of moves write the same program; seconds only stop it early. `Written.save` puts a search into
@@ -19,36 +19,37 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
-from yafsdp_fn.planner.bound import Bound, bound, seconds_of
+from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.costs import groups, phases
-from yafsdp_fn.planner.drafts import Changes, Draft, OneStage, Seen, differences, peaks_of, seen
-from yafsdp_fn.planner.orders import Calls, Search, evaluate
+from yafsdp_fn.planner.orders import Calls, Rows, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Order, Point
-from yafsdp_fn.program.ops import Backward, Forward, Send
+from yafsdp_fn.planner.stage_config import (
+    NOTHING,
+    Changes,
+    Design,
+    Outcome,
+    StageConfig,
+    StepWithoutStages,
+    differences,
+    outcome,
+    peaks_of,
+)
 from yafsdp_fn.program.program import Program, part_of
-from yafsdp_fn.program.split import Assignment, Call
+from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
-from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.messages import UNIT, Pace
 from yafsdp_fn.util import disk, strict_json
-from yafsdp_fn.util.schema import Within, shown, typed_at
+from yafsdp_fn.util.schema import Within, shown, typed
 from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
 """Called with a line, whenever there is something better."""
-Rows = Sequence[Sequence[Call]]
-Moves, Seconds = Annotated[int, Within(0, 10**6)], Annotated[float, Within(0, 1e12)] | None
-Peaks = tuple[Annotated[int, Within(0, 2**60)], ...]
-"""Fields of a file of a search."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,7 @@ class Written:
     program: proved; step_s, peak_bytes: as simulated and predicted; least: that no program is below
     point, builder_s: the best builder's, with which it began
     differences: what it does otherwise, and what each saves
-    draft: of a step without stages
-    drafts, rows, made_of, pace: of a pipeline: what stages do, their calls, the point that cuts it, how long calls take
+    design: the schedule
     moves: changes that were tried; early: whether seconds were over before all of them
 
     >>> written = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).written
@@ -76,39 +76,29 @@ class Written:
     differences: tuple[str, ...]
     moves: int
     early: bool
-    draft: Draft | None = None
-    drafts: tuple[Draft, ...] = ()
-    rows: tuple[tuple[Call, ...], ...] = ()
-    made_of: Point | None = None
-    pace: Pace = UNIT
-    search: "Synthesis | None" = dataclasses.field(default=None, repr=False, compare=False)
+    design: Design
+    search: "Synthesis" = dataclasses.field(repr=False, compare=False)
 
     def __call__(self, trace: Trace) -> Program:
-        if self.draft is not None:
-            return self.draft.program(trace)
-        if not self.rows:
-            return self.point.schedule()(trace)
-        return _staged(self.rows, self.drafts, self.pace)(trace)
+        return self.design(trace)
 
     @property
     def mesh(self) -> dict[str, int]:
         """The arguments of `ya.mesh` for it."""
-        return (self.made_of or self.point).mesh_arguments
+        return self.design.point.mesh_arguments
 
     @property
     def stages(self) -> Assignment | None:
         """The argument of `ya.init` and `ya.shard`, where it has pipeline stages."""
-        order = (self.made_of or self.point).order
-        return None if order is None or self.search is None else order.assignment(self.search.trace)
+        order = self.design.point.order
+        return None if order is None else order.assignment(self.search.trace)
 
     def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Written":
         """Goes on for so many moves more, from where it was: k and then m come to what k + m do."""
-        assert self.search is not None
         return self.search.run(moves, seconds=seconds, report=report)
 
     def save(self, path: str | Path) -> None:
         """Writes the search to a file (JSON), for `ya.planner.search(..., resume=path)` of the same step."""
-        assert self.search is not None
         self.search.save(path)
 
     def __str__(self) -> str:
@@ -121,6 +111,43 @@ class Written:
             f"  {counted(self.moves, 'move')}" + ", stopped early by its seconds" * self.early,
         ]
         return "\n".join(lines)
+
+
+# ---- Files: a search is its seed, and what the programs came to that it has measured.
+
+VERSION = 2
+
+
+class Measured(NamedTuple):
+    """An outcome in a file: no seconds where the program does not fit."""
+
+    seconds: Annotated[float, Within(0, 1e12)] | None
+    peaks: tuple[Annotated[int, Within(0, 2**60)], ...]
+
+
+class File(NamedTuple):
+    """A search. points, builder_s, budget: what it has in common with the one that goes on from it."""
+
+    version: int
+    points: tuple[str, ...]
+    builder_s: float
+    budget: int
+    seed: int
+    moves: Annotated[int, Within(0, 10**6)]
+    seen: tuple[Measured, ...]
+
+    @staticmethod
+    def read(path: Path) -> "File":
+        try:
+            given = strict_json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: expected JSON that Written.save writes: {error}") from error
+        if not isinstance(given, dict) or given.get("version") != VERSION:
+            raise ValueError(f"{path}: expected what Written.save writes, version {VERSION}")
+        try:
+            return typed(File, given)  # type: ignore[no-any-return]
+        except ValueError as error:
+            raise ValueError(f"{path}: {str(error).lstrip('.: ')}") from error
 
 
 class Synthesis:
@@ -138,63 +165,67 @@ class Synthesis:
         seed: int = 0,
         resume: str | Path | None = None,
     ) -> None:
-        self.points, self.cluster, self.budget, self.trace = [*points], cluster, budget, trace
-        whole = self.points[0].whole(trace)
-        self.builder_s = simulate(self.points[0].program(trace), cluster).seconds
+        self.points = [*points]
+        self.cluster = cluster
+        self.budget = budget
+        self.trace = trace
+        first = self.points[0]
+        whole = first.whole(trace)
+        builder = first.schedule()(whole)
+        self.builder = Outcome(simulate(builder, cluster).seconds, peaks_of(builder))
         self.least = bound(whole, cluster, budget)
-        self.moves, self._seen = 0, list[Seen]()
-        self.seed, moves, known = (seed, 0, list[Seen]()) if resume is None else self._kept(Path(resume))
-        self._resume, self._replay, rng = resume, deque(known), random.Random(self.seed)
-        if self.points[0].order is None:
-            self._work: OneStage | _Stages = OneStage(self.points[0], whole, cluster, budget, rng, self.look)
-        else:
-            self._work = _Stages(self, rng)
+        self.moves = 0
+        self.seed = seed
+        self._seen = list[Outcome]()
+        self._file = resume
+        self._replay = deque[Outcome]()
         if resume is not None:
-            self._go(moves, math.inf, None)  # what programs come to is in the file
+            file = self._same(File.read(Path(resume)))
+            self.seed = file.seed
+            self._replay += [Outcome(math.inf if s is None else s, peaks) for s, peaks in file.seen]
+        rng = random.Random(self.seed)
+        self._work: StepWithoutStages | Pipelines
+        if first.order is None:
+            self._work = StepWithoutStages(first, whole, cluster, budget, rng, self.measure)
+        else:
+            self._work = Pipelines(self, rng)
+        if resume is not None:
+            self._go(file.moves, math.inf, None)  # what programs come to is in the file
             self._check_resumed()
-            self._resume = None
+            self._file = None
 
-    def _check_resumed(self) -> None:
-        """Raises ValueError where the search that a file tells of is not this one, or its best program takes other
-        seconds or bytes."""
-        if self._replay:
-            raise ValueError(
-                f"{self._resume}: a search of this version does not look at the programs of the file: begin anew"
-            )
-        try:
-            best = self._work.result()
-            found = simulate(best["program"], self.cluster).seconds, max(peaks_of(best["program"]))
-        except (ValueError, Refused) as error:
-            raise ValueError(f"{self._resume}: seen: the best program of the file is none: {error}") from error
-        if found != (said := (best["step_s"], best["peak_bytes"])):
-            raise ValueError(
-                f"{self._resume}: seen: its best program takes {found[0]:.6g} s and {found[1]:,} bytes, not "
-                f"{said[0]:.6g} s and {said[1]:,}: begin anew"
-            )
-
-    def look(self, find: Callable[[], Seen]) -> Seen:
-        """Returns what `find` finds, or has found when the file was written."""
-        if self._resume is not None and not self._replay:
-            raise ValueError(f"{self._resume}: seen: expected as many programs as its moves look at: begin anew")
-        self._seen.append(self._replay.popleft() if self._replay else find())
-        return self._seen[-1]
+    def measure(self, make: Callable[[], Program]) -> Outcome:
+        """Measures the program that `make` builds, or takes what the file says of it."""
+        if self._file is not None and not self._replay:
+            raise ValueError(f"{self._file}: seen: expected as many programs as its moves measure: begin anew")
+        found = self._replay.popleft() if self._replay else outcome(make, self.cluster, self.budget)
+        self._seen.append(found)
+        return found
 
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Written:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
         early = self._go(moves, seconds, report)
-        found = self._work.result()
+        design, found, said = self._work.result()
+        program = verify(design(design.point.whole(self.trace)))
         return Written(
-            **found,
-            least=bound(found["program"].trace, self.cluster, self.budget),
-            point=self.points[0],
-            builder_s=self.builder_s,
-            moves=self.moves,
-            early=early,
-            search=self,
+            program,
+            found.seconds,
+            max(found.peaks),
+            bound(program.trace, self.cluster, self.budget),
+            self.points[0],
+            self.builder.seconds,
+            said,
+            self.moves,
+            early,
+            design,
+            self,
         )
 
     def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
-        began, until, work = time.monotonic(), self.moves + moves, self._work
+        """Moves, and tells whether seconds were over first."""
+        began = time.monotonic()
+        until = self.moves + moves
+        work = self._work
         while self.moves < until and work.seconds > self.least.seconds * (1 + 1e-4):
             if time.monotonic() - began > seconds:
                 return True
@@ -202,60 +233,62 @@ class Synthesis:
             work.move()
             self.moves += 1
             if report is not None and work.seconds < before:
-                gap, saved = self.least.gap(work.seconds), 1 - work.seconds / self.builder_s
+                gap = self.least.gap(work.seconds)
+                saved = 1 - work.seconds / self.builder.seconds
                 report(f"move {self.moves}: {work.seconds:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
         return False
 
-    # ---- files: a search is its seed, and what the programs that it looked at came to
-
-    def _of(self) -> dict[str, Any]:
-        """Returns what a search must have in common with a file's to go on from it."""
-        return {"begins with": [*map(str, self.points)], "its seconds": self.builder_s, "bytes": self.budget}
-
     def save(self, path: str | Path) -> None:
         """Writes what the search has seen, as JSON."""
-        seen = [[None if math.isinf(seconds) else seconds, *peaks] for seconds, peaks in self._seen]
-        kept = {"version": 1, **self._of(), "seed": self.seed, "moves": self.moves, "seen": seen}
-        disk.replace(Path(path), f"{json.dumps(kept)}\n".encode())
+        seen = [Measured(None if math.isinf(seconds) else seconds, peaks) for seconds, peaks in self._seen]
+        points = tuple(map(str, self.points))
+        file = File(VERSION, points, self.builder.seconds, self.budget, self.seed, self.moves, tuple(seen))
+        disk.replace(Path(path), f"{json.dumps(file._asdict())}\n".encode())
 
-    def _kept(self, path: Path) -> tuple[int, int, list[Seen]]:
-        """Reads a file of `save`: the seed, how many moves there were, and what they have seen."""
-        try:
-            kept = strict_json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: expected JSON that Written.save writes: {error}") from error
-        if not isinstance(kept, dict) or kept.get("version") != 1:
-            raise ValueError(f"{path}: expected what Written.save writes, version 1")
-        for what, ours in self._of().items():
-            if kept.get(what) != ours:
+    def _same(self, file: File) -> File:
+        """A file of this search. Raises ValueError for one of another step, cluster, memory, stages or runners-up."""
+        ours = {"points": tuple(map(str, self.points)), "builder_s": self.builder.seconds, "budget": self.budget}
+        for field, value in ours.items():
+            theirs = getattr(file, field)
+            if theirs != value:
                 raise ValueError(
-                    f"{path} is of another search, whose {what!r} is {shown(kept.get(what))}, here {ours}: go on "
+                    f"{self._file} is of another search, whose {field!r} is {shown(theirs)}, here {value}: go on "
                     "from it with the same step, cluster, memory, stages and runners-up"
                 )
-        try:
-            seed, moves = typed_at("seed", int, kept.get("seed")), typed_at("moves", Moves, kept.get("moves"))
-            rows = kept.get("seen")
-            if not isinstance(rows, list):
-                raise ValueError(f"seen: expected a list, got {shown(rows)}")
-            return seed, moves, [self._read(f"seen[{at}]", row) for at, row in enumerate(rows)]
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        stages = len(self.builder.peaks)
+        for at, (seconds, peaks) in enumerate(file.seen):
+            if len(peaks) != stages and (peaks or seconds is not None):
+                raise ValueError(
+                    f"{self._file}: seen[{at}].peaks: expected the bytes of {stages} stages, got {shown(peaks)}"
+                )
+        return file
 
-    def _read(self, place: str, row: Any) -> Seen:
-        """Reads what a program came to: the file's seconds, null where it does not fit, and bytes of each stage."""
-        order = self.points[0].order
-        stages = 1 if order is None else order.stages
-        if not isinstance(row, list) or len(row) not in (1, 1 + stages) or (len(row) == 1 and row[0] is not None):
-            raise ValueError(f"{place}: expected seconds and the bytes of {stages} stages, got {shown(row)}")
-        seconds = typed_at(f"{place}[0]", Seconds, row[0])
-        return math.inf if seconds is None else seconds, typed_at(f"{place}[1:]", Peaks, row[1:])
+    def _check_resumed(self) -> None:
+        """Raises ValueError where the file is of another version's search, or its best program takes other seconds or
+        bytes."""
+        if self._replay:
+            raise ValueError(
+                f"{self._file}: a search of this version does not measure the programs of the file: begin anew"
+            )
+        try:
+            design, said, _ = self._work.result()
+            program = verify(design(design.point.whole(self.trace)))
+        except (ValueError, Refused) as error:
+            raise ValueError(f"{self._file}: seen: the best program of the file is none: {error}") from error
+        found = Outcome(simulate(program, self.cluster).seconds, peaks_of(program))
+        if found != said:
+            raise ValueError(
+                f"{self._file}: seen: its best program takes {found.seconds:.6g} s and {max(found.peaks):,} bytes, not "
+                f"{said.seconds:.6g} s and {max(said.peaks):,}: begin anew"
+            )
 
 
 # ---- A pipeline.
 
 INSIDES = 2
 """Schedules of stages with which cuts begin, those of the best points."""
-CUTS, FASTEST = 6, 3
+CUTS = 6
+FASTEST = 3
 """Cuts that take turns, those that begin with the fastest programs; and how many of them go on after `ROUNDS` turns."""
 ROUNDS = 8
 TURN = 100
@@ -263,49 +296,56 @@ TURN = 100
 
 
 @dataclasses.dataclass
-class _Cut:
-    """A way to cut the step, and its best program so far. rooms: bytes that calls may fill on each stage, as `_calls`
-    counts them; search: for orders within them"""
+class Cut:
+    """A way to cut the step, and its best program so far.
 
-    point: Point
+    room: memory that calls may fill on each stage, as `Calls` counts it; search: for orders within it
+    """
+
+    design: Design
     whole: Trace
-    drafts: tuple[Draft, ...]
-    rows: Rows
-    seconds: float
-    peaks: tuple[int, ...]
     changes: list[Changes]
-    rooms: list[float] = dataclasses.field(default_factory=list)
+    outcome: Outcome = NOTHING
+    room: Sequence[float] = ()
     search: Search | None = None
 
 
-class _Stages:
+class Pipelines:
     """The best program so far for a pipeline."""
 
     def __init__(self, owner: Synthesis, rng: random.Random) -> None:
-        self.owner, self.rng, self.turn = owner, rng, 0
-        self.seconds = owner.builder_s
-        self.best: _Cut | None = None
-        self.plan, self.cuts = self._points(), list[_Cut]()
+        self.owner = owner
+        self.rng = rng
+        self.turn = 0
+        self.seconds = owner.builder.seconds
+        self.best = Design(owner.points[0])
+        self.outcome = owner.builder
+        self.starts = self._starts()
+        self.cuts = list[Cut]()
 
-    def _points(self) -> Iterator[Point]:
-        """Yields what to begin with: the builders' own orders, then others, on cuts of other shapes."""
-        found: dict[Point, None] = {}
-        for inside in [*dict.fromkeys(p._replace(order=None, remat=0) for p in self.owner.points)][:INSIDES]:
-            order = next(p.order for p in self.owner.points if p._replace(order=None, remat=0) == inside)
-            assert order is not None
+    def _starts(self) -> Iterator[Point]:
+        """Yields points to begin with: the builders' own orders, then others, on cuts of other shapes."""
+        orders = dict[Point, Order]()  # of the first point with each schedule of stages
+        for point in self.owner.points:
+            if point.order is not None:
+                orders.setdefault(point._replace(order=None, remat=0), point.order)
+        found = dict[Point, None]()
+        for inside, order in [*orders.items()][:INSIDES]:
             shapes = [(order.name, order.per_stage), *((name, 2) for name in pipelines.V_SHAPED)]
             shapes += [("one_f_one_b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4)]
             for name, per_stage in shapes:
                 if per_stage * order.stages <= len(self.owner.trace.visits):
-                    found.setdefault(inside._replace(order=order._replace(name=name, per_stage=per_stage)))
+                    found[inside._replace(order=order._replace(name=name, per_stage=per_stage))] = None
         return iter(found)
 
     def move(self) -> None:
-        if (point := next(self.plan, None)) is not None:
+        """Begins a cut, while there are others; then changes the order or a configuration of one, by turns."""
+        point = next(self.starts, None)
+        if point is not None:
             self._begin(point)
             return
         if self.turn in (0, ROUNDS * CUTS):
-            self.cuts = sorted(self.cuts, key=lambda cut: cut.seconds)[: FASTEST if self.turn else CUTS]
+            self.cuts = sorted(self.cuts, key=lambda cut: cut.outcome)[: FASTEST if self.turn else CUTS]
         if not self.cuts:
             return
         turn, which = divmod(self.turn, len(self.cuts))
@@ -313,178 +353,136 @@ class _Stages:
         if turn % 2:
             self._change(self.cuts[which])
         else:
-            self._order(self.cuts[which])
+            self._reorder(self.cuts[which])
 
     def _begin(self, point: Point) -> None:
         """Begins a cut with as few recomputed layers on each stage as fit, the first ones of its segments."""
-        owner, order = self.owner, point.order
+        order = point.order
         assert order is not None
         try:
-            whole = point.whole(owner.trace)
-            assert whole.split is not None
-            rows = pipelines.ORDERS[order.name](whole.split, whole.microbatches)
+            whole = point.whole(self.owner.trace)
+            rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), whole.microbatches)
             parts = [part_of(whole, stage, row) for stage, row in enumerate(rows)]
-            plain = [Draft.of(point._replace(order=None), part) for part in parts]
+            configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
             return
+        cut = Cut(Design(point), whole, [Changes(part, self.owner.cluster, self.rng) for part in parts])
         layers = [remat.layer_visits(part) for part in parts]
-
-        def drafts(counts: Sequence[int]) -> tuple[Draft, ...]:
-            again = (frozenset(each[:count]) for each, count in zip(layers, counts, strict=True))
-            return tuple(draft._replace(again=visits) for draft, visits in zip(plain, again, strict=True))
-
-        few, most = [-1] * len(parts), [*map(len, layers)]
-        while any(high - low > 1 for low, high in zip(few, most, strict=True)):
-            middle = [(low + high) // 2 if high - low > 1 else high for low, high in zip(few, most, strict=True)]
-            peaks = peaks_of(self._program(whole, drafts(middle), rows))
-            for stage, peak in enumerate(peaks):
-                (most if peak <= owner.budget else few)[stage] = middle[stage]
-        cut = _Cut(point, whole, drafts(most), rows, math.inf, (), [Changes(p, owner.cluster, self.rng) for p in parts])
-        if self._look(cut, cut.drafts, rows):
+        few = [-1] * len(parts)
+        enough = [*map(len, layers)]
+        while any(high - low > 1 for low, high in zip(few, enough, strict=True)):
+            counts = [(low + high + 1) // 2 for low, high in zip(few, enough, strict=True)]
+            tried = _recomputing(configs, layers, counts)
+            for stage, peak in enumerate(peaks_of(self._design(cut, tried, rows)(whole))):
+                if peak <= self.owner.budget:
+                    enough[stage] = counts[stage]
+                else:
+                    few[stage] = counts[stage]
+        if self._try(cut, _recomputing(configs, layers, enough), rows):
             self.cuts.append(cut)
 
-    def _program(self, whole: Trace, drafts: Sequence[Draft], rows: Rows) -> Program:
-        return _staged(rows, drafts, _calls(whole, self.owner.cluster, drafts).pace)(whole)
+    def _design(self, cut: Cut, configs: tuple[StageConfig, ...], rows: Rows) -> Design:
+        return cut.design._replace(
+            configs=configs, rows=tuple(map(tuple, rows)), pace=self._calls(cut.whole, configs).pace
+        )
 
-    def _look(self, cut: _Cut, drafts: tuple[Draft, ...], rows: Rows) -> bool:
-        """Tells whether a program is better than the cut's best, which it then is: faster, or in less memory. One that
-        does not fit leaves orders less room on its stages."""
-        assert cut.whole.split is not None
-        rows = pipelines.whole_if_idle([[*row] for row in rows], cut.whole.split)
-        make = partial(self._program, cut.whole, drafts, rows)
-        seconds, peaks = self.owner.look(partial(seen, make, self.owner.cluster, self.owner.budget))
-        if seconds == math.inf or (seconds, sum(peaks)) >= (cut.seconds, sum(cut.peaks)):
-            if seconds == math.inf and peaks and drafts == cut.drafts and cut.search is not None:
-                rooms = self._rooms(cut, rows, peaks)
-                cut.rooms = [min(old, 0.999 * new) for old, new in zip(cut.rooms, rooms, strict=True)]
-                cut.search = self._search(cut)
+    def _calls(self, whole: Trace, configs: Iterable[StageConfig]) -> Calls:
+        recomputed = frozenset[int]().union(*(config.recomputed for config in configs))
+        return Calls.of_step(whole, self.owner.cluster, recomputed)
+
+    def _try(self, cut: Cut, configs: tuple[StageConfig, ...], rows: Rows) -> bool:
+        """Adopts a program as the cut's best if it is faster, or in less memory; returns whether it did. One that does
+        not fit leaves orders less room on its stages."""
+        whole = cut.whole
+        same = configs == cut.design.configs
+        rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
+        design = self._design(cut, configs, rows)
+        found = self.owner.measure(lambda: design(whole))
+        held = evaluate(self._calls(whole, configs), rows).memory
+        room = [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
+        if (found.seconds, sum(found.peaks)) >= (cut.outcome.seconds, sum(cut.outcome.peaks)):
+            if math.isinf(found.seconds) and room and same and cut.search is not None:
+                self._search(cut, [min(old, 0.999 * new) for old, new in zip(cut.room, room, strict=True)])
             return False
-        again = drafts != cut.drafts or cut.search is None
-        cut.drafts, cut.rows, cut.seconds, cut.peaks = drafts, rows, seconds, peaks
-        if again:
-            cut.rooms = self._rooms(cut, rows, peaks)
-            cut.search = self._search(cut)
-        if seconds < self.seconds:
-            self.seconds, self.best = seconds, dataclasses.replace(cut)
+        cut.design = design
+        cut.outcome = found
+        if not same or cut.search is None:
+            self._search(cut, room)
+        if found.seconds < self.seconds:
+            self.seconds = found.seconds
+            self.best = design
+            self.outcome = found
         return True
 
-    def _rooms(self, cut: _Cut, rows: Rows, peaks: Sequence[int]) -> list[float]:
-        """Returns what calls of rows hold, and what is left beside the peaks of their program."""
-        held = evaluate(_calls(cut.whole, self.owner.cluster, cut.drafts), rows).memory
-        return [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, peaks, strict=True)]
+    def _search(self, cut: Cut, room: Sequence[float]) -> None:
+        """Begins a search for orders of the cut's configurations within `room`."""
+        calls = self._calls(cut.whole, cut.design.configs)
+        parts = [1 / room[home] for home in calls.homes]  # memory in parts of the room of its stage
+        held = tuple(nbytes * part for nbytes, part in zip(calls.held, parts, strict=True))
+        between = tuple(nbytes * part for nbytes, part in zip(calls.between, parts, strict=True))
+        seed = self.rng.randrange(2**32)
+        cut.room = room
+        cut.search = Search(calls._replace(held=held, between=between), 1.0, starts=[cut.design.rows], seed=seed)
 
-    def _search(self, cut: _Cut) -> Search:
-        calls = _calls(cut.whole, self.owner.cluster, cut.drafts)
-        held, between = (
-            tuple(nbytes / cut.rooms[home] for nbytes, home in zip(column, calls.homes, strict=True))
-            for column in (calls.held, calls.between)
-        )
-        calls = calls._replace(held=held, between=between)
-        return Search(calls, 1.0, starts=[cut.rows], seed=self.rng.randrange(2**32))
-
-    def _order(self, cut: _Cut) -> None:
-        assert cut.search is not None
+    def _reorder(self, cut: Cut) -> None:
         search = cut.search
+        assert search is not None
         before = search.seconds
         search.run(TURN)
         if search.seconds < before:
-            self._look(cut, cut.drafts, search.rows)
+            self._try(cut, cut.design.configs, search.rows)
 
-    def _change(self, cut: _Cut) -> None:
-        """Changes the draft of a stage; where updates are is for all stages alike."""
-        stage = self.rng.randrange(len(cut.drafts))
-        drafts = [*cut.drafts]
-        drafts[stage] = cut.changes[stage].of(drafts[stage])
-        self._look(cut, tuple(draft._replace(update=drafts[stage].update) for draft in drafts), cut.rows)
+    def _change(self, cut: Cut) -> None:
+        """Changes the configuration of a stage; all stages update at the same place."""
+        configs = [*cut.design.configs]
+        stage = self.rng.randrange(len(configs))
+        configs[stage] = cut.changes[stage].of(configs[stage])
+        update = configs[stage].update
+        self._try(cut, tuple(config._replace(update=update) for config in configs), cut.design.rows)
 
-    def result(self) -> dict[str, Any]:
-        """The best program, proved, in the fields of `Written`."""
-        owner, cut = self.owner, self.best
-        if cut is None:
-            program = verify(owner.points[0].program(owner.trace))
-            return {
-                "program": program,
-                "step_s": self.seconds,
-                "peak_bytes": max(peaks_of(program)),
-                "differences": (),
-            }
-        program = verify(self._program(cut.whole, cut.drafts, cut.rows))
-        return {
-            "program": program,
-            "step_s": cut.seconds,
-            "peak_bytes": max(cut.peaks),
-            "differences": tuple(self._differences(cut, program)),
-            "drafts": cut.drafts,
-            "rows": tuple(map(tuple, cut.rows)),
-            "made_of": cut.point,
-            "pace": _calls(cut.whole, owner.cluster, cut.drafts).pace,
-        }
+    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
+        """The best program, its outcome, and what it does otherwise than the best builder's."""
+        return self.best, self.outcome, tuple(self._differences() if self.best.configs else ())
 
-    def _differences(self, cut: _Cut, program: Program) -> Iterator[str]:
-        first, ours = self.owner.points[0], cut.point
-        assert first.order is not None and ours.order is not None
-        shapes = [_shape(order) for order in (ours.order, first.order)]
+    def _differences(self) -> Iterator[str]:
+        first = self.owner.points[0]
+        ours = self.best
+        owner = self.owner
+        shapes = _shape(ours.point), _shape(first)
         if shapes[0] != shapes[1]:
             yield f"{shapes[0]}, not {shapes[1]}"
-        again = [len(draft.again) for draft in cut.drafts]
+        again = [len(config.recomputed) for config in ours.configs]
         if any(count != first.remat for count in again):
             yield f"recomputes {', '.join(map(str, again))} layers of its stages, not {first.remat}"
-        alike: dict[str, list[int]] = {}
-        for stage, (draft, changes) in enumerate(zip(cut.drafts, cut.changes, strict=True)):
-            theirs = Draft.of(first._replace(order=None), changes.trace)._replace(again=draft.again)
-            for _, words in differences(draft, theirs, changes.trace):
-                alike.setdefault(words, []).append(stage)
+        program = ours(ours.point.whole(owner.trace))
+        alike: dict[str, list[str]] = {}
+        for part, config in zip(program.parts, ours.configs, strict=True):
+            theirs = StageConfig.of(first, part.trace)._replace(recomputed=config.recomputed)
+            for _, words in differences(config, theirs, part.trace):
+                alike.setdefault(words, []).append(f"{part.trace.stage}")
         for words, stages in alike.items():
-            where = "every stage" if len(stages) == len(cut.drafts) else f"stage {', '.join(map(str, stages))}"
+            where = "every stage" if len(stages) == len(again) else f"stage {', '.join(stages)}"
             yield f"{where} {words}"
-        before, now = (
-            simulate(first.program(self.owner.trace), self.owner.cluster),
-            simulate(program, self.owner.cluster),
-        )
-        yield f"bubble {now.bubble:.1%}, not {before.bubble:.1%}"
+        before = simulate(first.program(owner.trace), owner.cluster)
+        yield f"bubble {simulate(program, owner.cluster).bubble:.1%}, not {before.bubble:.1%}"
         kinds = {"forward": "F", "inputs": "I", "weights": "W", "backward": "B"}
-        for stage in (0, len(cut.rows) - 1):
-            row = cut.rows[stage]
-            words = " ".join(f"{kinds[call.kind]}{call.segment}.{call.microbatch}" for call in row[:24])
+        for stage in (0, len(ours.rows) - 1):
+            row = ours.rows[stage]
+            words = " ".join(f"{kinds[kind]}{segment}.{microbatch}" for kind, segment, microbatch in row[:24])
             yield f"stage {stage}: {words}{' ...' * (len(row) > 24)}"
 
 
-def _staged(rows: Rows, drafts: Sequence[Draft], pace: Pace) -> Schedule:
-    """The schedule of rows, whose stages do what drafts say."""
-
-    def inside(part: Trace) -> Program:
-        assert part.stage is not None
-        return drafts[part.stage].program(part)
-
-    return pipelines.staged(lambda *_: [[*row] for row in rows], inside, pace=pace)
+def _recomputing(
+    configs: Sequence[StageConfig], layers: Sequence[Sequence[int]], counts: Sequence[int]
+) -> tuple[StageConfig, ...]:
+    """The configurations with so many recomputed layers, the first ones."""
+    each = zip(configs, layers, counts, strict=True)
+    return tuple(config._replace(recomputed=frozenset(those[:count])) for config, those, count in each)
 
 
-def _calls(whole: Trace, cluster: Cluster, drafts: Sequence[Draft]) -> Calls:
-    """The calls of a step that is cut; memory in bytes."""
-    split = whole.split
-    assert split is not None
-    places = groups(whole, cluster)
-    columns: list[list[float]] = [[], [], [], [], []]
-    for segment, home in enumerate(split.homes):
-        each = [0.0] * 5
-        for v in split.visits(segment):
-            cost = whole.visits[v].cost
-            recompute = v in drafts[home].again
-            each[0] += seconds_of(phases(Forward(v, (), True), whole, cluster, places, False))
-            each[1] += seconds_of(phases(Backward(v, (), (), half="inputs"), whole, cluster, places, recompute))
-            each[2] += seconds_of(phases(Backward(v, (), (), half="weights"), whole, cluster, places, False))
-            taken = sum(value.nbytes for value in cost.takes if recompute or value.number not in cost.unsaved)
-            each[3] += (0 if recompute else cost.inner_bytes) + taken + cost.beside_bytes
-            each[4] += cost.between_bytes
-        for column, value in zip(columns, each, strict=True):
-            column.append(value)
-    crossing = [number for number in range(len(split.flows)) if len(set(split.ends(number, False))) > 1]
-    message = max((seconds_of(phases(Send(n, 0), whole, cluster, places, False)) for n in crossing), default=0.0)
-    forward, inputs, weights, held, between = map(tuple, columns)
-    return Calls(split.homes, whole.microbatches, forward, inputs, weights, message, held, between)
-
-
-def _shape(order: Order) -> str:
+def _shape(point: Point) -> str:
+    order = point.order
+    assert order is not None
     if order.per_stage == 1:
         return "1 segment a stage"
     return f"{order.per_stage} segments a stage, {'V-shaped' if order.name in pipelines.V_SHAPED else 'in a loop'}"

@@ -1,0 +1,406 @@
+"""Configurations of a stage that no builder has: of a step without stages, or of one stage of a pipeline.
+
+StageConfig       each visit keeps its graph, recomputes it, or offloads what it saves; each unit has a slot of its own
+                  or shares one, is reduced once a step or in every microbatch, gathered again from all ranks or inside
+                  the node; how far ahead gathers are issued; whether updates are in the program
+Design            a program that was written: the configurations of its stages, and the order of their calls
+Changes           random changes of a configuration
+StepWithoutStages the best configuration of a step: frees memory where it is cheapest, fills it with what saves most,
+                  then changes the best
+"""
+
+import itertools
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from yafsdp_fn.planner import footprint
+from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.costs import Costs
+from yafsdp_fn.planner.simulate import simulate
+from yafsdp_fn.planner.space import Point
+from yafsdp_fn.program.ops import Backward
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.split import Call
+from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.schedules import pipelines, remat
+from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
+from yafsdp_fn.schedules.messages import UNIT, Pace
+
+Numbers = frozenset[int]
+"""Numbers of visits or of units."""
+
+
+class StageConfig(NamedTuple):
+    """Arguments of `build` for a stage, with a set where builders have a number.
+
+    recomputed: visits; offloaded: those of them whose carries wait on the host, fetched `ahead`
+    resident: units with a weight slot of their own; others take turns in `width` slots, those of one size together if
+        `by_size`
+    own_grads: units with a gradient slot of their own, beside those that are `deferred`: reduced once a step
+    secondary: units that are gathered from the node after their first gather
+    """
+
+    recomputed: Numbers
+    resident: Numbers
+    own_grads: Numbers
+    offloaded: Numbers = frozenset()
+    ahead: int = 1
+    width: int = 2
+    by_size: bool = False
+    deferred: Numbers = frozenset()
+    secondary: Numbers = frozenset()
+    prefetch: int = 1
+    update: bool = False
+
+    @staticmethod
+    def of(point: Point, trace: Trace) -> "StageConfig":
+        """The configuration of a builder's program."""
+        units = frozenset(range(len(trace.units)))
+        visited = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
+        layers = [unit for unit in visited if trace.units[unit].stack is not None]
+        others = units.difference(layers)
+        recomputed = remat.first(point.remat)(trace)
+        if point.builder == "ddp":
+            return StageConfig(recomputed, units, units, deferred=units, prefetch=0)
+        hpz = point.builder == "hpz"
+        return StageConfig(
+            recomputed,
+            others if hpz else others.union(layers[len(layers) - point.kept :]),
+            others,
+            width=max(2, point.prefetch + 1),
+            deferred=units if point.defer else frozenset(),
+            secondary=frozenset(layers[: point.kept] if hpz else ()),
+            prefetch=point.prefetch,
+        )
+
+    def program(self, trace: Trace) -> Program:
+        """The program for `trace`. Raises ValueError where a step cannot be so."""
+
+        def recomputed(_: Trace) -> Numbers:
+            return self.recomputed
+
+        offloaded = self.offloaded & self.recomputed
+        offload = remat.offload(lambda _: offloaded, recompute=recomputed, ahead=self.ahead)
+        return build(
+            trace,
+            _slots(trace, self.resident, self.width, lambda unit: unit.gather_bytes * self.by_size),
+            _slots(trace, self.own_grads | self.deferred, 2, lambda unit: unit.reduce_bytes * self.by_size),
+            prefetch=self.prefetch,
+            remat=offload if offloaded else recomputed,
+            defer=self.deferred,
+            secondary=self.secondary,
+            update=self.update,
+        )
+
+
+class Design(NamedTuple):
+    """A program that was written, as a schedule.
+
+    point: its mesh and its cut into stages; configs: of each stage, none where all is as the builder has it
+    rows, pace: of a pipeline: the calls of its stages, and how long these take
+    """
+
+    point: Point
+    configs: tuple[StageConfig, ...] = ()
+    rows: tuple[tuple[Call, ...], ...] = ()
+    pace: Pace = UNIT
+
+    def __call__(self, trace: Trace) -> Program:
+        if not self.configs:
+            return self.point.schedule()(trace)
+        if not self.rows:
+            return self.configs[0].program(trace)
+
+        def inside(part: Trace) -> Program:
+            assert part.stage is not None
+            return self.configs[part.stage].program(part)
+
+        return pipelines.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
+
+
+def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:
+    """Unit -> slot: units of equal `size` that have no slot of their own take turns in `width` slots."""
+    sharing = [unit for unit in trace.units if unit.id not in own]
+    if not sharing:
+        return own_slots(trace.units)
+    slots: dict[int, int] = {}
+    for nbytes in sorted(set(map(size, sharing))):
+        turns = {unit.id for unit in sharing if size(unit) == nbytes}
+        units = [unit._replace(stack="turns" if unit.id in turns else None) for unit in trace.units]
+        found = alternating_slots(trace.visits, tuple(units), width=width)
+        first = max(slots.values(), default=-1) + 1
+        slots |= {unit: first + slot for unit, slot in found.items() if unit in turns or first == 0}
+    return slots
+
+
+# ---- What a configuration does otherwise than another one, in words.
+
+SETS = {
+    "recomputed": ("recomputes", "visits"),
+    "offloaded": ("offloads", "visits"),
+    "resident": ("gives slots of their own to", "units"),
+    "own_grads": ("gives gradient slots of their own to", "units"),
+    "deferred": ("reduces once a step", "units"),
+    "secondary": ("gathers again inside the node", "units"),
+}
+NUMBERS = {
+    "prefetch": "gathers {} computes ahead, not {}",
+    "width": "lets units take turns in {} slots, not {}",
+    "update": "updates inside of the program, before the next step's first gathers",
+    "by_size": "units of a size take turns among themselves",
+}
+
+
+def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterator[tuple[str, str]]:
+    """Yields the fields in which two configurations differ, and what the first does otherwise."""
+    for field, (does, numbered) in SETS.items():
+        names = [each.name for each in getattr(trace, numbered)]
+        here = getattr(ours, field)
+        there = getattr(theirs, field)
+        said = []
+        if here - there:
+            said.append(f"{does} {_several(here - there, names)}")
+        if there - here:
+            said.append(f"no longer {does} {_several(there - here, names)}")
+        if said:
+            yield field, "; ".join(said)
+    for field, words in NUMBERS.items():
+        here = getattr(ours, field)
+        there = getattr(theirs, field)
+        if here != there:
+            yield field, words.format(here, there)
+
+
+def _several(numbers: Iterable[int], names: list[str]) -> str:
+    """Names; of three neighbours and more the first and the last."""
+    places = enumerate(sorted(numbers))
+    runs = [[number for _, number in run] for _, run in itertools.groupby(places, key=lambda each: each[1] - each[0])]
+    shown = []
+    for run in runs[:6]:
+        ends = names[run[0]], names[run[-1]]
+        shown.append(" to ".join(ends) if len(run) > 2 else ", ".join(ends[: len(run)]))
+    more = sum(map(len, runs[6:]))
+    return ", ".join(shown) + f" and {more} more" * (more > 0)
+
+
+class Changes:
+    """Random changes of configurations for `trace`, a whole step or a stage's part of one.
+
+    layers: visits that may recompute, those that free most memory for their seconds first; kinds: layers that are alike
+    units: those that visits use
+    """
+
+    def __init__(self, trace: Trace, cluster: Cluster, rng: random.Random) -> None:
+        self.trace = trace
+        self.rng = rng
+        costs = Costs(trace, cluster)
+        price: dict[int, float] = {}
+        kinds: dict[tuple[float, int], set[int]] = {}
+        for v in remat.layer_visits(trace):
+            twice, once = (costs.seconds(Backward(v, (), ()), recompute) for recompute in (True, False))
+            nbytes = trace.visits[v].cost.inner_bytes
+            price[v] = (twice - once) / max(nbytes, 1)
+            kinds.setdefault((twice - once, nbytes), set()).add(v)
+        self.layers = sorted(price, key=lambda v: (price[v], v))
+        self.kinds = [*map(frozenset, kinds.values())]
+        self.units = sorted({unit for visit in trace.visits for unit in visit.units})
+        self._members = {"resident": self.units, "own_grads": self.units}
+        self._fields = ["resident", "resident", "own_grads", "prefetch", "width", "by_size"]
+        if trace.microbatches > 1:
+            self._members["deferred"] = self.units
+        if "local" in dict(trace.mesh):
+            self._members["secondary"] = self.units
+        if trace.update_when != "never":
+            self._fields.append("update")
+        if self.layers:
+            self._members["recomputed"] = sorted(self.layers)
+            self._fields += ["recomputed", "recomputed", "kind"]
+            if trace.split is None:
+                self._members["offloaded"] = sorted(self.layers)
+        self._fields += [field for field in self._members if field not in self._fields]
+
+    def of(self, config: StageConfig) -> StageConfig:
+        """Makes one to three changes; a change that takes memory is often paid for by one that frees some."""
+        for _ in range(self.rng.choice([1, 1, 2, 2, 3])):
+            config = self._changed(config)
+        return config
+
+    def _changed(self, config: StageConfig) -> StageConfig:
+        rng = self.rng
+        field = rng.choice(self._fields)
+        if field == "kind":
+            kind = rng.choice(self.kinds)
+            more = rng.random() < 0.5
+            return config._replace(recomputed=config.recomputed | kind if more else config.recomputed - kind)
+        value = getattr(config, field)
+        changed: Any
+        if field in self._members:
+            changed = self._of_set(value, self._members[field])
+        elif field in ("prefetch", "width"):
+            changed = max(int(field == "width"), value + rng.choice([-1, 1]))
+        else:
+            changed = not value
+        return config._replace(**{field: changed})
+
+    def _of_set(self, chosen: Numbers, members: list[int]) -> Numbers:
+        """Adds or removes a number, or puts one in the place of another."""
+        one = {self.rng.choice(members)}
+        others = sorted(chosen.intersection(members) - one)
+        if others and self.rng.random() < 0.4:
+            return chosen - {self.rng.choice(others)} | one
+        return chosen ^ one
+
+
+# ---- What a program comes to.
+
+
+class Outcome(NamedTuple):
+    """The seconds of a program, infinite where it does not fit or cannot be, and the peak of each stage."""
+
+    seconds: float
+    peaks: tuple[int, ...]
+
+
+NOTHING = Outcome(math.inf, ())
+"""The outcome where there is no program."""
+Measure = Callable[[Callable[[], Program]], Outcome]
+"""Measures the program that a function builds; counted as a move."""
+
+
+def outcome(make: Callable[[], Program], cluster: Cluster, budget: int) -> Outcome:
+    """Builds a program, and proves and simulates it where it fits into `budget`."""
+    try:
+        program = make()
+        peaks = peaks_of(program)
+        if max(peaks) > budget:
+            return Outcome(math.inf, peaks)
+        verify(program)
+    except (ValueError, Refused):
+        return NOTHING
+    return Outcome(simulate(program, cluster).seconds, peaks)
+
+
+def peaks_of(program: Program) -> tuple[int, ...]:
+    """The predicted peak of each stage, in bytes."""
+    return tuple(footprint.predict_memory(part).peak_bytes for part in program.parts)
+
+
+# ---- A step without stages.
+
+
+class StepWithoutStages:
+    """The best configuration so far of a step without stages, which begins with the program of `point`."""
+
+    def __init__(
+        self, point: Point, trace: Trace, cluster: Cluster, budget: int, rng: random.Random, measure: Measure
+    ) -> None:
+        self.trace = trace
+        self.cluster = cluster
+        self.budget = budget
+        self.rng = rng
+        self.measure = measure
+        self.point = point
+        self.changes = Changes(trace, cluster, rng)
+        self.known: dict[StageConfig, Outcome] = {}
+        self.best = self.now = self.first = StageConfig.of(point, trace)
+        self.seconds = self.now_s = self._measured(self.first).seconds
+        self.starts = self._starts()
+        self.moves = 0
+
+    def move(self) -> None:
+        """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
+        config = next(self.starts, None) or self.changes.of(self.now)
+        seconds = self._measured(config).seconds
+        self.moves += 1
+        heat = 0.003 * self.seconds * math.exp(-self.moves / 500)
+        slower = seconds - self.now_s
+        if slower <= 0 or (seconds < math.inf and self.rng.random() < math.exp(-slower / heat)):
+            self.now = config
+            self.now_s = seconds
+        simpler = len(config.recomputed) < len(self.best.recomputed)
+        if seconds < self.seconds or (seconds == self.seconds and simpler):
+            self.best = config
+            self.seconds = seconds
+
+    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
+        """The best program without changes that save nothing, and what the others save."""
+        best = self.best
+        enough = self.seconds * (1 + 1e-5)
+        for field in StageConfig._fields:
+            without = best._replace(**{field: getattr(self.first, field)})
+            best = without if self._known(without).seconds <= enough else best
+        found = self._known(best)
+        said = []
+        for field, words in differences(best, self.first, self.trace):
+            slower, peaks = self._known(best._replace(**{field: getattr(self.first, field)}))
+            if slower < math.inf:
+                saves = f"saves {max(0.0, slower - found.seconds):.3g} s"
+            elif peaks:
+                saves = f"without it {(peaks[0] - self.budget) / 2**30:.2f} GiB would be missing"
+            else:
+                saves = "goes with the others"
+            said.append(f"{words}: {saves}")
+        return Design(self.point, (best,)), found, tuple(said)
+
+    def _measured(self, config: StageConfig) -> Outcome:
+        if config not in self.known:
+            self.known[config] = self.measure(partial(config.program, self.trace))
+        return self.known[config]
+
+    def _known(self, config: StageConfig) -> Outcome:
+        """The outcome of a configuration, which is no move where it is not known yet."""
+        return self.known.get(config) or outcome(partial(config.program, self.trace), self.cluster, self.budget)
+
+    def _fits(self, config: StageConfig) -> bool:
+        try:
+            return max(peaks_of(config.program(self.trace))) <= self.budget
+        except ValueError:
+            return False
+
+    def _starts(self) -> Iterator[StageConfig]:
+        """Yields configurations: for several numbers of recomputed visits, those first that free most for their
+        seconds. The rest goes to gradients that are reduced once, and then to weights that stay; or the other way
+        round."""
+        layers = self.changes.layers
+        others = frozenset(unit.id for unit in self.trace.units if unit.stack is None)
+        orders = [("deferred", "resident"), ("resident", "deferred")]
+        if self.trace.microbatches == 1:
+            orders = [("resident",)]  # type: ignore[list-item]
+        turns = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 4))
+        for own, by_size, (prefetch, width) in itertools.product((others, frozenset[int]()), (False, True), turns):
+            plain = self.first._replace(
+                resident=own,
+                own_grads=own,
+                deferred=frozenset(),
+                width=width,
+                by_size=by_size,
+                prefetch=prefetch,
+            )
+            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(len(layers) + 1)]
+            if not self._fits(lists[-1]):
+                continue
+            few = bisect_left(lists, True, hi=len(layers), key=self._fits)
+            most = len(layers)
+            counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
+            for count, fields in itertools.product(sorted(counts), orders):
+                if count > most:
+                    continue
+                config = lists[count]
+                for field in fields:
+                    config = self._filled(config, field)
+                    yield config
+
+    def _filled(self, config: StageConfig, field: str) -> StageConfig:
+        """Adds as many units to a set as fit, small and late ones first."""
+        size = "gather_bytes" if field == "resident" else "reduce_bytes"
+        chosen = getattr(config, field)
+        rest = [unit for unit in reversed(self.changes.units) if unit not in chosen]
+        rest.sort(key=lambda unit: getattr(self.trace.units[unit], size))
+        filled = [config._replace(**{field: chosen.union(rest[:count])}) for count in range(len(rest) + 1)]
+        return filled[bisect_left(filled, True, lo=1, key=lambda each: not self._fits(each)) - 1]
