@@ -8,7 +8,6 @@ They are of one step: the same parameters, the same matrix products over all ran
 """
 
 import base64
-import io
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -110,7 +109,7 @@ class Comparison(NamedTuple):
         both = [number for number in ours if number in theirs and ours[number].op == theirs[number].op]
         return {number: ours[number].end - theirs[number].end for number in both}
 
-    def save(self, path: str | Path | io.BytesIO) -> None:
+    def save(self, path: str | Path) -> None:
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
         Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
@@ -184,12 +183,11 @@ class Comparison(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
-        drawn = io.BytesIO()
         try:
-            self._replace(words=()).save(drawn)
+            drawn = paint.picture(self._titled, by_stage=True)
         except ModuleNotFoundError:
             return in_notebook(str(self))
-        data = base64.b64encode(drawn.getvalue()).decode()
+        data = base64.b64encode(drawn).decode()
         return in_notebook(str(self)) + f'<img src="data:image/svg+xml;base64,{data}" alt="timelines">'
 
 

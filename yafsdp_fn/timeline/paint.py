@@ -40,18 +40,23 @@ STYLES: dict[str, dict[str, Any]] = {
 """The styles of boxes, by their kind."""
 
 
-def save(
-    timelines: Sequence[Spans], path: str | Path | io.BytesIO, words: Sequence[str] = (), *, by_stage: bool = False
-) -> None:
-    """Draws `timelines` to a file under one another, and lines of text below; as SVG in memory.
+def save(timelines: Sequence[Spans], path: str | Path, words: Sequence[str] = (), *, by_stage: bool = False) -> None:
+    """Draws `timelines` to a file under one another, and lines of text below.
 
     by_stage: as pipelines are drawn, also where none is one
     Raises ValueError for one without ops, and for another suffix.
     """
-    path = path if isinstance(path, io.BytesIO) else Path(path)
-    suffix = path.suffix.lower() if isinstance(path, Path) else ".svg"
-    if isinstance(path, Path) and suffix not in SUFFIXES:
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise ValueError(f"{path.name}: a picture is a file that ends in one of {', '.join(SUFFIXES)}")
+    path.write_bytes(picture(timelines, words, by_stage=by_stage, kind=suffix[1:]))
+
+
+def picture(
+    timelines: Sequence[Spans], words: Sequence[str] = (), *, by_stage: bool = False, kind: str = "svg"
+) -> bytes:
+    """The content of such a file."""
     if empty := [each.title for each in timelines if not each.spans]:
         raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
     try:
@@ -59,16 +64,12 @@ def save(
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to draw a timeline, pip install 'yafsdp_fn[plan]': it needs matplotlib") from error
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
+    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes every time
+    drawn = io.BytesIO()
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
-        dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
         figure = sheet(layouts(timelines, by_stage), words)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
-    data = drawn.getvalue() if suffix != ".svg" else NOT_XML.sub(b"?", drawn.getvalue())
-    if isinstance(path, Path):
-        path.write_bytes(data)
-    else:
-        path.write(data)
+        figure.savefig(drawn, format=kind, dpi=120, metadata=dated.get(kind))
+    return NOT_XML.sub(b"?", drawn.getvalue()) if kind == "svg" else drawn.getvalue()
 
 
 def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
@@ -107,7 +108,8 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     samples = {sample.words: sample for each in drawn for sample in each.legend}
     entries = in_rows([*samples.values(), Sample("critical path", (), "outlined")], inner)
     said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
-    legend = entries[-1].row * ROW + 0.3
+    _, last, _ = entries[-1]
+    legend = last * ROW + 0.3
     below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
     height = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1) + below + MARGIN
     figure: Any = Figure(figsize=(width, height), facecolor="white")
@@ -121,7 +123,7 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     floor.set(xlim=(0, inner), ylim=(below - AXIS, 0))
     floor.axis("off")
     for entry in entries:
-        entry.draw(floor)
+        _explain(floor, *entry)
     for number, line in enumerate(said):
         floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
     return figure
@@ -130,42 +132,35 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
 ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches
 
 
-class Entry(NamedTuple):
-    """A sample at x inches in a row of the legend. width: of its swatch"""
-
-    x: float
-    row: int
-    width: float
-    sample: Sample
-
-    def draw(self, axes: Any) -> None:
-        from matplotlib.patches import Rectangle
-
-        top = 0.08 + self.row * ROW
-        colours = self.sample.colours
-        if self.sample.style == "outlined":
-            axes.add_patch(Rectangle((self.x, top), self.width, HIGH, **OUTLINE))
-        elif self.sample.style == "hatched":
-            axes.add_patch(Rectangle((self.x, top), self.width, HIGH, facecolor=colours[0], **HATCH))
-        else:
-            each = self.width / len(colours)
-            pieces = [(self.x + each * k, each) for k in range(len(colours))]
-            axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
-        at = (self.x + self.width + 0.06, top + HIGH / 2)
-        axes.text(*at, self.sample.words, va="center_baseline", fontsize=TEXT, color=INK)
-
-
-def in_rows(samples: Sequence[Sample], across: float) -> list[Entry]:
-    """Samples beside each other, in rows no wider than `across`."""
-    entries, x, row = [], 0.0, 0
+def in_rows(samples: Sequence[Sample], across: float) -> list[tuple[float, int, Sample]]:
+    """Samples beside each other, in rows no wider than `across`: `x, row, sample` of each."""
+    found, x, row = [], 0.0, 0
     for sample in samples:
-        width = WIDE if len(sample.colours) > 2 else NARROW
-        total = width + 0.06 + wide(sample.words, TEXT) + 0.22
+        total = _swatch(sample) + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
             x, row = 0.0, row + 1
-        entries.append(Entry(x, row, width, sample))
+        found.append((x, row, sample))
         x += total
-    return entries
+    return found
+
+
+def _swatch(sample: Sample) -> float:
+    return WIDE if len(sample.colours) > 2 else NARROW
+
+
+def _explain(axes: Any, x: float, row: int, sample: Sample) -> None:
+    """Draws a sample of the legend: its swatch, in pieces of each colour, and its words."""
+    from matplotlib.patches import Rectangle
+
+    top, width, colours = 0.08 + row * ROW, _swatch(sample), sample.colours
+    if sample.style:
+        style = OUTLINE if sample.style == "outlined" else {"facecolor": colours[0], **HATCH}
+        axes.add_patch(Rectangle((x, top), width, HIGH, **style))
+    else:
+        each = width / len(colours)
+        pieces = [(x + each * k, each) for k in range(len(colours))]
+        axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
+    axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline", fontsize=TEXT, color=INK)
 
 
 # ---- A panel: one layout on axes as large as itself.
@@ -248,16 +243,14 @@ class Panel:
         """Outlines the critical path: as one what follows in one row; a line leads from one row to the next."""
         from matplotlib.patches import Rectangle
 
-        before: tuple[float, Row] | None = None
-        for row, spans in self.layout.path:
-            start, end = spans[0].start / self.scale, spans[-1].end / self.scale
+        path = [(row, start / self.scale, end / self.scale) for row, start, end in self.layout.path]
+        for k, (row, start, end) in enumerate(path):
             self.axes.add_patch(Rectangle((start, row.top), end - start, row.height, zorder=5, **OUTLINE))
-            if before is not None:
-                then, other = before
+            if k > 0:
+                other, _, then = path[k - 1]
                 above = other.top < row.top
                 ends = (other.top + other.height, row.top) if above else (other.top, row.top + row.height)
                 self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
-            before = end, row
 
 
 def _last(bar: Bar) -> int:

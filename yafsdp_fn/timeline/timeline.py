@@ -1,6 +1,5 @@
 """Timelines: the spans of a step's ops, with what shows and keeps them."""
 
-import io
 import json
 import reprlib
 import sys
@@ -75,9 +74,7 @@ class Timeline(Spans):
         """Shown by a notebook: its picture, None without matplotlib."""
         if not self.spans or find_spec("matplotlib") is None:
             return None
-        drawn = io.BytesIO()
-        paint.save([self], drawn)
-        return drawn.getvalue().decode()
+        return paint.picture([self]).decode()
 
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Stages
