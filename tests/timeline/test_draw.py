@@ -286,8 +286,6 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
                 "cause": {"op": 2, "name": "forward embed in slot 0, keep graph"},
             },
         },
-        {"ph": "s", "tid": 1, "ts": 2e6 - 0.125, **begins, "id": 7},
-        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": 7},
         {
             "ph": "X",
             "pid": 0,
@@ -304,8 +302,10 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
                 "cause": {"op": 0, "name": "gather embed -> slot 0"},
             },
         },
-        {"ph": "s", "tid": 0, "ts": 1e6 - 0.125, **begins, "id": 10},
-        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": 10},
+        {"ph": "s", "tid": 1, "ts": 2e6 - 0.125, **begins, "id": 8},
+        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": 8},
+        {"ph": "s", "tid": 0, "ts": 1e6 - 0.125, **begins, "id": 9},
+        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": 9},
     ]
 
 

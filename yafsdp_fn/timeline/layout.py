@@ -393,7 +393,7 @@ def _calls(part: Spans) -> list[Bar]:
 
 
 def _legend_of_stages(rows: Sequence[Row], segments: int) -> tuple[Sample, ...]:
-    """What is to be explained: the colours that are in some row."""
+    """Explains the colours that are in some row."""
     shades = [tuple(shade(kind, number, segments) for number in range(segments)) for kind in CALLS]
     samples = [Sample(words, colours) for words, colours in zip(KINDS, shades, strict=True)]
     samples += [Sample("norm, update", (GREY,))]
