@@ -29,7 +29,7 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.timeline.layout import GREY, Palette, Row, of_stage, of_stages
-from yafsdp_fn.timeline.text import because, idle, reasons, shown
+from yafsdp_fn.timeline.text import idle, longest, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.schema import kinds, typed
 
@@ -267,11 +267,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         sent[crossing.source] += crossing.nbytes
     wire["to other stages"] = max(sent.values(), default=0)
     one = timeline.stage_count == 1
-    waits = (
-        ", ".join(f"{shown(s)} {because(why)}" for why, s in reasons(timeline).most_common(2))
-        if one
-        else idle(timeline)
-    )
+    waits = longest(reasons(timeline), 2) if one else idle(timeline)
     return {
         "step_s": plan.step_s,
         "step": shown(plan.step_s),
