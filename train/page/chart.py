@@ -159,7 +159,8 @@ def axis(values: list[float], *, log: bool = False, count: int = 5) -> Axis:
     """An axis that holds all `values`, with some `count` round ticks. log: of positive values"""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        low = low - (abs(low) or 1.0) / 2
+        high = high + (abs(high) or 1.0) / 2
     narrow = log and high / low <= 1e3
     locator = LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=count + 1) if log else _linear(count)
     ticks = tuple(float(f"{tick:.12g}") for tick in locator.tick_values(low, high))

@@ -60,7 +60,8 @@ def write(options: Options) -> Path:
     if len(runs) == 1:
         name, text = "report.html", single(runs[0], options.cluster)
     else:
-        name, text = f"report-{runs[0].name}-{runs[1].name}.html", compared(*runs)
+        name = f"report-{runs[0].name}-{runs[1].name}.html"
+        text = compared(*runs)
         require(options.cluster is None, "--cluster is for the page of one run")
     path = options.out or folders[0] / name
     try:
@@ -170,7 +171,9 @@ def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
     nbytes, memory = in_one_unit(max(one.memory or 0.0, two.memory or 0.0))
     loss, own, by_token = facts.nats(a), ("", ""), ()
     if not a.counts_as(b):
-        loss, own, by_token = "", (f" {facts.nats(a)}", f" {facts.nats(b)}"), ("speed", "loss", "held")
+        loss = ""
+        own = (f" {facts.nats(a)}", f" {facts.nats(b)}")
+        by_token = ("speed", "loss", "held")
     kinds = (
         ("speed", "speed, median", "tokens/s", 1.0),
         ("step_ms", "step, median", time, 1000 * per_ms),

@@ -38,7 +38,8 @@ def age(seconds: float) -> str:
 
 def status(run: Run) -> str:
     """Says in a sentence what became of the run, as far as its folder tells."""
-    last, most = (run.steps[-1]["step"] if run.steps else 0), run.config.steps
+    last = run.steps[-1]["step"] if run.steps else 0
+    most = run.config.steps
     where = f"after step {last:,} of {most:,}"
     ends = [each for each in run.events if each["event"] in ("start", "end")]
     if not ends:

@@ -155,7 +155,8 @@ def _recorded(timed: Sequence[Timed], step: int | None) -> Recording:
     if step is not None and step not in steps:
         raise ValueError(f"there is no {STEP}{step}, but {sorted(steps) or 'none'}")
     whole = [steps[max(steps) if step is None else step]] if steps else host
-    start, end = min((e.ts for e in whole), default=0.0), max((e.end for e in whole), default=0.0)
+    start = min((e.ts for e in whole), default=0.0)
+    end = max((e.end for e in whole), default=0.0)
     host = [e for e in host if start <= e.ts < end]
     if not host:
         where = f" in {whole[0].name}" if whole else ""
@@ -204,7 +205,9 @@ def _event(place: str, event: Any) -> Timed | None:
         raise ValueError(f"{place}: expected an object, got {shown(event)}")
     if event.get("ph") != "X":
         return None
-    name, cat, args = event.get("name"), event.get("cat", ""), event.get("args") or {}
+    name = event.get("name")
+    cat = event.get("cat", "")
+    args = event.get("args") or {}
     if not isinstance(name, str) or not isinstance(args, dict):
         raise ValueError(f"{place}: expected a name, and an object of args, got {shown(event)}")
     if not name.startswith(("FSDP::", STEP)) and cat not in (*LAUNCHES, KERNEL):

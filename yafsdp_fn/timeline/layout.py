@@ -65,8 +65,9 @@ def on_ramp(codes: str, part: float) -> str:
     steps = [bytes.fromhex(code) for code in codes.split()]
     at = min(max(part, 0.0), 1.0) * (len(steps) - 1)
     low = min(int(at), len(steps) - 2)
-    mixed = (a / 255 + (b / 255 - a / 255) * (at - low) for a, b in zip(steps[low], steps[low + 1], strict=True))
-    return "#" + "".join(f"{round(255 * part):02x}" for part in mixed)
+    pairs = zip(steps[low], steps[low + 1], strict=True)
+    mixed = (a / 255 + (b / 255 - a / 255) * (at - low) for a, b in pairs)
+    return "#" + "".join(f"{round(255 * light):02x}" for light in mixed)
 
 
 OF_WEIGHTS = (Gather, Forward, Offload)
@@ -83,8 +84,9 @@ class Palette:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        visited = dict.fromkeys([*(unit for visit in trace.visits for unit in visit.units), *range(len(trace.units))])
-        units = [trace.units[unit] for unit in visited]
+        visited = [unit for visit in trace.visits for unit in visit.units]
+        every = dict.fromkeys([*visited, *range(len(trace.units))])
+        units = [trace.units[unit] for unit in every]
         self.others = [unit for unit in units if unit.stack is None]
         names = dict.fromkeys(unit.stack for unit in units if unit.stack is not None)
         self.stacks = {name: [unit for unit in trace.units if unit.stack == name] for name in names}
@@ -222,9 +224,11 @@ def of_stage(timeline: Spans) -> Layout:
     lanes: dict[str, Row] = {}
     top = 0.0
     for stream in timeline.streams:
-        bars, height = [palette.box(span) for span in timeline.on(stream)], STREAM
+        bars = [palette.box(span) for span in timeline.on(stream)]
+        height = STREAM
         if stream == "compute":
-            bars, height = [*_gaps(timeline, palette), *_computes(timeline, palette)], COMPUTE
+            bars = [*_gaps(timeline, palette), *_computes(timeline, palette)]
+            height = COMPUTE
             for name, strip in _strips(timeline, palette):
                 rows.append(Row(name, top, STRIP, tuple(strip)))
                 top += STRIP + 0.02
@@ -277,7 +281,8 @@ def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, list[Bar]]
     for name, place in places.items():
         runs = [(str(at), start, end) for at, start, end in _runs(computes, place) if at is not None]
         if len({text for text, _, _ in runs}) > 1:
-            yield name, [Bar("strip", a, b, STRIP_COLOUR, text, short=text.rpartition(".")[2]) for text, a, b in runs]
+            bars = [Bar("strip", start, end, STRIP_COLOUR, text) for text, start, end in runs]
+            yield name, [bar._replace(short=bar.text.rpartition(".")[2]) for bar in bars]
 
 
 def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: bool) -> Iterator[Row]:
@@ -401,7 +406,7 @@ def _legend_of_stages(rows: Sequence[Row], segments: int) -> tuple[Sample, ...]:
     samples += [Sample("collectives in a block", (INSIDE,))]
     samples += [Sample(words, (colour,)) for words, (_, colour) in THIN.items()]
     used = {bar.colour for row in rows for bar in row.bars}
-    first, *others = (sample for sample in samples if used & set(sample.colours))
+    legend = [sample for sample in samples if used & set(sample.colours)]
     if segments > 1:
-        first = first._replace(words=f"{first.words}, {segments} segments")
-    return first, *others
+        legend[0] = legend[0]._replace(words=f"{legend[0].words}, {segments} segments")
+    return tuple(legend)

@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +30,18 @@ INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
 GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
+NO_EDGE = {"linewidth": 0.0}
 STYLES: dict[str, dict[str, Any]] = {
+    "idle": NO_EDGE,
+    "op": {},
+    "slot": {},
+    "strip": {},
+    "thin": NO_EDGE,
     "again": HATCH,
+    "inside": NO_EDGE,
     "filling": {"alpha": 0.55},
-    "idle": {"linewidth": 0.0},
-    "inside": {"linewidth": 0.0},
-    "thin": {"linewidth": 0.0},
 }
-"""The styles of boxes, by their kind."""
+"""The styles of boxes by their kind: idle time is drawn first, and what covers others last."""
 
 
 def save(timelines: Sequence[Spans], path: str | Path, words: Sequence[str] = (), *, by_stage: bool = False) -> None:
@@ -113,7 +117,8 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
     height = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1) + below + MARGIN
     figure: Any = Figure(figsize=(width, height), facecolor="white")
-    seconds, top = max(each.timeline.seconds for each in drawn), height - MARGIN
+    seconds = max(each.timeline.seconds for each in drawn)
+    top = height - MARGIN
     for each in drawn:
         top -= HEADER + each.height
         axes = figure.add_axes((LEFT / width, top / height, across / width, each.height / height))
@@ -170,7 +175,10 @@ class Panel:
     """One layout on its axes: `across` inches are `seconds`, from the top down in inches."""
 
     def __init__(self, axes: Any, layout: Layout, seconds: float, across: float) -> None:
-        self.axes, self.layout, self.seconds, self.across = axes, layout, seconds or 1.0, across
+        self.axes = axes
+        self.layout = layout
+        self.seconds = seconds or 1.0
+        self.across = across
         self.scale, self.unit = unit_of(seconds)
 
     def inches(self, seconds: float) -> float:
@@ -211,19 +219,20 @@ class Panel:
             self.axes.broken_barh(whole, (row.top, row.height), color=FLOOR, zorder=0.5)
             self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size, color=INK)
             self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", fontsize=TEXT, color=SOFT)
-        for kind, bars in itertools.groupby(sorted(row.bars, key=_last), lambda bar: bar.kind):
-            self._boxes(row, [bar for bar in bars if bar.end > bar.start], **STYLES.get(kind, {}))
-        size = SMALL if any(bar.kind in ("strip", "slot") for bar in row.bars) else TEXT
+        bars = [bar for bar in row.bars if bar.end > bar.start]
+        for kind, style in STYLES.items():
+            self._boxes(row, [bar for bar in bars if bar.kind == kind], **style)
+        size = SMALL if any(bar.kind in ("strip", "slot") for bar in bars) else TEXT
         if 72 * row.height <= size + 1:
             return
-        gaps = [bar for bar in row.bars if bar.kind == "idle"]
-        found = labels([bar for bar in row.bars if bar.kind != "idle" and bar.end > bar.start], size, self)
-        for label in (*found, *labels(gaps, size, self, found)):
-            style: dict[str, Any] = {"bbox": GROUND if label.ground else None, "fontsize": size, "color": INK}
-            if label.bar.kind == "idle":
-                style |= {"color": ITALIC, "style": "italic"}
+        found = labels([bar for bar in bars if bar.kind != "idle"], size, self)
+        found += labels([bar for bar in bars if bar.kind == "idle"], size, self, found)
+        for label in found:
+            how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {"color": INK}
+            box = GROUND if label.ground else None
             x = (label.bar.start + label.bar.end) / 2 / self.scale
-            self.axes.text(x, middle, label.text, ha="center", va="center_baseline", zorder=6, **style)
+            place = {"ha": "center", "va": "center_baseline", "zorder": 6}
+            self.axes.text(x, middle, label.text, bbox=box, fontsize=size, **how, **place)
 
     def _boxes(self, row: Row, bars: Sequence[Bar], **style: Any) -> None:
         if not bars:
@@ -253,11 +262,6 @@ class Panel:
                 self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
 
 
-def _last(bar: Bar) -> int:
-    """Idle time is drawn first, and what covers others last."""
-    return ("idle", "op", "slot", "strip", "thin", "again", "inside", "filling").index(bar.kind)
-
-
 # ---- Which boxes of a row are labelled: all that have room, else every k-th layer.
 
 
@@ -275,14 +279,14 @@ class _Rule(NamedTuple):
     """The rule that numbers the boxes of layers in a row.
 
     every: k, for each k-th of the layers that the row has, across its neighbours; 0 for those that have room
-    places: layer -> how many layers of the row come before it
-    widest: number, in inches; busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
+    chosen: these layers; widest: number, in inches
+    busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
     """
 
-    every: int = 0
-    places: Mapping[int, int] = {}
-    widest: float = 0.0
-    busy: bool = False
+    every: int
+    chosen: Sequence[int]
+    widest: float
+    busy: bool
 
 
 def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label] = ()) -> list[Label]:
@@ -290,43 +294,51 @@ def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label
 
     size: of the text, in points
     """
-    of_layers = [bar for bar in bars if bar.number is not None]
-    rules = [_rule([bar for bar in of_layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
-    ends, starts = [0.0, *(bar.end for bar in bars)], [*(bar.start for bar in bars[1:]), panel.seconds]
+    layers = [bar for bar in bars if bar.number is not None]
+    rules = [_rule([bar for bar in layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
+    ends = [0.0, *(bar.end for bar in bars)]
+    starts = [*(bar.start for bar in bars[1:]), panel.seconds]
     found: list[Label] = []
-
-    def is_clear(label: Label) -> bool:
-        near = any(abs(label.middle - o.middle) < label.half + o.half + CLEAR for o in (*among, *found[-1:]))
-        return not near and label.half <= label.middle <= panel.across - label.half
-
     for bar, before, after in zip(bars, ends, starts, strict=False):
-        # the number of a microbatch may nearly fill its box: calls are as wide as that
-        margin = 0.02 if bar.number is None and bar.text.isdigit() else CLEAR
-        room, middle = panel.inches(bar.end - bar.start) - margin, panel.inches(bar.start + bar.end) / 2
-        every, places, widest, busy = rules[bar.dark]
+        rule = rules[bar.dark]
+        room = panel.inches(bar.end - bar.start) - CLEAR
+        middle = panel.inches(bar.start + bar.end) / 2
+        texts = [bar.text]
         if bar.number is None:
-            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= room]
-        else:
+            # the number of a microbatch may nearly fill its box: calls are as wide as that
+            most = room + CLEAR - 0.02 if bar.text.isdigit() else room
+            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= most]
+        elif rule.every and bar.number not in rule.chosen:
+            continue
+        elif not rule.every:
             around = 2 * min(middle - panel.inches(before), panel.inches(after) - middle) - CLEAR
-            fits = places[bar.number] % every == 0 if every else widest <= max(room, around)
-            texts = [bar.text] * fits
-        some = (Label(bar, text, middle, wide(text, size) / 2) for text in texts)
-        if label := next(filter(is_clear, some), None):
-            crosses = bar.number is not None and (every > 1 or 2 * label.half > room)
-            found.append(label._replace(ground=bar.kind == "again" or (busy and crosses)))
+            if rule.widest > max(room, around):
+                continue
+        for text in texts:
+            label = Label(bar, text, middle, wide(text, size) / 2)
+            if _is_clear(label, [*among, *found[-1:]], panel.across):
+                crosses = bar.number is not None and (rule.every > 1 or 2 * label.half > room)
+                found.append(label._replace(ground=bar.kind == "again" or (rule.busy and crosses)))
+                break
     return found
+
+
+def _is_clear(label: Label, others: Sequence[Label], across: float) -> bool:
+    near = any(abs(label.middle - other.middle) < label.half + other.half + CLEAR for other in others)
+    return not near and label.half <= label.middle <= across - label.half
 
 
 def _rule(bars: Sequence[Bar], size: float, inches: Callable[[float], float]) -> _Rule:
     if not bars:
-        return _Rule()
-    places = {number: k for k, number in enumerate(sorted({bar.number for bar in bars if bar.number is not None}))}
+        return _Rule(0, (), 0.0, False)
     widest = max(wide(bar.text, size) for bar in bars)
     lengths = sorted(inches(bar.end - bar.start) for bar in bars)
     pitches = sorted(inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
+    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
+    every = next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    if widest + CLEAR <= lengths[len(lengths) // 2]:
+        every = 0
+    numbers = sorted({bar.number for bar in bars if bar.number is not None})
     gaps = sum(lengths) < 0.9 * inches(bars[-1].end - bars[0].start)
     busy = gaps or any(bar.kind == "again" for bar in bars)
-    fits = widest + CLEAR <= lengths[len(lengths) // 2]
-    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
-    every = 0 if fits else next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
-    return _Rule(every, places, widest, busy)
+    return _Rule(every, numbers[:: every or 1], widest, busy)

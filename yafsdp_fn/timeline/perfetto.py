@@ -95,7 +95,9 @@ def _about(what: str, **args: Any) -> Event:
 def _arguments(timeline: Spans, span: Span) -> Event:
     """A slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of what is
     copied to the host or from it, or sent to another stage."""
-    op, trace, cause = span.op, timeline.trace, timeline.by_number.get(span.cause)
+    op = span.op
+    trace = timeline.trace
+    cause = timeline.by_number.get(span.cause)
     units = [] if isinstance(op, Send | Receive) else [trace.units[unit] for unit in trace.units_of(op)]
     found: Event = {"op": span.number, "units": [unit.name for unit in units]}
     found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}

@@ -80,7 +80,10 @@ class Recorder:
     """
 
     def __init__(self, recordings: "Sequence[Recording]", cuda: bool) -> None:
-        self._recordings, self._cuda, self._numbers, self._title = recordings, cuda, itertools.count(), ""
+        self._recordings = recordings
+        self._cuda = cuda
+        self._numbers = itertools.count()
+        self._title = ""
         self._mark: Callable[[], Any] = _cuda_mark if cuda else time.perf_counter
         self._origin: Any = self._mark()
         self._runs: list[Run] = []
