@@ -28,8 +28,8 @@ from yafsdp_fn.program.trace import Trace, arguments, chained_order
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
-from yafsdp_fn.timeline.layout import GREY, Colour, Palette, Row, of_stage, of_stages
-from yafsdp_fn.timeline.text import because, idle, reasons, shown
+from yafsdp_fn.timeline.layout import GREY, Palette, Row, of_stage, of_stages
+from yafsdp_fn.timeline.text import idle, longest, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.schema import kinds, typed
 
@@ -123,7 +123,7 @@ class Playground:
                 schedule = pipelines.FACTORIES[settings["order"]](schedule)
             found = schedule(trace)
         palette, units = Palette(found.trace), range(len(found.trace.units))
-        light, dark = ([_hex(palette.of(unit, dark)) for unit in units] for dark in (False, True))
+        light, dark = ([palette.of(unit, dark) for unit in units] for dark in (False, True))
         self.colours = light, dark
         self.rows = {}
         self.trace, self.tokens = found.trace, tokens * found.trace.microbatches * read_by(found.trace)
@@ -185,7 +185,7 @@ class Playground:
         except (AttributeError, IndexError, TypeError):
             units = ()
         known = [unit for unit in units if 0 <= unit < len(trace.units)]
-        colour = _hex(GREY)
+        colour = GREY
         if known and (len(units) <= 2 or hasattr(op, "visit")):
             first = next((unit for unit in known if trace.units[unit].stack is not None), known[0])
             colour = self.colours[isinstance(op, Backward | Reduce | AllReduce | Fetch)][first]
@@ -220,10 +220,6 @@ def _op(text: str) -> Op:
 
 def _text(op: Op) -> str:
     return json.dumps([type(op).__name__.lower(), *op], separators=(",", ":"))  # as the page writes it
-
-
-def _hex(colour: Colour) -> str:
-    return "#" + "".join(f"{round(255 * part):02x}" for part in colour)
 
 
 def _options(factory: Any) -> list[list[Any]]:
@@ -271,11 +267,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         sent[crossing.source] += crossing.nbytes
     wire["to other stages"] = max(sent.values(), default=0)
     one = timeline.stage_count == 1
-    waits = (
-        ", ".join(f"{shown(s)} {because(why)}" for why, s in reasons(timeline).most_common(2))
-        if one
-        else idle(timeline)
-    )
+    waits = longest(reasons(timeline), 2) if one else idle(timeline)
     return {
         "step_s": plan.step_s,
         "step": shown(plan.step_s),
@@ -313,12 +305,12 @@ def _picture(timeline: Timeline) -> dict[str, Any]:
         "height": round(layout.height, 3),
         "lanes": [[row.name, *at(row), row.large] for row in layout.rows if row.name],
         "boxes": [
-            [bar.kind, *_parts(bar.start, bar.end, timeline.seconds), *at(row), _hex(bar.colour), bar.text, bar.op]
+            [bar.kind, *_parts(bar.start, bar.end, timeline.seconds), *at(row), bar.colour, bar.text, bar.op]
             + [row.stage] * several
             for row in layout.rows
             for bar in row.bars
         ],
-        "path": [[*_parts(run[0].start, run[-1].end, timeline.seconds), *at(row)] for row, run in layout.path],
+        "path": [[*_parts(start, end, timeline.seconds), *at(row)] for row, start, end in layout.path],
     }
 
 

@@ -266,7 +266,7 @@ def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
     measured.save(tmp_path / "step.svg")
     assert "collectives in a block" in (tmp_path / "step.svg").read_text()
     text = measured.to_json().replace('"psum tensor"]', "1]")
-    with pytest.raises(ValueError, match=r"spans\[\d+\], inside, name: expected a string, got 1"):
+    with pytest.raises(ValueError, match=r"spans\[\d+\].inside\[\d+\].name: expected a string, got 1"):
         Timeline.from_json(text)
 
 

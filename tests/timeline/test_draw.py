@@ -6,11 +6,13 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.colors import to_rgb
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.program.traces import model, on
@@ -18,9 +20,9 @@ from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.program.measured import Value
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, remat, zero1, zero2, zero3
-from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b
+from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.timeline import Span, Timeline
-from yafsdp_fn.timeline.layout import MANY_SLOTS, Palette, colour, on_ramp
+from yafsdp_fn.timeline.layout import MANY_SLOTS, Palette, on_ramp
 from yafsdp_fn.timeline.perfetto import document
 from yafsdp_fn.timeline.spans import Held, grad_slots, weight_slots
 from yafsdp_fn.timeline.text import reasons, shown
@@ -231,10 +233,11 @@ def test_colours_of_layers_differ_and_weights_are_lighter_than_gradients() -> No
     palette = Palette(trace)
     for dark in (False, True):
         assert len({palette.of(unit.id, dark) for unit in trace.units}) == len(trace.units)
-    assert all(sum(palette.of(u.id, False)) > sum(palette.of(u.id, True)) for u in trace.units)
+    light, dark_ones = ([sum(to_rgb(palette.of(u.id, dark))) for u in trace.units] for dark in (False, True))
+    assert all(weights > gradients for weights, gradients in zip(light, dark_ones, strict=True))
     ramp = "000000 ff0000 ffff00"
-    assert colour("ff8000") == pytest.approx((1.0, 128 / 255, 0.0))
-    assert [on_ramp(ramp, part) for part in (0.0, 0.25, 0.5, 1.0)] == [(0, 0, 0), (0.5, 0, 0), (1, 0, 0), (1, 1, 0)]
+    found = [on_ramp(ramp, part) for part in (0.0, 0.25, 0.5, 1.0)]
+    assert found == ["#000000", "#800000", "#ff0000", "#ffff00"]
 
 
 # ---- trace events
@@ -283,8 +286,6 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
                 "cause": {"op": 2, "name": "forward embed in slot 0, keep graph"},
             },
         },
-        {"ph": "s", "tid": 1, "ts": 2e6 - 0.125, **begins, "id": 7},
-        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": 7},
         {
             "ph": "X",
             "pid": 0,
@@ -301,8 +302,10 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
                 "cause": {"op": 0, "name": "gather embed -> slot 0"},
             },
         },
-        {"ph": "s", "tid": 0, "ts": 1e6 - 0.125, **begins, "id": 10},
-        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": 10},
+        {"ph": "s", "tid": 1, "ts": 2e6 - 0.125, **begins, "id": 8},
+        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": 8},
+        {"ph": "s", "tid": 0, "ts": 1e6 - 0.125, **begins, "id": 9},
+        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": 9},
     ]
 
 
@@ -384,6 +387,14 @@ def test_pipelines_beside_each_other(tmp_path: Path) -> None:
     for name, suffix in (("save", "svg"), ("perfetto", "json")):
         with pytest.raises(TypeError, match=rf"{name}\(beside=\): expected a Timeline, got str"):
             getattr(one, name)(tmp_path / f"x.{suffix}", beside="two")
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, zero_bubble])
+def test_each_stage_is_drawn_alone(schedule: Callable[[Schedule], Schedule], tmp_path: Path) -> None:
+    """Also one whose compute waits for another's messages, and one whose backwards come in halves."""
+    timeline = simulate(pipeline(chain(4, 4), 2, schedule(zero3())), NO_LINKS)
+    for part in timeline.parts:
+        assert {"receive", "send", "compute"} <= set(drawn(part, tmp_path))
 
 
 @pytest.mark.parametrize("name", [" ", "\u202e", "\u200b\u00a0", "\x00", "$\\frac{$", "</text>"])

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from matplotlib.colors import to_rgb
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.program.traces import layers, model, on, trace_of, unit
@@ -88,7 +89,7 @@ def test_stacks_are_told_apart_in_the_order_of_their_visits(tmp_path: Path) -> N
         "a": [1, 2, 3],
     }
     assert [each.name for each in palette.others] == ["embed", "head"]
-    hues = [Palette(model(8, stacks=2)).of(number, dark=True) for number in range(1, 17)]
+    hues = [to_rgb(Palette(model(8, stacks=2)).of(number, dark=True)) for number in range(1, 17)]
     steps = [math.dist(one, two) for one, two in itertools.pairwise(hues)]
     assert max(steps) == steps[7], "hues jump from the last layer of a stack to the first of the next"
     found = drawn(simulate(zero3()(trace), PLAIN), tmp_path)

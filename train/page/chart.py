@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -41,23 +42,11 @@ def chart(title: str, lines: Sequence[Line], last: float, log: bool | None = Non
     values = [value for line in lines for _, value in line.points]
     if not values:
         return Markup("")
-    positive = min(values) > 0
-    across = steps_axis(last)
-    up = axis(values, log=positive and (max(values) / min(values) > 100 if log is None else log))
-    parts = [_title(title, lines), _grid(across, up)]
-    for line in lines:
-        parts.append(_line(line, across, up))
-    parts.append(_bands(lines, across, up))
+    decades = min(values) > 0 and (max(values) / min(values) > 100 if log is None else log)
+    plot = Plot(steps_axis(last), axis(values, log=decades))
+    parts = [_title(title, lines), plot.grid(), *map(plot.line, lines), *plot.bands(lines)]
     svg = Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
     return svg.format(WIDTH, HEIGHT, title, Markup("").join(parts))
-
-
-def _x(across: Axis, step: float) -> float:
-    return round(LEFT + across.at(step) * (WIDTH - LEFT - RIGHT), 1)
-
-
-def _y(up: Axis, value: float) -> float:
-    return round(HEIGHT - BOTTOM - up.at(value) * (HEIGHT - TOP - BOTTOM), 1)
 
 
 def _title(title: str, lines: Sequence[Line]) -> Markup:
@@ -66,32 +55,68 @@ def _title(title: str, lines: Sequence[Line]) -> Markup:
     return Markup('<text class="head" x="6" y="16"><tspan class="title">{}</tspan>{}</text>').format(title, shown)
 
 
-def _grid(across: Axis, up: Axis) -> Markup:
-    right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
-    parts = []
-    for tick in up.ticks:
-        y = _y(up, tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>')
-        parts.append(f'<text class="up" x="{LEFT - 6}" y="{y + 4}">{number(tick)}</text>')
-    for tick in across.ticks:
-        x = _x(across, tick)
-        parts.append(f'<path class="grid" d="M{x} {floor}v4"/>')
-        parts.append(f'<text class="across" x="{x}" y="{floor + 17}">{number(tick)}</text>')
-    return Markup("".join(parts))
+class Plot(NamedTuple):
+    """Two axes, and what is drawn between them, as SVG."""
 
+    across: Axis
+    up: Axis
 
-def _line(line: Line, across: Axis, up: Axis) -> Markup:
-    points = [(_x(across, step), _y(up, value)) for step, value in thinned(line.points)]
-    parts = [_path(points, f"line {line.kind}" + " pale" * line.noisy)]
-    if line.noisy:
-        parts.append(_path([(_x(across, s), _y(up, v)) for s, v in medians(line.points)], f"line {line.kind}"))
-    if len(line.points) <= DOTS and not line.noisy:
-        parts += [f'<circle class="dot {line.kind}" cx="{x}" cy="{y}" r="2.6"/>' for x, y in points]
-    return Markup("".join(parts))
+    def x(self, step: float) -> float:
+        return round(LEFT + self.across.at(step) * (WIDTH - LEFT - RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        return round(HEIGHT - BOTTOM - self.up.at(value) * (HEIGHT - TOP - BOTTOM), 1)
+
+    def at(self, points: Points) -> Points:
+        return [(self.x(step), self.y(value)) for step, value in points]
+
+    def grid(self) -> Markup:
+        right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+        parts = []
+        for tick in self.up.ticks:
+            y = self.y(tick)
+            parts.append(f'<path class="grid" d="M{LEFT} {y}H{right}"/>')
+            parts.append(f'<text class="up" x="{LEFT - 6}" y="{y + 4}">{number(tick)}</text>')
+        for tick in self.across.ticks:
+            x = self.x(tick)
+            parts.append(f'<path class="grid" d="M{x} {floor}v4"/>')
+            parts.append(f'<text class="across" x="{x}" y="{floor + 17}">{number(tick)}</text>')
+        return Markup("".join(parts))
+
+    def line(self, line: Line) -> Markup:
+        points = self.at(thinned(line.points))
+        parts = [_path(points, f"line {line.kind}" + " pale" * line.noisy)]
+        if line.noisy:
+            parts.append(_path(self.at(medians(line.points)), f"line {line.kind}"))
+        elif len(line.points) <= DOTS:
+            parts += [_dot(line.kind, x, y, 2.6) for x, y in points]
+        return Markup("".join(parts))
+
+    def bands(self, lines: Sequence[Line]) -> Iterator[Markup]:
+        """Yields columns over the whole height; under the pointer one shows its step and each line's value there."""
+        steps = sorted({step for line in lines for step, _ in line.points})
+        few = {step for line in lines if len(line.points) <= DOTS for step, _ in line.points}  # held-out ones, all
+        chosen = sorted({*steps[:: -(-len(steps) // BANDS)], *few})
+        places = [self.x(step) for step in chosen]
+        ends = [LEFT, *map(statistics.mean, itertools.pairwise(places)), WIDTH - RIGHT]
+        values = [(line, dict(line.points)) for line in lines]
+        for step, x, (start, end) in zip(chosen, places, itertools.pairwise(ends), strict=True):
+            here = [(line, found[step]) for line, found in values if step in found]
+            words = ", ".join(f"{escape(line.name)} {number(value)}" for line, value in here)
+            dots = "".join(_dot(line.kind, x, self.y(value), 3.5) for line, value in here)
+            yield Markup(
+                f'<g class="band"><rect x="{start:.1f}" y="{TOP}" width="{max(0.5, end - start):.1f}" '
+                f'height="{HEIGHT - TOP - BOTTOM}"/><path d="M{x} {TOP}V{HEIGHT - BOTTOM}"/>{dots}'
+                f'<text x="{WIDTH - RIGHT}" y="15">step {step:.0f}: {words}</text></g>'
+            )
 
 
 def _path(points: Points, kind: str) -> str:
     return f'<path class="{kind}" d="M{"L".join(f"{x} {y}" for x, y in points)}"/>'
+
+
+def _dot(kind: str, x: float, y: float, radius: float) -> str:
+    return f'<circle class="dot {kind}" cx="{x}" cy="{y}" r="{radius}"/>'
 
 
 def thinned(points: Points) -> Points:
@@ -102,7 +127,7 @@ def thinned(points: Points) -> Points:
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(int((point[0] - low) / (high - low) * COLUMNS), []).append(point)
-    ends = ({min(part, key=_value), max(part, key=_value)} for part in columns.values())
+    ends = ({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))} for part in columns.values())
     return [point for both in ends for point in sorted(both)]
 
 
@@ -114,39 +139,6 @@ def medians(points: Points, parts: int = 40) -> Points:
         window = [value for _, value in points[max(0, at - half) : at + half + 1]]
         found.append((points[at][0], statistics.median(window)))
     return found
-
-
-def _value(point: tuple[float, float]) -> float:
-    return point[1]
-
-
-def _bands(lines: Sequence[Line], across: Axis, up: Axis) -> Markup:
-    """Columns over the whole height; under the pointer one shows its step and the value of every line there."""
-    steps = sorted({step for line in lines for step, _ in line.points})
-    few = {
-        step for line in lines if len(line.points) <= DOTS for step, _ in line.points
-    }  # held-out losses, all of them
-    chosen = sorted({*steps[:: -(-len(steps) // BANDS)], *few})
-    ends = [
-        LEFT,
-        *((_x(across, a) + _x(across, b)) / 2 for a, b in itertools.pairwise(chosen)),
-        WIDTH - RIGHT,
-    ]
-    values = [dict(line.points) for line in lines]
-    parts = []
-    for step, start, end in zip(chosen, ends, ends[1:], strict=False):
-        here = [(line, found[step]) for line, found in zip(lines, values, strict=True) if step in found]
-        words = ", ".join(f"{escape(line.name)} {number(value)}" for line, value in here)
-        x = _x(across, step)
-        dots = "".join(
-            f'<circle class="dot {line.kind}" cx="{x}" cy="{_y(up, value)}" r="3.5"/>' for line, value in here
-        )
-        parts.append(
-            f'<g class="band"><rect x="{start:.1f}" y="{TOP}" width="{max(0.5, end - start):.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"/><path d="M{x} {TOP}V{HEIGHT - BOTTOM}"/>{dots}'
-            f'<text x="{WIDTH - RIGHT}" y="15">step {step:.0f}: {words}</text></g>'
-        )
-    return Markup("".join(parts))
 
 
 class Axis(NamedTuple):
@@ -167,7 +159,8 @@ def axis(values: list[float], *, log: bool = False, count: int = 5) -> Axis:
     """An axis that holds all `values`, with some `count` round ticks. log: of positive values"""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+        low = low - (abs(low) or 1.0) / 2
+        high = high + (abs(high) or 1.0) / 2
     narrow = log and high / low <= 1e3
     locator = LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=count + 1) if log else _linear(count)
     ticks = tuple(float(f"{tick:.12g}") for tick in locator.tick_values(low, high))

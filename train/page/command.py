@@ -5,14 +5,16 @@ jinja2 escapes what comes from runs.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jinja2
 import tyro
+from markupsafe import Markup
 
 import yafsdp_fn as ya
 from train.command_line import cli
@@ -55,10 +57,13 @@ def write(options: Options) -> Path:
     require(len(options.folders) <= 2, f"expected one folder or two, got {len(options.folders)}")
     folders = options.folders or (newest(Path("runs"), *kinds()),)
     runs = [read(folder) for folder in folders]
-    name = "report.html" if len(runs) == 1 else f"report-{runs[0].name}-{runs[1].name}.html"
+    if len(runs) == 1:
+        name, text = "report.html", single(runs[0], options.cluster)
+    else:
+        name = f"report-{runs[0].name}-{runs[1].name}.html"
+        text = compared(*runs)
+        require(options.cluster is None, "--cluster is for the page of one run")
     path = options.out or folders[0] / name
-    text = single(runs[0], options.cluster) if len(runs) == 1 else compared(runs[0], runs[1])
-    require(len(runs) == 1 or options.cluster is None, "--cluster is for the page of one run")
     try:
         data = text.encode("utf-8", errors="replace")  # half of a surrogate pair is JSON, no text
         if options.out is None:
@@ -74,23 +79,44 @@ CURVES = (("grad_norm", "gradient norm", True), ("lr", "learning rate", False), 
 """Key, title, whether it is noisy; of loss there is a chart of its own, with the held-out one."""
 
 
+class Drawn(NamedTuple):
+    """A run in charts. name: "" of one alone; kind, held: the classes of the colours of its curves, and of held-out
+    losses"""
+
+    run: Run
+    name: str
+    kind: str
+    held: str
+
+
+def _charts(drawn: list[Drawn], alike: bool = True) -> list[Markup]:
+    """The charts of some runs. alike: their tokens are the same; else what is by the token has axes of its own"""
+    last = max(of.run.steps[-1]["step"] if of.run.steps else 1 for of in drawn)
+    by_token = [drawn] if alike else [[of] for of in drawn]
+    charts = []
+    for group in by_token:
+        lines = [Line(of.name or "loss", of.run.series("loss"), of.kind, True) for of in group]
+        lines += [Line(f"{of.name} held-out".strip(), of.run.series("eval_loss"), of.held) for of in group]
+        charts.append(chart(f"loss, {facts.nats(group[0].run)}", lines, last))
+    for key, title, noisy in CURVES:
+        for group in by_token if key == "tokens_per_s" else [drawn]:
+            lines = [Line(of.name or title, of.run.series(key), of.kind, noisy) for of in group]
+            charts.append(chart(title, lines, last))
+    return charts
+
+
 def single(run: Run, cluster: str | None) -> str:
-    last = run.steps[-1]["step"] if run.steps else 1
-    loss = [Line("loss", run.series("loss"), "a", True), Line("held-out", run.series("eval_loss"), "b")]
-    charts = [chart(f"loss, {facts.nats(run)}", loss, last)]
-    charts += [chart(title, [Line(title, run.series(key), "a", noisy)], last) for key, title, noisy in CURVES]
-    guess = facts.predicted(run, cluster)
-    shown = None
+    guess, steps = facts.predicted(run, cluster), []
     if run.timeline is not None:
         measured = run.timeline._replace(title=f"Step {run.recorded}, {run.timeline.title}")
-        shown = facts.picture(measured) if guess is None else facts.picture(guess.timeline, measured)
+        steps = [measured] if guess is None else [guess.timeline, measured]
     return _filled(
         "run.html",
         run=run,
         status=facts.status(run),
         tiles=facts.tiles(run),
-        charts=charts,
-        picture=shown,
+        charts=_charts([Drawn(run, "", "a", "b")]),
+        picture=facts.picture(*steps) if steps else None,
         predicted=guess,
         representative=None if run.timeline is None else facts.representative(run),
         memory=facts.memory(run),
@@ -104,36 +130,23 @@ def single(run: Run, cluster: str | None) -> str:
 
 def compared(a: Run, b: Run) -> str:
     both = (a, b)
-    last = max((run.steps[-1]["step"] if run.steps else 1) for run in both)
-    names = _names(a, b)
-    drawn = list(zip(both, names, "ab", "cd", strict=True))
-    apart = [drawn] if a.counts_as(b) else [[each] for each in drawn]  # other tokens, other axes
-    charts = []
-    for group in apart:
-        loss = [Line(name, run.series("loss"), kind, True) for run, name, kind, _ in group]
-        held = [Line(f"{name} held-out", run.series("eval_loss"), kind) for run, name, _, kind in group]
-        charts.append(chart(f"loss, {facts.nats(group[0][0])}", [*loss, *held], last))
-    for key, title, noisy in CURVES:
-        for group in apart if key == "tokens_per_s" else [drawn]:
-            lines = [Line(name, run.series(key), kind, noisy) for run, name, kind, _ in group]
-            charts.append(chart(title, lines, last))
-    picture = None
-    if a.timeline is not None and b.timeline is not None:
-        titled = [
-            run.timeline._replace(title=f"{name}, step {run.recorded}")
-            for run, name in zip(both, names, strict=True)
-            if run.timeline
-        ]
-        picture = facts.picture(*titled)
+    names = (a.name, b.name) if a.name != b.name else (str(a.folder), str(b.folder))
+    alike = a.counts_as(b)
+    drawn = [Drawn(*each) for each in zip(both, names, "ab", "cd", strict=True)]
+    steps = [
+        run.timeline._replace(title=f"{name}, step {run.recorded}")
+        for run, name in zip(both, names, strict=True)
+        if run.timeline is not None
+    ]
     return _filled(
         "compare.html",
         runs=both,
         names=names,
         status=[facts.status(run) for run in both],
         numbers=_numbers(a, b),
-        tokens=None if a.counts_as(b) else [facts.token(run) for run in both],
-        charts=charts,
-        picture=picture,
+        tokens=None if alike else [facts.token(run) for run in both],
+        charts=_charts(drawn, alike),
+        picture=facts.picture(*steps) if len(steps) == 2 else None,
         steps=_steps(a, b, names),
         settings=_differences(*map(_settings, both)),
         environment=_differences(*(dict(facts.environment(run)) for run in both)),
@@ -150,56 +163,41 @@ def _differences(one: dict[str, str], two: dict[str, str]) -> list[tuple[str, st
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _names(a: Run, b: Run) -> tuple[str, str]:
-    """Told apart by their folders, where their names are the same."""
-    return (a.name, b.name) if a.name != b.name else (str(a.folder), str(b.folder))
-
-
 def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
     """The rows of a comparison: what, its unit, of each, and the second over the first. What is by the token, where
     tokens are not the same, has the unit of each beside its number, and no ratio."""
-    alike, nats = a.counts_as(b), (facts.nats(a), facts.nats(b))
-    loss = nats[:1] if alike else nats
-    took, memory = ([facts.typical(run, "step_ms") for run in (a, b)], [_most_memory(run) for run in (a, b)])
-    per_ms, time = unit_of(max((each for each in took if each), default=0.0) / 1000)
-    nbytes, memory_unit = in_one_unit(max((each for each in memory if each), default=0.0))
-    pairs: list[tuple[str, tuple[str, ...], float, list[float | None], bool]] = [
-        ("speed, median", ("tokens/s",), 1.0, [facts.typical(run, "tokens_per_s") for run in (a, b)], alike),
-        ("step, median", (time,), 1000 * per_ms, took, True),
-        ("loss, median of the last steps", loss, 1.0, [facts.last_loss(run) for run in (a, b)], alike),
-        ("held-out loss, last", loss, 1.0, [_last(run, "eval_loss") for run in (a, b)], alike),
-        ("MFU, median", ("%",), 0.01, [facts.typical(run, "mfu") for run in (a, b)], True),
-        ("most memory", (memory_unit,), nbytes, memory, True),
-    ]
+    one, two = facts.figures(a), facts.figures(b)
+    per_ms, time = unit_of(max(one.step_ms or 0.0, two.step_ms or 0.0) / 1000)
+    nbytes, memory = in_one_unit(max(one.memory or 0.0, two.memory or 0.0))
+    loss, own, by_token = facts.nats(a), ("", ""), ()
+    if not a.counts_as(b):
+        loss = ""
+        own = (f" {facts.nats(a)}", f" {facts.nats(b)}")
+        by_token = ("speed", "loss", "held")
+    kinds = (
+        ("speed", "speed, median", "tokens/s", 1.0),
+        ("step_ms", "step, median", time, 1000 * per_ms),
+        ("loss", "loss, median of the last steps", loss, 1.0),
+        ("held", "held-out loss, last", loss, 1.0),
+        ("mfu", "MFU, median", "%", 0.01),
+        ("memory", "most memory", memory, nbytes),
+    )
     rows = []
-    for name, units, scale, (one, two), comparable in pairs:
-        if one is None and two is None:
-            continue
-        ratio = f"{two / one:.3f}" if comparable and one and two is not None else ""
-        own = [f" {unit}" for unit in units] if len(units) > 1 else ["", ""]
-        first, second = (_number(value, scale, unit) for value, unit in zip((one, two), own, strict=True))
-        rows.append((name, units[0] if len(units) == 1 else "", first, second, ratio))
+    for field, name, unit, scale in kinds:
+        first, second = getattr(one, field), getattr(two, field)
+        units = ("", "") if unit else own
+        shown = ["none" if value is None else number(value / scale) for value in (first, second)]
+        ratio = f"{second / first:.3f}" if first and second is not None and field not in by_token else ""
+        if first is not None or second is not None:
+            rows.append((name, unit, *map(operator.add, shown, units), ratio))
     return rows
-
-
-def _number(value: float | None, scale: float, unit: str) -> str:
-    return "none" if value is None else number(value / scale) + unit
-
-
-def _last(run: Run, key: str) -> float | None:
-    points = run.series(key)
-    return points[-1][1] if points else None
-
-
-def _most_memory(run: Run) -> float | None:
-    return max((nbytes for _, nbytes in run.series("mem_bytes")), default=None)
 
 
 def _steps(a: Run, b: Run, names: tuple[str, str]) -> str | None:
     """The recorded steps beside each other in words; why they are not, where they are of two steps."""
     if a.timeline is None or b.timeline is None:
         return None
-    one, two = names if names[0] != names[1] else ("first", "second")
+    one, two = names if names[0] != names[1] else ("first", "second")  # of one folder
     try:
         return str(ya.planner.compare({one: a.timeline, two: b.timeline}))
     except ValueError as error:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import statistics
-import tempfile
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -17,6 +15,7 @@ from train.page.chart import number, size
 from train.page.reading import Row, Run
 from train.running.report import duration
 from yafsdp_fn.planner.footprint import words
+from yafsdp_fn.timeline import paint
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown as seconds
 
@@ -32,18 +31,15 @@ class Tile(NamedTuple):
 
 
 def age(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 100
-        else f"{seconds / 60:.0f} min"
-        if seconds < 6000
-        else f"{seconds / 3600:.0f} h"
-    )
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
 
 
 def status(run: Run) -> str:
     """Says in a sentence what became of the run, as far as its folder tells."""
-    last, most = (run.steps[-1]["step"] if run.steps else 0), run.config.steps
+    last = run.steps[-1]["step"] if run.steps else 0
+    most = run.config.steps
     where = f"after step {last:,} of {most:,}"
     ends = [each for each in run.events if each["event"] in ("start", "end")]
     if not ends:
@@ -77,11 +73,6 @@ def typical(run: Run, key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def last_loss(run: Run) -> float | None:
-    values = [value for _, value in run.series("loss")[-LAST:]]
-    return statistics.median(values) if values else None
-
-
 def nats(run: Run) -> str:
     return f"nats a {run.unit}"
 
@@ -94,25 +85,47 @@ def token(run: Run) -> str:
     return f"one of tokenizer {known}" if known else "one of a tokenizer that was not written down"
 
 
+class Figures(NamedTuple):
+    """A run in numbers; None what it has not written. loss: the median of the last; held: the last held-out one"""
+
+    loss: float | None
+    held: float | None
+    speed: float | None
+    step_ms: float | None
+    mfu: float | None
+    memory: float | None
+
+
+def figures(run: Run) -> Figures:
+    losses = [value for _, value in run.series("loss")[-LAST:]]
+    held = [value for _, value in run.series("eval_loss")]
+    typicals = [typical(run, key) for key in ("tokens_per_s", "step_ms", "mfu")]
+    memory = max((nbytes for _, nbytes in run.series("mem_bytes")), default=None)
+    return Figures(statistics.median(losses) if losses else None, held[-1] if held else None, *typicals, memory)
+
+
 def tiles(run: Run) -> list[Tile]:
+    of, held = figures(run), run.series("eval_loss")
     found = [Tile("steps", f"{run.steps[-1]['step'] if run.steps else 0:,}", f"of {run.config.steps:,}")]
-    if (loss := last_loss(run)) is not None:
-        found.append(Tile("loss", f"{loss:.4f}", f"{nats(run)}; median of the last {min(LAST, len(run.steps))} steps"))
-    if held := run.series("eval_loss"):
+    if of.loss is not None:
+        last = f"median of the last {min(LAST, len(run.steps))} steps"
+        found.append(Tile("loss", f"{of.loss:.4f}", f"{nats(run)}; {last}"))
+    if of.held is not None:
         step, best = min(held, key=lambda point: point[1])
-        least = "the lowest" if best == held[-1][1] else f"lowest {best:.4f} at step {step:,.0f}"
-        found.append(Tile("held-out loss", f"{held[-1][1]:.4f}", f"{nats(run)}; step {held[-1][0]:,.0f}; {least}"))
-    if (rate := typical(run, "tokens_per_s")) is not None:
-        found.append(Tile("tokens/s", f"{rate:,.0f}", f"median; a token is {token(run)}"))
-    if (took := typical(run, "step_ms")) is not None:
-        found.append(Tile("step", f"{number(took)} ms", "median"))
-    if (mfu := typical(run, "mfu")) is not None:
-        found.append(Tile("MFU", f"{mfu:.1%}", "median; no causal half"))
-    if memory := run.series("mem_bytes"):
+        least = "the lowest" if best == of.held else f"lowest {best:.4f} at step {step:,.0f}"
+        found.append(Tile("held-out loss", f"{of.held:.4f}", f"{nats(run)}; step {held[-1][0]:,.0f}; {least}"))
+    if of.speed is not None:
+        found.append(Tile("tokens/s", f"{of.speed:,.0f}", f"median; a token is {token(run)}"))
+    if of.step_ms is not None:
+        found.append(Tile("step", f"{number(of.step_ms)} ms", "median"))
+    if of.mfu is not None:
+        found.append(Tile("MFU", f"{of.mfu:.1%}", "median; no causal half"))
+    if of.memory is not None:
         what = "of tensors" if run.start.get("kind") == "cuda" else "of the process"
-        found.append(Tile("most memory", size(max(value for _, value in memory)), f"{what}, rank 0"))
-    if (took := seconds_under_way(run)) is not None:
-        found.append(Tile("time", duration(took), f"{len(run.of('start'))} start" + "s" * (len(run.of("start")) != 1)))
+        found.append(Tile("most memory", size(of.memory), f"{what}, rank 0"))
+    took, starts = seconds_under_way(run), len(run.of("start"))
+    if took is not None:
+        found.append(Tile("time", duration(took), f"{starts} start" + "s" * (starts != 1)))
     return found
 
 
@@ -202,15 +215,11 @@ def predicted(run: Run, cluster: str | None) -> Predicted | None:
     return Predicted(made, on, plan.least.against(made.seconds), table)
 
 
-def picture(upper: ya.timeline.Timeline, lower: ya.timeline.Timeline | None = None) -> Markup:
+def picture(*timelines: ya.timeline.Timeline) -> Markup:
     """The drawing, inside of the page."""
-    spans = len(upper.spans) + (0 if lower is None else len(lower.spans))
-    kind = "svg" if spans <= MANY else "png"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"timeline.{kind}"
-        upper.save(path, beside=lower)
-        data = base64.b64encode(path.read_bytes()).decode()
-    source = f"data:image/{'svg+xml' if kind == 'svg' else 'png'};base64,{data}"
+    many = sum(len(timeline.spans) for timeline in timelines) > MANY
+    data = base64.b64encode(paint.picture(timelines, kind="png" if many else "svg")).decode()
+    source = f"data:image/{'png' if many else 'svg+xml'};base64,{data}"
     return Markup('<div class="wide"><img class="picture" alt="timeline of a step" src="{}"></div>').format(source)
 
 
@@ -219,11 +228,9 @@ def representative(run: Run) -> str:
     assert run.timeline is not None
     text = f"Step {run.recorded:,}, the median of five recorded, took {seconds(run.timeline.seconds)} on rank 0"
     median = typical(run, "step_ms")
-    return (
-        text
-        if median is None
-        else f"{text}; the median of all steps, with all that is around them, is {number(median)} ms"
-    )
+    if median is None:
+        return text
+    return f"{text}; the median of all steps, with all that is around them, is {number(median)} ms"
 
 
 def memory(run: Run) -> tuple[list[tuple[str, str, float]], str] | None:

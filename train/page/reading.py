@@ -108,7 +108,8 @@ def kinds() -> list[type[Settings]]:
 
 
 def kind_of(path: Path) -> type[Settings]:
-    command, known = command_of(path), {kind.COMMAND: kind for kind in kinds()}
+    command = command_of(path)
+    known = {kind.COMMAND: kind for kind in kinds()}
     require(command in known, f"{path} is of `python -m train {command}`, which there is not")
     return known[command]
 

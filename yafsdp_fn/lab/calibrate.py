@@ -93,7 +93,8 @@ def calibrate(
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in SIZES:  # an index would be measured against the streams of another GPU
         raise ValueError(f"calibrate: device={device!r}, expected 'cuda' or 'cpu'")
-    sizes, world = SIZES[kind], dist.get_world_size() if dist.is_initialized() else 1
+    sizes = SIZES[kind]
+    world = dist.get_world_size() if dist.is_initialized() else 1
     default = torch.cuda.device_count() if kind == "cuda" else world
     node = int(os.environ.get("LOCAL_WORLD_SIZE", default)) if per_node is None else per_node
     if node < 1 or (world > node and world % node):
@@ -182,7 +183,8 @@ def _links(
     else:
         if node > 1:
             # every rank makes the groups of all nodes
-            nodes, timeout = range(0, world, node), timeout_of(everyone, torch.device(kind))
+            nodes = range(0, world, node)
+            timeout = timeout_of(everyone, torch.device(kind))
             groups = [new_group(list(range(first, first + node)), timeout, None, "of a node") for first in nodes]
             mine = groups[dist.get_rank() // node]
             inside = _link(mine, sizes, kind)
@@ -195,7 +197,8 @@ def _both(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]:
     """A gather and a reduction of so many bytes."""
     ranks, of = group.size(), group_of(group)
     size = max(1, int(nbytes) // ranks // 4)
-    full, shard = torch.empty(ranks * size, device=kind), torch.ones(size, device=kind)
+    full = torch.empty(ranks * size, device=kind)
+    shard = torch.ones(size, device=kind)
 
     def work() -> None:
         of.all_gathers([full], [shard])
@@ -218,7 +221,8 @@ def _contention(
     rank, count = dist.get_rank(), 0
     one = 2 * (link.seconds + sizes.large * (group.size() - 1) / group.size() / link.bandwidth)
     times = _agreed(max(WINDOW, 2 * TIMES * alone) / one, group)
-    work, began = partial(_repeated, _both(group, sizes.large, kind), times), time.perf_counter()
+    work = partial(_repeated, _both(group, sizes.large, kind), times)
+    began = time.perf_counter()
     if kind == "cuda":
         event, stream = CudaEvent(), CudaStream(torch.device(kind), rank)
         stream.submit(work, (), event, "calibrate")

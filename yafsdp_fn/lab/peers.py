@@ -76,9 +76,8 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
             slots = alternating_slots(trace.visits, trace.units)  # a visit of two units that would share a slot
         return _with_copies(
             build(trace, slots, slots, prefetch=1, remat=policy(remat)),
-            gathered=lambda size: 0.0,
             computed=lambda size: 2 * size.gather,
-            reduced=lambda size: size.gather + size.reduce if size.gather != size.reduce else 0.0,
+            reduced=_cast,
         )
 
     return build_yafsdp
@@ -102,12 +101,10 @@ def fsdp(
     """
 
     def reduced(size: Size) -> float:
-        cast_bytes = size.gather + size.reduce if size.gather != size.reduce else 0.0
-        return cast_bytes + 2 * size.reduce + growth * size.numel**2 / 1e9
+        return _cast(size) + 2 * size.reduce + growth * size.numel**2 / 1e9
 
     return lambda trace: _with_copies(
         program_of(trace, groups_of(trace, reshard), policy(remat), hold=reshard),
-        gathered=lambda size: 0.0,
         computed=lambda size: 2 * size.gather + traffic * size.numel,
         reduced=reduced,
     )
@@ -123,7 +120,6 @@ def fsdp2(module: nn.Module | None = None, **settings: Any) -> Schedule:
         inside(trace),
         gathered=lambda size: 2 * size.gather,
         computed=lambda size: size.gather + size.reduce,
-        reduced=lambda size: 0.0,
     )
 
 
@@ -145,9 +141,7 @@ def zero(stage: int, *, remat: Remat | str = "none") -> Schedule:
         rest = [op for op in ops if not isinstance(op, Gather)]
         program = _with_copies(
             Program(trace, tuple(rest)),
-            gathered=lambda size: 0.0,
             computed=lambda size: 2 * size.gather + size.reduce,
-            reduced=lambda size: 0.0,
         )
         return Program(trace, cast("tuple[Op, ...]", (*gathers, *[whole] * bool(gathers), *program.ops)))
 
@@ -167,17 +161,27 @@ def _size(trace: Trace, ids: Iterable[int]) -> Size:
     return Size(sum(u.numel for u in units), sum(u.gather_bytes for u in units), sum(u.reduce_bytes for u in units))
 
 
+Bytes = Callable[[Size], float]
+"""The bytes of a copy for units of a size."""
+
+
+def _cast(size: Size) -> float:
+    """Gradients are cast from the dtype of gathers to that of reductions, where they differ."""
+    return size.gather + size.reduce if size.gather != size.reduce else 0.0
+
+
+def _nothing(size: Size) -> float:
+    return 0.0
+
+
 def _with_copies(
     program: Program,
     *,
-    gathered: Callable[[Size], float],
-    computed: Callable[[Size], float],
-    reduced: Callable[[Size], float],
+    gathered: Bytes = _nothing,
+    computed: Bytes,
+    reduced: Bytes = _nothing,
 ) -> Program:
-    """Adds copies to `program`: on the compute stream after gathers and backwards, and before reductions.
-
-    Each function returns the bytes for units of a size.
-    """
+    """Adds copies to `program`: on the compute stream after gathers and backwards, and before reductions."""
     trace, out, turn = program.trace, list[Op | Copy](), "gather"
     fresh: dict[int, int] = {}  # unit -> slot that nothing has copied out of
     for op in program.ops:

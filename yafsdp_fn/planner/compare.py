@@ -7,7 +7,6 @@
 They are of one step: the same parameters, the same matrix products over all ranks. Stages, microbatches, meshes differ.
 """
 
-import io
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -110,7 +109,7 @@ class Comparison(NamedTuple):
         both = [number for number in ours if number in theirs and ours[number].op == theirs[number].op]
         return {number: ours[number].end - theirs[number].end for number in both}
 
-    def save(self, path: str | Path | io.BytesIO) -> None:
+    def save(self, path: str | Path) -> None:
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
         Raises ValueError for another suffix, ModuleNotFoundError without matplotlib."""
@@ -192,10 +191,10 @@ class Comparison(NamedTuple):
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
-        drawn = io.BytesIO()
+        drawn = b""
         with suppress(ModuleNotFoundError):
-            self._replace(words=()).save(drawn)
-        return with_picture(str(self), drawn.getvalue().decode(), "timelines")
+            drawn = paint.picture(self._titled, by_stage=True)
+        return with_picture(str(self), drawn.decode(), "timelines")
 
 
 def compare(

@@ -22,7 +22,8 @@ import re
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -35,30 +36,43 @@ from yafsdp_fn.util.schema import Within, shown, typed_at
 RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*\])?$")
 KERNELS = {"gather": re.compile(r"nccl.*AllGather"), "reduce": re.compile(r"nccl.*ReduceScatter")}
 OF_NCCL = re.compile(r"nccl", re.I)
-BEGINS = {"forward": "pre_forward", "backward": "pre_backward"}
-"""The range after which a module computes."""
-SIDES = {"forward": ("pre_forward", "post_forward"), "backward": ("pre_backward", "post_backward_reduce")}
-"""The ranges between which it does, or a module around it."""
+COLLECTIVES = {Gather: "all_gather", Reduce: "post_backward_reduce"}
+"""The range of a collective."""
+SIDES = {Forward: ("pre_forward", "post_forward"), Backward: ("pre_backward", "post_backward_reduce")}
+"""The ranges between which a module computes, or one around it. A compute follows the first of its own module."""
 
 
-class Event(NamedTuple):
-    """A range of the host, or a kernel. name, of: of a range the words after `FSDP::`, and the module's name; of
-    anything else its name, and ""."""
+class Range(NamedTuple):
+    """A range of FSDP2. word, module: what it is named by: `FSDP::word (module)`"""
 
+    start: float
+    end: float
+    word: str
+    module: str
+
+
+class Kernel(NamedTuple):
+    """What a GPU ran. launched: when the host did it"""
+
+    launched: float
     start: float
     end: float
     name: str
-    of: str = ""
 
 
 class Recording(NamedTuple):
-    """A step, in microseconds. ranges: of FSDP2, by their beginnings; kernels: that a GPU ran, each with the time at
-    which the host launched it, by that time."""
+    """A step, in microseconds. ranges: by their beginnings; kernels: by when they were launched"""
 
     start: float
     end: float
-    ranges: list[Event]
-    kernels: list[tuple[float, Event]]
+    ranges: list[Range]
+    kernels: list[Kernel]
+
+
+Key = tuple[str, str]
+"""Word and module of ranges."""
+Window = tuple[float, float]
+"""From when to when the host did something."""
 
 
 def read_kineto(path: str | Path, program: Program, *, step: int | None = None) -> Timeline:
@@ -91,19 +105,22 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
     """
     if len(program.stages) != 1:
         raise ValueError("read_kineto: expected the program of one stage, program.parts[0] say")
-    found = _recorded(Path(path), step)
-    windows = _windows(found, program, Path(path))
-    spans: list[Span] = []
-    for number, op in enumerate(program.ops):
-        if (window := windows.get(number)) is None:
-            continue
-        times = window if not found.kernels else _on_gpu(found.kernels, op, window)
-        if times is not None:
-            start, end = (1e-6 * (time - found.start) for time in times)
-            if start < 0:
-                raise ValueError(f"read_kineto: {path}: op {number} runs {-start:.3g} s before its step begins")
-            spans.append(Span(number, op, op.stream, start, end))
-    seconds = 1e-6 * (max([found.end, *(event.end for _, event in found.kernels)]) - found.start)
+    try:
+        found = _recorded(_timed(Path(path)), step)
+        windows = _windows(found, program)
+        spans = []
+        for number, op in enumerate(program.ops):
+            times = windows.get(number)
+            if times is not None and found.kernels:
+                times = _on_gpu(found.kernels, op, times)
+            if times is not None:
+                start, end = (1e-6 * (time - found.start) for time in times)
+                spans.append(Span(number, op, op.stream, start, end))
+                if start < 0:
+                    raise ValueError(f"op {number} runs {-start:.3g} s before its step begins")
+    except ValueError as error:
+        raise ValueError(f"read_kineto: {path}: {error}") from error
+    seconds = 1e-6 * (max([found.end, *(kernel.end for kernel in found.kernels)]) - found.start)
     return Timeline(program.trace, tuple(spans), seconds, f"{MEASURED} by torch.profiler: {Path(path).name}")
 
 
@@ -113,7 +130,8 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
 RATIO, FLOOR = 32, 2**24
 """A file is unpacked to so many times its bytes, and to `FLOOR` bytes at least; recordings are packed to a tenth."""
 OF_HOST, LAUNCHES, KERNEL = ("user_annotation", "cpu_op"), ("cuda_runtime", "cuda_driver"), "kernel"
-STEP = re.compile("ProfilerStep#([0-9]{1,18})")
+STEP = "ProfilerStep#"
+NUMBERED = re.compile(STEP + "[0-9]{1,18}")
 
 
 class Timed(NamedTuple):
@@ -130,27 +148,28 @@ class Timed(NamedTuple):
         return self.ts + self.dur
 
 
-def _recorded(path: Path, step: int | None) -> Recording:
-    try:
-        timed = list(_timed(json.loads(_unpacked(path).decode())))
-    except (OSError, zlib.error, ValueError, RecursionError) as error:
-        raise ValueError(f"read_kineto: {path}: expected a recording of torch.profiler in JSON: {error}") from error
-    steps = {int(named[1]): e for e in timed if (named := STEP.fullmatch(e.name)) and not e.cat.startswith("gpu")}
-    if step is not None and step not in steps:
-        raise ValueError(f"read_kineto: {path}: there is no ProfilerStep#{step}, but {sorted(steps) or 'none'}")
-    of = steps[max(steps) if step is None else step] if steps else None
+def _recorded(timed: Sequence[Timed], step: int | None) -> Recording:
+    """One step of what the host and a GPU did."""
     host = [e for e in timed if e.cat in OF_HOST and e.name.startswith("FSDP::")]
-    if of is not None:
-        host = [e for e in host if of.ts <= e.ts < of.end]
+    steps = {int(e.name[len(STEP) :]): e for e in timed if NUMBERED.fullmatch(e.name) and not e.cat.startswith("gpu")}
+    if step is not None and step not in steps:
+        raise ValueError(f"there is no {STEP}{step}, but {sorted(steps) or 'none'}")
+    whole = [steps[max(steps) if step is None else step]] if steps else host
+    start = min((e.ts for e in whole), default=0.0)
+    end = max((e.end for e in whole), default=0.0)
+    host = [e for e in host if start <= e.ts < end]
     if not host:
+        where = f" in {whole[0].name}" if whole else ""
         raise ValueError(
-            f"read_kineto: {path}: no range of FSDP2, such as FSDP::all_gather, is in it"
-            f"{'' if of is None else ' in ' + of.name}; record a step with ProfilerActivity.CPU, too"
+            f"no range of FSDP2, such as FSDP::all_gather, is in it{where}; record a step with ProfilerActivity.CPU, "
+            "too"
         )
-    start = host[0].ts if of is None else of.ts
-    end = max(e.end for e in host) if of is None else of.end
-    ranges = [Event(e.ts, e.end, match[1], match[2] or "") for e in host if (match := RANGE.match(e.name))]
-    return Recording(min(start, *(r.start for r in ranges)), end, sorted(ranges), _launched(timed, start, end))
+    ranges = [Range(e.ts, e.end, match[1], match[2] or "") for e in host if (match := RANGE.match(e.name))]
+    launches = {e.correlation: e.ts for e in timed if e.cat in LAUNCHES}
+    ran = [e for e in timed if e.cat == KERNEL and e.correlation is not None and e.correlation in launches]
+    kernels = [Kernel(launches[e.correlation], e.ts, e.end, e.name) for e in ran]
+    inside = [kernel for kernel in kernels if start <= kernel.launched < end]
+    return Recording(start, end, sorted(ranges), sorted(inside))
 
 
 def _unpacked(path: Path) -> bytes:
@@ -168,114 +187,106 @@ def _unpacked(path: Path) -> bytes:
     return text
 
 
-def _timed(data: Any) -> Iterator[Timed]:
-    """The events that tell when the host and a GPU did something, of what JSON was read as."""
-    events = data.get("traceEvents") if isinstance(data, dict) else data
-    if not isinstance(events, list):
-        raise ValueError("traceEvents: expected a list of events")
-    for at, event in enumerate(events):
-        if not isinstance(event, dict):
-            raise ValueError(f"traceEvents[{at}]: expected an object, got {shown(event)}")
-        if event.get("ph") != "X":
-            continue
-        name, cat, args = event.get("name"), event.get("cat", ""), event.get("args") or {}
-        if not isinstance(name, str) or not isinstance(args, dict):
-            raise ValueError(f"traceEvents[{at}]: expected a name, and an object of args, got {shown(event)}")
-        if name.startswith(("FSDP::", "ProfilerStep#")) or cat in (*LAUNCHES, KERNEL):
-            known = {field: event[field] for field in ("name", "ts", "dur") if field in event}
-            yield typed_at(f"traceEvents[{at}]", Timed, known | {"cat": cat, "correlation": args.get("correlation")})
+def _timed(path: Path) -> list[Timed]:
+    """The events of a file that tell when the host and a GPU did something."""
+    try:
+        data = json.loads(_unpacked(path).decode())
+        events = data.get("traceEvents") if isinstance(data, dict) else data
+        if not isinstance(events, list):
+            raise ValueError("traceEvents: expected a list of events")
+        found = (_event(f"traceEvents[{at}]", event) for at, event in enumerate(events))
+        return [event for event in found if event is not None]
+    except (OSError, zlib.error, ValueError, RecursionError) as error:
+        raise ValueError(f"expected a recording of torch.profiler in JSON: {error}") from error
 
 
-def _launched(timed: list[Timed], start: float, end: float) -> list[tuple[float, Event]]:
-    """The kernels that the host launched between `start` and `end`, by that time."""
-    launches = {e.correlation: e.ts for e in timed if e.cat in LAUNCHES and e.correlation is not None}
-    found = [
-        (launches[e.correlation], Event(e.ts, e.end, e.name))
-        for e in timed
-        if e.cat == KERNEL and e.correlation in launches
-    ]
-    return sorted((at, kernel) for at, kernel in found if start <= at < end)
+def _event(place: str, event: Any) -> Timed | None:
+    if not isinstance(event, dict):
+        raise ValueError(f"{place}: expected an object, got {shown(event)}")
+    if event.get("ph") != "X":
+        return None
+    name = event.get("name")
+    cat = event.get("cat", "")
+    args = event.get("args") or {}
+    if not isinstance(name, str) or not isinstance(args, dict):
+        raise ValueError(f"{place}: expected a name, and an object of args, got {shown(event)}")
+    if not name.startswith(("FSDP::", STEP)) and cat not in (*LAUNCHES, KERNEL):
+        return None
+    known = {field: event[field] for field in ("name", "ts", "dur") if field in event}
+    timed: Timed = typed_at(place, Timed, known | {"cat": cat, "correlation": args.get("correlation")})
+    return timed
 
 
 # ---- each op of the program, and when the host did it
 
 
-def _windows(found: Recording, program: Program, path: Path) -> dict[int, tuple[float, float]]:
-    """Op -> when the host did it, from and to.
+def _windows(found: Recording, program: Program) -> dict[int, Window]:
+    """Op -> when the host did it.
 
-    Modules are known by their order: the first that is gathered is the program's first group of units.
+    Modules are known by their order: the first that is gathered is the program's first group of units. The n-th time
+    that the host does something for a module is of the n-th such op.
     """
-    ops = dict(enumerate(program.ops))
-    gathers = {number: op for number, op in ops.items() if isinstance(op, Gather)}
-    groups = [*dict.fromkeys(op.units for op in gathers.values())]
-    names = [*dict.fromkeys(r.of for r in found.ranges if r.name == "all_gather")]
-    _same(path, "modules gathered", len(names), len(groups))
-    name = {unit: of for units, of in zip(groups, names, strict=True) for unit in units}
-    windows = _in_order(path, found, "all_gather", {n: name[op.units[0]] for n, op in gathers.items()})
-    reductions = {number: name[op.units[0]] for number, op in ops.items() if isinstance(op, Reduce)}
-    windows |= _in_order(path, found, "post_backward_reduce", reductions)
+    groups = dict.fromkeys(op.units for op in program.ops if isinstance(op, Gather))
+    modules = dict.fromkeys(each.module for each in found.ranges if each.word == "all_gather")
+    _same("modules gathered", len(modules), len(groups))
+    module = {unit: of for units, of in zip(groups, modules, strict=True) for unit in units}
     visits = program.trace.visits
-    computes = {n: op for n, op in ops.items() if isinstance(op, Forward | Backward)}
-    users: defaultdict[str, set[int]] = defaultdict(set)  # module -> visits that use it
-    for visit in visits:
-        for unit in visit.units:
-            users[name[unit]].add(visit.id)
-    top = _outermost(found.ranges)
-    gaps = [(a, b) for a, b in itertools.pairwise(top) if b.start > a.end]
-    alone: dict[int, tuple[str, str]] = {}
-    for number, op in computes.items():
-        of = name[visits[op.visit].units[0]] if visits[op.visit].units else ""
-        if visits[op.visit].units and users[of] == {op.visit}:
-            alone[number] = of, BEGINS["forward" if isinstance(op, Forward) else "backward"]
-    for key in dict.fromkeys(alone.values()):
-        mine = [(a.end, b.start) for a, b in gaps if (a.of, a.name) == key]
-        numbers = [number for number, each in alone.items() if each == key]
-        _same(path, f"FSDP::{key[1]} ({key[0]})", len(mine), len(numbers))
+    users = {of: {v.id for v in visits if of in [module[unit] for unit in v.units]} for of in modules}
+
+    wanted: defaultdict[Key, list[int]] = defaultdict(list)
+    for number, op in enumerate(program.ops):
+        if isinstance(op, Gather | Reduce):
+            wanted[COLLECTIVES[type(op)], module[op.units[0]]].append(number)
+        elif isinstance(op, Forward | Backward) and visits[op.visit].units:
+            of = module[visits[op.visit].units[0]]
+            if users[of] == {op.visit}:
+                wanted[SIDES[type(op)][0], of].append(number)
+
+    did: defaultdict[Key, list[Window]] = defaultdict(list)
+    for each in found.ranges:
+        if each.word in COLLECTIVES.values():
+            did[each.word, each.module].append((each.start, each.end))
+    gaps = [(a, (a.end, b.start)) for a, b in itertools.pairwise(_outermost(found.ranges)) if b.start > a.end]
+    for before, gap in gaps:
+        if before.word.startswith("pre_") and (before.word, before.module) in wanted:
+            did[before.word, before.module].append(gap)
+
+    windows: dict[int, Window] = {}
+    for word, of in [*wanted, *did]:
+        numbers, mine = wanted[word, of], did[word, of]
+        _same(f"FSDP::{word}" + f" ({of})" * bool(of), len(mine), len(numbers))
         windows |= dict(zip(numbers, mine, strict=True))
-    for number, op in computes.items():  # of a module that has others inside, between these
-        if number not in alone:
+
+    for number, op in enumerate(program.ops):
+        if isinstance(op, Forward | Backward) and number not in windows:  # of a module that has others inside
             before = max((windows[n][1] for n in windows if n < number), default=found.start)
             after = min((windows[n][0] for n in windows if n > number), default=found.end)
-            sides = SIDES["forward" if isinstance(op, Forward) else "backward"]
-            own = [(a.end, b.start) for a, b in gaps if a.name in sides and before <= a.end and b.start <= after]
-            if own:
-                windows[number] = max(own, key=lambda gap: gap[1] - gap[0])
+            near = [gap for side, gap in gaps if side.word in SIDES[type(op)] and before <= gap[0] and gap[1] <= after]
+            if near:
+                windows[number] = max(near, key=lambda gap: gap[1] - gap[0])
     return windows
 
 
-def _same(path: Path, what: str, recorded: int, said: int) -> None:
+def _same(what: str, recorded: int, said: int) -> None:
     if recorded != said:
         raise ValueError(
-            f"read_kineto: {path}: {what}: {recorded} in the recording, {said} in the program: expected the program of "
-            "the settings that the step ran with (reshard_after_forward, wrap, prefetch, microbatches)"
+            f"{what}: {recorded} in the recording, {said} in the program: expected the program of the settings that "
+            "the step ran with (reshard_after_forward, wrap, prefetch, microbatches)"
         )
 
 
-def _in_order(path: Path, found: Recording, word: str, ops: dict[int, str]) -> dict[int, tuple[float, float]]:
-    """The windows of collectives: the n-th range of a module's is of the n-th op of it."""
-    windows: dict[int, tuple[float, float]] = {}
-    for of in dict.fromkeys([*ops.values(), *(r.of for r in found.ranges if r.name == word)]):
-        numbers = [number for number, name in ops.items() if name == of]
-        mine = [(r.start, r.end) for r in found.ranges if (r.name, r.of) == (word, of)]
-        _same(path, f"FSDP::{word}" + f" ({of})" * bool(of), len(mine), len(numbers))
-        windows |= dict(zip(numbers, mine, strict=True))
-    return windows
-
-
-def _outermost(ranges: Sequence[Event]) -> list[Event]:
+def _outermost(ranges: Sequence[Range]) -> list[Range]:
     """The ranges that are in no other."""
-    found: list[Event] = []
+    found: list[Range] = []
     for each in ranges:
         if not found or each.start >= found[-1].end:
             found.append(each)
     return found
 
 
-def _on_gpu(kernels: Sequence[tuple[float, Event]], op: Op, window: tuple[float, float]) -> tuple[float, float] | None:
+def _on_gpu(kernels: Sequence[Kernel], op: Op, window: Window) -> Window | None:
     """Returns when the kernels ran that were launched in `window` for an op; None where there are none."""
-    inside: Iterable[Event] = (
-        kernel for _, kernel in kernels[bisect_left(kernels, (window[0],)) : bisect_left(kernels, (window[1],))]
-    )
+    first, last = (bisect_left(kernels, time, key=attrgetter("launched")) for time in window)
     pattern = KERNELS.get(op.stream)
-    mine = [k for k in inside if (pattern.search(k.name) if pattern else not OF_NCCL.search(k.name))]
+    mine = [k for k in kernels[first:last] if (pattern.search(k.name) if pattern else not OF_NCCL.search(k.name))]
     return (min(k.start for k in mine), max(k.end for k in mine)) if mine else None

@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,28 +30,37 @@ INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
 GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
+NO_EDGE = {"linewidth": 0.0}
 STYLES: dict[str, dict[str, Any]] = {
+    "idle": NO_EDGE,
+    "op": {},
+    "slot": {},
+    "strip": {},
+    "thin": NO_EDGE,
     "again": HATCH,
+    "inside": NO_EDGE,
     "filling": {"alpha": 0.55},
-    "idle": {"linewidth": 0.0},
-    "inside": {"linewidth": 0.0},
-    "thin": {"linewidth": 0.0},
 }
-"""The styles of boxes, by their kind."""
+"""The styles of boxes by their kind: idle time is drawn first, and what covers others last."""
 
 
-def save(
-    timelines: Sequence[Spans], path: str | Path | io.BytesIO, words: Sequence[str] = (), *, by_stage: bool = False
-) -> None:
-    """Draws `timelines` to a file under one another, and lines of text below; as SVG in memory.
+def save(timelines: Sequence[Spans], path: str | Path, words: Sequence[str] = (), *, by_stage: bool = False) -> None:
+    """Draws `timelines` to a file under one another, and lines of text below.
 
     by_stage: as pipelines are drawn, also where none is one
     Raises ValueError for one without ops, and for another suffix.
     """
-    path = path if isinstance(path, io.BytesIO) else Path(path)
-    suffix = path.suffix.lower() if isinstance(path, Path) else ".svg"
-    if isinstance(path, Path) and suffix not in SUFFIXES:
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
         raise ValueError(f"{path.name}: a picture is a file that ends in one of {', '.join(SUFFIXES)}")
+    path.write_bytes(picture(timelines, words, by_stage=by_stage, kind=suffix[1:]))
+
+
+def picture(
+    timelines: Sequence[Spans], words: Sequence[str] = (), *, by_stage: bool = False, kind: str = "svg"
+) -> bytes:
+    """The content of such a file."""
     if empty := [each.title for each in timelines if not each.spans]:
         raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
     try:
@@ -59,16 +68,12 @@ def save(
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to draw a timeline, pip install 'yafsdp_fn[plan]': it needs matplotlib") from error
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
+    dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes every time
+    drawn = io.BytesIO()
     with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
-        dated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}  # the same bytes every time
         figure = sheet(layouts(timelines, by_stage), words)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=suffix[1:], dpi=120, metadata=dated.get(suffix))
-    data = drawn.getvalue() if suffix != ".svg" else NOT_XML.sub(b"?", drawn.getvalue())
-    if isinstance(path, Path):
-        path.write_bytes(data)
-    else:
-        path.write(data)
+        figure.savefig(drawn, format=kind, dpi=120, metadata=dated.get(kind))
+    return NOT_XML.sub(b"?", drawn.getvalue()) if kind == "svg" else drawn.getvalue()
 
 
 def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
@@ -107,11 +112,13 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     samples = {sample.words: sample for each in drawn for sample in each.legend}
     entries = in_rows([*samples.values(), Sample("critical path", (), "outlined")], inner)
     said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
-    legend = entries[-1].row * ROW + 0.3
+    _, last, _ = entries[-1]
+    legend = last * ROW + 0.3
     below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
     height = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1) + below + MARGIN
     figure: Any = Figure(figsize=(width, height), facecolor="white")
-    seconds, top = max(each.timeline.seconds for each in drawn), height - MARGIN
+    seconds = max(each.timeline.seconds for each in drawn)
+    top = height - MARGIN
     for each in drawn:
         top -= HEADER + each.height
         axes = figure.add_axes((LEFT / width, top / height, across / width, each.height / height))
@@ -121,7 +128,7 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     floor.set(xlim=(0, inner), ylim=(below - AXIS, 0))
     floor.axis("off")
     for entry in entries:
-        entry.draw(floor)
+        _explain(floor, *entry)
     for number, line in enumerate(said):
         floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
     return figure
@@ -130,42 +137,35 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
 ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches
 
 
-class Entry(NamedTuple):
-    """A sample at x inches in a row of the legend. width: of its swatch"""
-
-    x: float
-    row: int
-    width: float
-    sample: Sample
-
-    def draw(self, axes: Any) -> None:
-        from matplotlib.patches import Rectangle
-
-        top = 0.08 + self.row * ROW
-        colours = self.sample.colours
-        if self.sample.style == "outlined":
-            axes.add_patch(Rectangle((self.x, top), self.width, HIGH, **OUTLINE))
-        elif self.sample.style == "hatched":
-            axes.add_patch(Rectangle((self.x, top), self.width, HIGH, facecolor=colours[0], **HATCH))
-        else:
-            each = self.width / len(colours)
-            pieces = [(self.x + each * k, each) for k in range(len(colours))]
-            axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
-        at = (self.x + self.width + 0.06, top + HIGH / 2)
-        axes.text(*at, self.sample.words, va="center_baseline", fontsize=TEXT, color=INK)
-
-
-def in_rows(samples: Sequence[Sample], across: float) -> list[Entry]:
-    """Samples beside each other, in rows no wider than `across`."""
-    entries, x, row = [], 0.0, 0
+def in_rows(samples: Sequence[Sample], across: float) -> list[tuple[float, int, Sample]]:
+    """Samples beside each other, in rows no wider than `across`: `x, row, sample` of each."""
+    found, x, row = [], 0.0, 0
     for sample in samples:
-        width = WIDE if len(sample.colours) > 2 else NARROW
-        total = width + 0.06 + wide(sample.words, TEXT) + 0.22
+        total = _swatch(sample) + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
             x, row = 0.0, row + 1
-        entries.append(Entry(x, row, width, sample))
+        found.append((x, row, sample))
         x += total
-    return entries
+    return found
+
+
+def _swatch(sample: Sample) -> float:
+    return WIDE if len(sample.colours) > 2 else NARROW
+
+
+def _explain(axes: Any, x: float, row: int, sample: Sample) -> None:
+    """Draws a sample of the legend: its swatch, in pieces of each colour, and its words."""
+    from matplotlib.patches import Rectangle
+
+    top, width, colours = 0.08 + row * ROW, _swatch(sample), sample.colours
+    if sample.style:
+        style = OUTLINE if sample.style == "outlined" else {"facecolor": colours[0], **HATCH}
+        axes.add_patch(Rectangle((x, top), width, HIGH, **style))
+    else:
+        each = width / len(colours)
+        pieces = [(x + each * k, each) for k in range(len(colours))]
+        axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
+    axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline", fontsize=TEXT, color=INK)
 
 
 # ---- A panel: one layout on axes as large as itself.
@@ -175,7 +175,10 @@ class Panel:
     """One layout on its axes: `across` inches are `seconds`, from the top down in inches."""
 
     def __init__(self, axes: Any, layout: Layout, seconds: float, across: float) -> None:
-        self.axes, self.layout, self.seconds, self.across = axes, layout, seconds or 1.0, across
+        self.axes = axes
+        self.layout = layout
+        self.seconds = seconds or 1.0
+        self.across = across
         self.scale, self.unit = unit_of(seconds)
 
     def inches(self, seconds: float) -> float:
@@ -216,19 +219,20 @@ class Panel:
             self.axes.broken_barh(whole, (row.top, row.height), color=FLOOR, zorder=0.5)
             self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size, color=INK)
             self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", fontsize=TEXT, color=SOFT)
-        for kind, bars in itertools.groupby(sorted(row.bars, key=_last), lambda bar: bar.kind):
-            self._boxes(row, [bar for bar in bars if bar.end > bar.start], **STYLES.get(kind, {}))
-        size = SMALL if any(bar.kind in ("strip", "slot") for bar in row.bars) else TEXT
+        bars = [bar for bar in row.bars if bar.end > bar.start]
+        for kind, style in STYLES.items():
+            self._boxes(row, [bar for bar in bars if bar.kind == kind], **style)
+        size = SMALL if any(bar.kind in ("strip", "slot") for bar in bars) else TEXT
         if 72 * row.height <= size + 1:
             return
-        gaps = [bar for bar in row.bars if bar.kind == "idle"]
-        found = labels([bar for bar in row.bars if bar.kind != "idle" and bar.end > bar.start], size, self)
-        for label in (*found, *labels(gaps, size, self, found)):
-            style: dict[str, Any] = {"bbox": GROUND if label.ground else None, "fontsize": size, "color": INK}
-            if label.bar.kind == "idle":
-                style |= {"color": ITALIC, "style": "italic"}
+        found = labels([bar for bar in bars if bar.kind != "idle"], size, self)
+        found += labels([bar for bar in bars if bar.kind == "idle"], size, self, found)
+        for label in found:
+            how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {"color": INK}
+            box = GROUND if label.ground else None
             x = (label.bar.start + label.bar.end) / 2 / self.scale
-            self.axes.text(x, middle, label.text, ha="center", va="center_baseline", zorder=6, **style)
+            place = {"ha": "center", "va": "center_baseline", "zorder": 6}
+            self.axes.text(x, middle, label.text, bbox=box, fontsize=size, **how, **place)
 
     def _boxes(self, row: Row, bars: Sequence[Bar], **style: Any) -> None:
         if not bars:
@@ -248,21 +252,14 @@ class Panel:
         """Outlines the critical path: as one what follows in one row; a line leads from one row to the next."""
         from matplotlib.patches import Rectangle
 
-        before: tuple[float, Row] | None = None
-        for row, spans in self.layout.path:
-            start, end = spans[0].start / self.scale, spans[-1].end / self.scale
+        path = [(row, start / self.scale, end / self.scale) for row, start, end in self.layout.path]
+        for k, (row, start, end) in enumerate(path):
             self.axes.add_patch(Rectangle((start, row.top), end - start, row.height, zorder=5, **OUTLINE))
-            if before is not None:
-                then, other = before
+            if k > 0:
+                other, _, then = path[k - 1]
                 above = other.top < row.top
                 ends = (other.top + other.height, row.top) if above else (other.top, row.top + row.height)
                 self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
-            before = end, row
-
-
-def _last(bar: Bar) -> int:
-    """Idle time is drawn first, and what covers others last."""
-    return ("idle", "op", "slot", "strip", "thin", "again", "inside", "filling").index(bar.kind)
 
 
 # ---- Which boxes of a row are labelled: all that have room, else every k-th layer.
@@ -282,14 +279,14 @@ class _Rule(NamedTuple):
     """The rule that numbers the boxes of layers in a row.
 
     every: k, for each k-th of the layers that the row has, across its neighbours; 0 for those that have room
-    places: layer -> how many layers of the row come before it
-    widest: number, in inches; busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
+    chosen: these layers; widest: number, in inches
+    busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
     """
 
-    every: int = 0
-    places: Mapping[int, int] = {}
-    widest: float = 0.0
-    busy: bool = False
+    every: int
+    chosen: Sequence[int]
+    widest: float
+    busy: bool
 
 
 def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label] = ()) -> list[Label]:
@@ -297,43 +294,51 @@ def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label
 
     size: of the text, in points
     """
-    of_layers = [bar for bar in bars if bar.number is not None]
-    rules = [_rule([bar for bar in of_layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
-    ends, starts = [0.0, *(bar.end for bar in bars)], [*(bar.start for bar in bars[1:]), panel.seconds]
+    layers = [bar for bar in bars if bar.number is not None]
+    rules = [_rule([bar for bar in layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
+    ends = [0.0, *(bar.end for bar in bars)]
+    starts = [*(bar.start for bar in bars[1:]), panel.seconds]
     found: list[Label] = []
-
-    def is_clear(label: Label) -> bool:
-        near = any(abs(label.middle - o.middle) < label.half + o.half + CLEAR for o in (*among, *found[-1:]))
-        return not near and label.half <= label.middle <= panel.across - label.half
-
     for bar, before, after in zip(bars, ends, starts, strict=False):
-        # the number of a microbatch may nearly fill its box: calls are as wide as that
-        margin = 0.02 if bar.number is None and bar.text.isdigit() else CLEAR
-        room, middle = panel.inches(bar.end - bar.start) - margin, panel.inches(bar.start + bar.end) / 2
-        every, places, widest, busy = rules[bar.dark]
+        rule = rules[bar.dark]
+        room = panel.inches(bar.end - bar.start) - CLEAR
+        middle = panel.inches(bar.start + bar.end) / 2
+        texts = [bar.text]
         if bar.number is None:
-            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= room]
-        else:
+            # the number of a microbatch may nearly fill its box: calls are as wide as that
+            most = room + CLEAR - 0.02 if bar.text.isdigit() else room
+            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= most]
+        elif rule.every and bar.number not in rule.chosen:
+            continue
+        elif not rule.every:
             around = 2 * min(middle - panel.inches(before), panel.inches(after) - middle) - CLEAR
-            fits = places[bar.number] % every == 0 if every else widest <= max(room, around)
-            texts = [bar.text] * fits
-        some = (Label(bar, text, middle, wide(text, size) / 2) for text in texts)
-        if label := next(filter(is_clear, some), None):
-            crosses = bar.number is not None and (every > 1 or 2 * label.half > room)
-            found.append(label._replace(ground=bar.kind == "again" or (busy and crosses)))
+            if rule.widest > max(room, around):
+                continue
+        for text in texts:
+            label = Label(bar, text, middle, wide(text, size) / 2)
+            if _is_clear(label, [*among, *found[-1:]], panel.across):
+                crosses = bar.number is not None and (rule.every > 1 or 2 * label.half > room)
+                found.append(label._replace(ground=bar.kind == "again" or (rule.busy and crosses)))
+                break
     return found
+
+
+def _is_clear(label: Label, others: Sequence[Label], across: float) -> bool:
+    near = any(abs(label.middle - other.middle) < label.half + other.half + CLEAR for other in others)
+    return not near and label.half <= label.middle <= across - label.half
 
 
 def _rule(bars: Sequence[Bar], size: float, inches: Callable[[float], float]) -> _Rule:
     if not bars:
-        return _Rule()
-    places = {number: k for k, number in enumerate(sorted({bar.number for bar in bars if bar.number is not None}))}
+        return _Rule(0, (), 0.0, False)
     widest = max(wide(bar.text, size) for bar in bars)
     lengths = sorted(inches(bar.end - bar.start) for bar in bars)
     pitches = sorted(inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
+    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
+    every = next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    if widest + CLEAR <= lengths[len(lengths) // 2]:
+        every = 0
+    numbers = sorted({bar.number for bar in bars if bar.number is not None})
     gaps = sum(lengths) < 0.9 * inches(bars[-1].end - bars[0].start)
     busy = gaps or any(bar.kind == "again" for bar in bars)
-    fits = widest + CLEAR <= lengths[len(lengths) // 2]
-    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
-    every = 0 if fits else next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
-    return _Rule(every, places, widest, busy)
+    return _Rule(every, numbers[:: every or 1], widest, busy)

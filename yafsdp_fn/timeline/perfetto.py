@@ -4,14 +4,18 @@ one process per timeline, or per stage of a pipeline, one track per stream, one 
 collectives in its block; an arrow from the op whose end let another begin on another stream. Times are microseconds.
 """
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
-from yafsdp_fn.timeline.spans import Span, Spans, kind
+from yafsdp_fn.timeline.spans import Inside, Span, Spans, kind
 
+Event = dict[str, Any]
+Tracks = Mapping[tuple[int, str], Event]
+"""Stage and stream -> its process and its track."""
 STEP = 0.125  # of times, in microseconds
 
 
@@ -22,15 +26,18 @@ def save(timelines: Sequence[Spans], path: str | Path) -> None:
 
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     """The document that is written: an object with a list of trace events."""
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     seconds: dict[str, list[str]] = {}  # of all with a title, which several can have
-    first = 0
+    process = 0
     for timeline in timelines:
         of = f"{timeline.title}, " * (timeline.stage_count > 1 < len(timelines))
-        for process, each in enumerate(timeline.parts, first):
-            _add(events, each._replace(title=of + each.title), process)
-        _add_across(events, timeline, first)
-        first += timeline.stage_count
+        tracks: dict[tuple[int, str], Event] = {}
+        for stage, part in enumerate(timeline.parts):
+            tracks |= {(stage, name): {"pid": process, "tid": track} for track, name in enumerate(part.streams)}
+            events.append({"ph": "M", "pid": process, "tid": 0, **_about("process_name", name=of + part.title)})
+            events += _slices(part, stage, tracks)
+            process += 1
+        events += _arrows(timeline, tracks, len(events))
         seconds.setdefault(timeline.title, []).append(f"{timeline.seconds} s")
     return {
         "displayTimeUnit": "ms",
@@ -39,47 +46,32 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     }
 
 
-def _add_across(events: list[dict[str, Any]], timeline: Spans, first: int) -> None:
-    """Adds arrows from each span to those that it lets begin on other stages. first: process of its first stage"""
-    at = {span.number: span for span in timeline.spans}
-    for span in timeline.spans:
-        cause = None if span.cause is None else at[span.cause]
-        if cause is not None and cause.stage != span.stage:
-            ends = [(first + of.stage, timeline.parts[of.stage].streams.index(of.stream), of) for of in (cause, span)]
-            events += _arrow(len(events), *ends)
-
-
-def _add(events: list[dict[str, Any]], timeline: Spans, process: int) -> None:
-    at = {span.number: span for span in timeline.spans}
-    tracks = {stream: number for number, stream in enumerate(timeline.streams)}
-    events.append(_about("process_name", process, 0, name=timeline.title))
-    for stream, track in tracks.items():
-        events.append(_about("thread_name", process, track, name=stream))
-        events.append(_about("thread_sort_index", process, track, sort_index=track))
-    for span in timeline.spans:
-        cause = None if span.cause is None else at[span.cause]
-        start = _microseconds(span.start)
-        times = {"ts": start, "dur": _microseconds(span.end) - start}
-        shown = {"name": timeline.describe(span), "cat": kind(span), "args": _arguments(timeline, span, cause)}
-        events.append({"ph": "X", "pid": process, "tid": tracks[span.stream], **times, **shown})
+def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:
+    """Yields what a stage does: its tracks, and a slice for each op, and for each collective in its block."""
+    for number, stream in enumerate(part.streams):
+        yield {"ph": "M", **tracks[stage, stream], **_about("thread_name", name=stream)}
+        yield {"ph": "M", **tracks[stage, stream], **_about("thread_sort_index", sort_index=number)}
+    for span in part.spans:
+        track = tracks[stage, span.stream]
+        about = {"name": part.describe(span), "cat": kind(span), "args": _arguments(part, span)}
+        yield {"ph": "X", **track, **_times(span), **about}
         for each in span.inside:
-            begin = _microseconds(each.start)
-            times = {"ts": begin, "dur": _microseconds(each.end) - begin}
-            shown = {"name": each.name or "collectives of a block", "cat": "inside"}
-            events.append({"ph": "X", "pid": process, "tid": tracks[span.stream], **times, **shown})
-        if cause is not None and cause.stream != span.stream:
-            events += _arrow(len(events), (process, tracks[cause.stream], cause), (process, tracks[span.stream], span))
+            yield {"ph": "X", **track, **_times(each), "name": each.name or "collectives of a block", "cat": "inside"}
 
 
-def _arrow(number: int, source: tuple[int, int, Span], target: tuple[int, int, Span]) -> list[dict[str, Any]]:
-    """An arrow from `(process, track, span)` to another, that it lets begin. number: of its own, in the document"""
-    process, track, span = source
-    # an arrow leaves from a slice, whose end is no longer in it
-    leaves = max(_microseconds(span.start), _microseconds(span.end) - STEP)
+def _arrows(timeline: Spans, tracks: Tracks, first: int) -> Iterator[Event]:
+    """Yields arrows from ops to those on other streams, or stages, that they let begin. first: the id of the first"""
     # ids are numbers, and of one document: Perfetto reads text as hexadecimal, and looks at no process
-    about = {"name": "lets begin", "cat": "cause", "id": number}
-    lands = {"ph": "f", "bp": "e", "pid": target[0], "tid": target[1], "ts": _microseconds(target[2].start)}
-    return [{"ph": "s", "pid": process, "tid": track, "ts": leaves, **about}, {**lands, **about}]
+    ids = itertools.count(first)
+    for span in timeline.spans:
+        cause = timeline.by_number.get(span.cause)
+        if cause is None or (cause.stage, cause.stream) == (span.stage, span.stream):
+            continue
+        # an arrow leaves from a slice, whose end is no longer in it
+        leaves = max(_microseconds(cause.start), _microseconds(cause.end) - STEP)
+        about = {"name": "lets begin", "cat": "cause", "id": next(ids)}
+        yield {"ph": "s", **tracks[cause.stage, cause.stream], "ts": leaves, **about}
+        yield {"ph": "f", "bp": "e", **tracks[span.stage, span.stream], "ts": _microseconds(span.start), **about}
 
 
 def _microseconds(seconds: float) -> float:
@@ -91,27 +83,32 @@ def _microseconds(seconds: float) -> float:
     return round(1e6 * seconds / STEP) * STEP
 
 
-def _about(what: str, process: int, track: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": track, "name": what, "args": args}
+def _times(what: Span | Inside) -> Event:
+    start = _microseconds(what.start)
+    return {"ts": start, "dur": _microseconds(what.end) - start}
 
 
-def _arguments(timeline: Spans, span: Span, cause: Span | None) -> dict[str, Any]:
+def _about(what: str, **args: Any) -> Event:
+    return {"name": what, "args": args}
+
+
+def _arguments(timeline: Spans, span: Span) -> Event:
     """A slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of what is
     copied to the host or from it, or sent to another stage."""
-    op, trace = span.op, timeline.trace
-    parcels = trace.parcels_of(op) if isinstance(op, Send | Receive) else ()
-    units = [] if parcels else [trace.units[unit] for unit in trace.units_of(op)]
-    found: dict[str, Any] = {"op": span.number, "units": [unit.name for unit in units]}
+    op = span.op
+    trace = timeline.trace
+    cause = timeline.by_number.get(span.cause)
+    units = [] if isinstance(op, Send | Receive) else [trace.units[unit] for unit in trace.units_of(op)]
+    found: Event = {"op": span.number, "units": [unit.name for unit in units]}
     found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}
     if isinstance(op, Offload | Fetch):
-        found["carry_slot"], found["bytes"] = op.carry_slot, trace.visits[op.visit].cost.carry_slot_bytes
-    for parcel, slot in parcels:
-        assert trace.split is not None
-        flow = trace.split.flows[parcel.flow]
-        found["carry_slot"], found["bytes"] = slot, flow.grad_bytes if parcel.back else flow.nbytes
-    if isinstance(op, Gather | Stash):
+        found |= {"carry_slot": op.carry_slot, "bytes": trace.visits[op.visit].cost.carry_slot_bytes}
+    elif isinstance(op, Send | Receive) and trace.split is not None:
+        flow = trace.split.flows[op.flow]
+        found |= {"carry_slot": op.carry_slot, "bytes": flow.grad_bytes if op.back else flow.nbytes}
+    elif isinstance(op, Gather | Stash):
         found["bytes"] = sum(unit.gather_bytes for unit in units)
-    if isinstance(op, Reduce | AllReduce):
+    elif isinstance(op, Reduce | AllReduce):
         found["bytes"] = sum(unit.reduce_bytes for unit in units)
     if span.microbatch is not None:
         found["microbatch"] = span.microbatch

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,39 +26,41 @@ from yafsdp_fn.timeline.spans import Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
 
+@dataclass(slots=True, eq=False)
 class Run:
-    """One op of a step under way. number: its place in the program; it has no times if there was nothing to do."""
+    """One op of a step under way. number: its place in the program; it has no times if there was nothing to do.
 
-    __slots__ = ("_mark", "_range", "event", "inside", "number", "op", "start", "stop", "stream", "waits")
+    mark: reads the clock; inside: name, beginning and end of the collectives of its block
+    """
 
-    def __init__(self, number: int, op: Op, mark: Callable[[], Any]) -> None:
-        self.number, self.op, self._mark = number, op, mark
-        self.stream = "compute"
-        self.event: Event | None = None
-        self.waits: Sequence[Event] = ()
-        self.start: Any = None
-        self.stop: Any = None
-        self._range: Any = None
-        self.inside: list[tuple[str, Any, Any]] = []
+    number: int
+    op: Op
+    mark: Callable[[], Any]
+    stream: str = "compute"
+    event: Event | None = None
+    waits: Sequence[Event] = ()
+    start: Any = None
+    stop: Any = None
+    inside: list[tuple[str, Any, Any]] = field(default_factory=list)
+    profiled: Any = None
 
     def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
         """Notes where it runs, what it completes and what it waits for."""
         self.stream, self.event, self.waits = stream, event, waits
 
     def begin(self) -> None:
-        self._range = torch.profiler.record_function(f"op {self.number} on {self.stream}")
-        self._range.__enter__()
-        self.start = self._mark()
+        self.profiled = torch.profiler.record_function(f"op {self.number} on {self.stream}")
+        self.profiled.__enter__()
+        self.start = self.mark()
 
     def end(self) -> None:
-        self.stop = self._mark()
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
+        self.stop = self.mark()
+        self.profiled.__exit__(None, None, None)
 
     def collective(self, name: str) -> Callable[[], None]:
         """Begins a collective of the op's block; the result ends it."""
-        start = self._mark()
-        return lambda: self.inside.append((name, start, self._mark()))
+        start = self.mark()
+        return lambda: self.inside.append((name, start, self.mark()))
 
     def timed(self, work: Work) -> Work:
         """`work` between `begin` and `end`."""
@@ -77,7 +80,10 @@ class Recorder:
     """
 
     def __init__(self, recordings: "Sequence[Recording]", cuda: bool) -> None:
-        self._recordings, self._cuda, self._numbers, self._title = recordings, cuda, itertools.count(), ""
+        self._recordings = recordings
+        self._cuda = cuda
+        self._numbers = itertools.count()
+        self._title = ""
         self._mark: Callable[[], Any] = _cuda_mark if cuda else time.perf_counter
         self._origin: Any = self._mark()
         self._runs: list[Run] = []
@@ -107,18 +113,17 @@ class Recorder:
         if self._cuda:
             self._origin.synchronize()  # elapsed_time needs both ends done, and a gather may be done before compute
         runs = [run for run in self._runs if run.stop is not None]
-        starts = [self._seconds(run.start) for run in runs]
-        ends = [self._seconds(run.stop) for run in runs]
-        early = min([0.0, *starts])  # on CUDA a gather may begin before the compute stream reaches the step
-        causes = _causes(runs, ends, host_computes=not self._cuda)
-        spans = tuple(
-            Span(run.number, run.op, run.stream, start - early, end - early, cause, inside=self._inside(run, early))
-            for run, start, end, cause in zip(runs, starts, ends, causes, strict=True)
-        )
-        return Timeline(self._trace, spans, max(ends, default=0.0) - early, self._title)
+        # on CUDA a gather may begin before the compute stream reaches the step
+        early = min([0.0, *(self._seconds(run.start) for run in runs)])
 
-    def _inside(self, run: Run, early: float) -> tuple[Inside, ...]:
-        return tuple(Inside(self._seconds(a) - early, self._seconds(b) - early, name) for name, a, b in run.inside)
+        def at(mark: Any) -> float:
+            return self._seconds(mark) - early
+
+        spans = []
+        for run, cause in zip(runs, _causes(runs, [at(run.stop) for run in runs], not self._cuda), strict=True):
+            inside = tuple(Inside(at(start), at(stop), name) for name, start, stop in run.inside)
+            spans.append(Span(run.number, run.op, run.stream, at(run.start), at(run.stop), cause, inside=inside))
+        return Timeline(self._trace, tuple(spans), max((span.end for span in spans), default=0.0), self._title)
 
     def _seconds(self, mark: Any) -> float:
         if not self._cuda:

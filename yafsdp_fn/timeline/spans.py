@@ -139,6 +139,11 @@ class Spans(_Fields):
         trace = part_of_ops(self.trace, stage, [span.op for span in own])
         return type(self)(trace, tuple(spans), self.seconds, f"stage {stage}", self.overhead)
 
+    @cached_property
+    def by_number(self) -> dict[int | None, Span]:
+        """The spans by their numbers, for causes, which may be None."""
+        return {span.number: span for span in self.spans}
+
     @property
     def measured(self) -> bool:
         """Tells whether it was recorded, as its title says."""
@@ -164,7 +169,7 @@ class Spans(_Fields):
         """Seconds in which at least one of `streams` runs something."""
         of_one_stage("busy", self)
         total = end = 0.0
-        for span in sorted((s for s in self.spans if s.stream in streams), key=lambda s: s.start):
+        for span in sorted((span for span in self.spans if span.stream in streams), key=attrgetter("start")):
             total += max(0.0, span.end - max(span.start, end))
             end = max(end, span.end)
         return total
@@ -186,13 +191,12 @@ class Spans(_Fields):
 
     def idle(self, stream: str = "compute") -> tuple[Idle, ...]:
         """Gaps of `stream`, with what ended each, and why it was idle."""
-        at = {span.number: span for span in self.spans}
         gaps, now = [], 0.0
         for span in self.on(stream):
             if span.start > now:
-                cause = None if span.cause is None else at[span.cause]
-                other = cause is not None and cause.stream != stream
-                gaps.append(Idle(stream, now, span.start, span.cause, kind(cause) if cause and other else "host"))
+                cause = self.by_number.get(span.cause)
+                why = "host" if cause is None or cause.stream == stream else kind(cause)
+                gaps.append(Idle(stream, now, span.start, span.cause, why))
             now = max(now, span.end)
         if self.seconds > now:
             unexplained = self.seconds - now <= self.overhead * (1 + 1e-9)
@@ -209,7 +213,7 @@ class Spans(_Fields):
     def bubbles(self, stage: int | None = None) -> Counter[str]:
         """Seconds that compute was idle, by reason as `idle_of` has it, on a stage or on all together."""
         stages = range(self.stage_count) if stage is None else (stage,)
-        return sums((gap.why, gap.end - gap.start) for number in stages for gap in self.idle_of(number))
+        return by_reason(gap for number in stages for gap in self.idle_of(number))
 
     def idle_of(self, stage: int) -> list[Idle]:
         """The gaps in which compute was idle on `stage`, and why.
@@ -217,27 +221,25 @@ class Spans(_Fields):
         fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
         stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
         """
-        own = self.parts[stage]
+        own, end = self.parts[stage], self.seconds - self.overhead
         computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
-        first = computes[0].start if computes else self.seconds
-        last, end = computes[-1].end if computes else 0.0, self.seconds - self.overhead
+        first, last = (computes[0].start, computes[-1].end) if computes else (self.seconds, 0.0)
         found = []
         for gap in own.idle():
             if gap.end <= first and gap.why == "receive":
                 gap = gap._replace(why="fill")
             elif gap.start >= last and not gap.waited:
-                gap = gap._replace(why="drain", end=min(gap.end, max(end, gap.start)))
-            found += [gap] if gap.end > gap.start else []
-        if self.overhead:
-            found.append(Idle("compute", end, self.seconds, None, "overhead"))
-        return found
+                gap = gap._replace(why="drain", end=min(gap.end, end))
+            found.append(gap)
+        found.append(Idle("compute", end, self.seconds, None, "overhead"))
+        return [gap for gap in found if gap.end > gap.start]
 
     def critical_path(self) -> tuple[Span, ...]:
         """The chain of spans that made the step as long as it was: each began when the one before it ended."""
-        at = {span.number: span for span in self.spans}
-        path = [max(self.spans, key=lambda span: span.end)] if self.spans else []
-        while path and path[-1].cause is not None:
-            path.append(at[path[-1].cause])
+        path, last = [], max(self.spans, key=attrgetter("end"), default=None)
+        while last is not None:
+            path.append(last)
+            last = self.by_number.get(last.cause)
         return tuple(reversed(path))
 
 
@@ -247,6 +249,11 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     for name, seconds in parts:
         found[name] += seconds  # type: ignore[assignment]
     return found
+
+
+def by_reason(gaps: Iterable[Idle]) -> Counter[str]:
+    """Seconds of gaps by what they waited for."""
+    return sums((gap.why, gap.end - gap.start) for gap in gaps)
 
 
 def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
@@ -321,7 +328,7 @@ def grad_slots(timeline: Spans) -> list[Held]:
     done: list[Held] = []
     for span in timeline.spans:
         op = span.op
-        if isinstance(op, Backward):
+        if isinstance(op, Backward) and op.grad_slots:  # the half for inputs has none
             trained = timeline.trace.visits[op.visit].trained
             for unit, slot in zip(trained, op.grad_slots, strict=True):
                 now.setdefault(slot, Held(slot, unit, span.start, span.end, timeline.seconds))

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from yafsdp_fn.program.trace import shortened
-from yafsdp_fn.timeline.spans import Crossing, Span, Spans, kind, sums
+from yafsdp_fn.timeline.spans import Crossing, Span, Spans, by_reason, kind, sums
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -25,7 +25,7 @@ def shown(seconds: float, digits: int = 3) -> str:
 
 def reasons(timeline: Spans) -> Counter[str]:
     """Seconds that compute was idle, by reason."""
-    return sums((gap.why, gap.end - gap.start) for gap in timeline.idle())
+    return by_reason(timeline.idle())
 
 
 WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
@@ -36,6 +36,11 @@ ENDS = {"end": "after the last op", "overhead": "overhead", "fill": "filling", "
 def because(why: str) -> str:
     """A reason in a sentence."""
     return ENDS.get(why) or f"waiting for {WORDS.get(why, why)}"
+
+
+def longest(waits: Counter[str], most: int = 3) -> str:
+    """The longest of what was waited for, in words."""
+    return ", ".join(f"{shown(seconds)} {because(why)}" for why, seconds in waits.most_common(most))
 
 
 def render(timeline: Spans) -> str:
@@ -51,9 +56,8 @@ def render(timeline: Spans) -> str:
     if timeline.inside:
         within = sum(each.end - each.start for each in timeline.inside)
         lines.append(f"  {'of compute':<14}{shown(within):>9}  {within / total:4.0%} in the collectives of blocks")
-    idle = reasons(timeline)
-    why = ", ".join(f"{shown(seconds)} {because(name)}" for name, seconds in idle.most_common(3))
-    lines.append(f"  {'compute idle':<14}{shown(sum(idle.values())):>9}" + (f"  {why}" if why else ""))
+    waits = reasons(timeline)
+    lines.append(f"  {'compute idle':<14}{shown(sum(waits.values())):>9}  {longest(waits)}".rstrip())
     path = timeline.critical_path()
     along = sums((kind(span), span.seconds) for span in path)
     running = sum(along.values())
@@ -77,10 +81,10 @@ def _of_stages(timeline: Spans) -> str:
     return "\n".join([head, *shortened(rows), *shortened([*map(_crossing, timeline.crossings)])])
 
 
-def idle(timeline: Spans, stage: int | None = None, most: int = 3) -> str:
-    """Says why compute was idle: the longest `most` reasons."""
-    found = Counter({why: seconds for why, seconds in timeline.bubbles(stage).items() if seconds > 1e-9})
-    return ", ".join(f"{shown(seconds)} {because(why)}" for why, seconds in found.most_common(most)) or "never"
+def idle(timeline: Spans, stage: int | None = None) -> str:
+    """Says why compute was idle, on a stage or on all together."""
+    waits = Counter({why: seconds for why, seconds in timeline.bubbles(stage).items() if seconds > 1e-9})
+    return longest(waits) or "never"
 
 
 def _crossing(crossing: Crossing) -> str:

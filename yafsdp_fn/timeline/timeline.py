@@ -1,55 +1,84 @@
 """Timelines: the spans of a step's ops, with what shows and keeps them."""
 
-import io
 import json
-import reprlib
-import sys
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
 from yafsdp_fn.program.json import as_data, checked
-from yafsdp_fn.program.ops import OPS
+from yafsdp_fn.program.ops import OPS, Op, name_of
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.proof.form import check_form
+from yafsdp_fn.proof.errors import Refused
+from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline import paint, perfetto, text
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
-from yafsdp_fn.util.schema import typed_at
+from yafsdp_fn.util.schema import Within, typed_at
 
-# ---- What a timeline in JSON consists of: it was measured on one machine, kept, and is shown on another.
+# ---- What a timeline in JSON consists of, beside its program: it was measured on one machine, kept, and is shown on
+# another.
 
-KEYS = {"title", "seconds", "overhead", "program", "spans"}
-
-
-def _span(where: str, op: Any, item: Any, known: set[int], most: float) -> Span:
-    if not isinstance(item, list) or len(item) not in (5, 6):
-        raise ValueError(f"{where}: expected [number, stream, start, end, cause], got {reprlib.repr(item)}")
-    number, stream, start, end, cause, *rest = item
-    if type(number) is not int or number in known:
-        raise ValueError(f"{where}: expected an op's number that is not there yet, got {reprlib.repr(number)}")
-    if stream != op.stream:
-        raise ValueError(f"{where}: {type(op).__name__.lower()} runs on {op.stream}, got {reprlib.repr(stream)}")
-    if cause is not None and (type(cause) is not int or cause not in known):
-        raise ValueError(f"{where}: its cause is no earlier op: {reprlib.repr(cause)}")
-    if not _time(start, f"{where}, start") <= _time(end, f"{where}, end") <= most:
-        raise ValueError(f"{where}: it lasts from {start} to {end} s, in a step of {most} s")
-    inside = tuple(_inside(f"{where}, inside", each, start, end) for each in (rest[0] if rest else ()))
-    return Span(number, op, stream, float(start), float(end), cause, inside=inside)
+Seconds = Annotated[float, Within(0, 1e300)]
 
 
-def _inside(where: str, item: Any, start: float, end: float) -> Inside:
-    if not isinstance(item, list) or len(item) != 3:
-        raise ValueError(f"{where}: expected [start, end, name], got {reprlib.repr(item)}")
-    if not start <= _time(item[0], where) <= _time(item[1], where) <= end:
-        raise ValueError(f"{where}: it lasts from {item[0]} to {item[1]} s, in an op from {start} to {end} s")
-    return Inside(float(item[0]), float(item[1]), typed_at(f"{where}, name", str, item[2]))
+class Part(NamedTuple):
+    """A collective in a block, as `Inside`."""
+
+    start: Seconds
+    end: Seconds
+    name: str
 
 
-def _time(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise ValueError(f"{where}: expected seconds, got {reprlib.repr(value)}")
-    return float(value)
+class Ran(NamedTuple):
+    """An op, as `Span`, whose op is in the program."""
+
+    number: int
+    stream: str
+    start: Seconds
+    end: Seconds
+    cause: int | None
+    inside: tuple[Part, ...] = ()
+
+
+class Kept(NamedTuple):
+    title: str
+    seconds: Seconds
+    overhead: Seconds
+    spans: tuple[Ran, ...]
+
+
+def _spans(kept: Kept, ops: Sequence[Op]) -> Iterator[Span]:
+    if len(kept.spans) != len(ops):
+        raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
+    known: set[int] = set()
+    for at, (op, ran) in enumerate(zip(ops, kept.spans, strict=True)):
+        if ran.number in known:
+            raise ValueError(f"spans[{at}]: expected an op's number that is not there yet, got {ran.number}")
+        if ran.stream != op.stream:
+            raise ValueError(f"spans[{at}]: {name_of(op)} runs on {op.stream}, got {ran.stream!r:.40}")
+        if ran.cause is not None and ran.cause not in known:
+            raise ValueError(f"spans[{at}]: its cause is no earlier op: {ran.cause}")
+        _check_within(f"spans[{at}]", ran, 0.0, kept.seconds)
+        for part in ran.inside:
+            _check_within(f"spans[{at}], inside", part, ran.start, ran.end)
+        known.add(ran.number)
+        inside = tuple(Inside(*part) for part in ran.inside)
+        yield Span(ran.number, op, ran.stream, ran.start, ran.end, ran.cause, inside=inside)
+
+
+def _check_within(place: str, what: Ran | Part, start: float, end: float) -> None:
+    if not start <= what.start <= what.end <= end:
+        raise ValueError(f"{place}: it lasts from {what.start} to {what.end} s, in what lasts from {start} to {end} s")
+
+
+def _check_form(program: Program) -> None:
+    """Raises ValueError where ops name what is not there. What ran is no whole program, and may break other rules."""
+    try:
+        verify(program)
+    except Refused as refused:
+        if refused.rule == "form":
+            raise
 
 
 # ---- A timeline: the spans of a step's ops, with what shows them.
@@ -75,9 +104,7 @@ class Timeline(Spans):
         """Shown by a notebook: its picture, None without matplotlib."""
         if not self.spans or find_spec("matplotlib") is None:
             return None
-        drawn = io.BytesIO()
-        paint.save([self], drawn)
-        return drawn.getvalue().decode()
+        return paint.picture([self]).decode()
 
     def save(self, path: str | Path, *, beside: "Timeline | None" = None) -> None:
         """Draws it to a .png, .svg or .pdf, and `beside`, a measured one say, below it on the same time axis. Stages
@@ -116,21 +143,14 @@ class Timeline(Spans):
         """The timeline that `to_json` wrote. Raises ValueError where `text` is not one, with what is wrong."""
         try:
             data = strict_json.loads(text)
-            if not isinstance(data, dict) or data.keys() != KEYS:
-                raise ValueError(f"expected an object of {', '.join(sorted(KEYS))}")
-            trace, stages = checked(data["program"])
-            ops = Program(trace, *stages).ops
-            check_form(Program(trace, ops))
-            title = typed_at("title", str, data["title"])
-            seconds, overhead = (_time(data[name], name) for name in ("seconds", "overhead"))
-            if not isinstance(data["spans"], list) or len(data["spans"]) != len(ops):
-                raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
-            spans: list[Span] = []
-            known: set[int] = set()
-            for at, (op, item) in enumerate(zip(ops, data["spans"], strict=True)):
-                spans.append(_span(f"spans[{at}]", op, item, known, seconds))
-                known.add(spans[-1].number)
-            found = Timeline(trace, tuple(spans), seconds, title, overhead)
+            if not isinstance(data, dict) or "program" not in data:
+                raise ValueError(f"expected an object of program, {', '.join(Kept._fields)}")
+            trace, stages = checked(data.pop("program"))
+            kept: Kept = typed_at("timeline", Kept, data)
+            program = Program(trace, *stages)
+            _check_form(program)
+            spans = tuple(_spans(kept, program.ops))
+            found = Timeline(trace, spans, kept.seconds, kept.title, kept.overhead)
             of_one_stage("from_json", found)
             return found
         except (TypeError, ValueError) as error:
