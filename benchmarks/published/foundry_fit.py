@@ -70,7 +70,7 @@ def show_fit(as_json: bool) -> None:
 
 
 def _spreads(errors: dict[str, Vector]) -> dict[str, dict[str, float]]:
-    """Of each kind of GPU, and of all."""
+    """The spread of each kind of GPU, and of all."""
     return {kind: spread(each) for kind, each in errors.items()} | {"all": spread(np.concatenate([*errors.values()]))}
 
 

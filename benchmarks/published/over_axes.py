@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     @property
     def predicted(self) -> float:
-        """What a GPU does as the step is simulated."""
+        """The rate of a GPU as the step is simulated, in the same unit."""
         return rate(self.run, self.unit, seconds(self.run, cluster_of(self.run)))
 
 

@@ -31,6 +31,7 @@ RAN = {
     "framework": ("fsdp1", "fsdp2", "zero1", "zero2", "ddp"),
     "recompute": (UNSTATED, "none", "attention", "half", "every 2nd", "all"),
     "kernels": ("pieces", "eager", "fused"),
+    "optimizer": ("", "foreach"),
     "trained": ("all", "adapters"),
     "reentrant": ("", "yes"),
     "fused_loss": ("", "yes"),
@@ -70,9 +71,11 @@ class Run(NamedTuple):
     tensor, context: ranks inside layers; uneven: each rank of `context` has one part of the sequences, and the last one
     meets all keys
     recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; checkpointed: by
-    torch's checkpoint that is not reentrant; kernels: of what is no product, as `ya.planner.plan` takes them; trained:
-    "all", or "adapters"; scores: attention is products whose scores are kept, as in Megatron of 2021 to 2023; logits:
-    the dtype in which they exist as a whole, "" where they never do; param, reduce: dtypes of master and reductions
+    torch's checkpoint that is not reentrant
+    kernels: of what is no product, as `ya.planner.plan` takes them; foreach: but AdamW has one for each operation, as
+    is torch's default; trained: "all", or "adapters"; scores: attention is products whose scores are kept, as in
+    Megatron of 2021 to 2023; logits: the dtype in which they exist as a whole, "" where they never do; param, reduce:
+    dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
     they are known; measured_bytes: memory, math.inf where it ran out; note: what is not modelled
     """
@@ -104,6 +107,7 @@ class Run(NamedTuple):
     uneven: bool = False
     checkpointed: bool = False
     kernels: str = "fused"
+    foreach: bool = False
     trained: str = "all"
     scores: bool = False
     logits: str = ""
@@ -213,6 +217,7 @@ def _read(line: Line, at: str) -> Run:
         by_layers=True,
         recompute=ran["recompute"],
         kernels=ran["kernels"],
+        foreach=ran["optimizer"] == "foreach",
         trained=ran["trained"],
         scores=ran["scores"] == "yes",
         logits="" if ran["fused_loss"] else "float32",

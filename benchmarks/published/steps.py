@@ -27,7 +27,7 @@ from models.parts.axes import Axes
 from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
-from yafsdp_fn.planner.costs import by_ops
+from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
@@ -289,8 +289,20 @@ def _with_adapters(cost: Cost, config: Any, tokens: int) -> Cost:
 
 
 def seconds(run: Run, cluster: Cluster) -> float:
-    """Seconds of a step, simulated. Microbatches beyond two, or beyond thrice the stages (twice, where there are axes
-    inside layers), take as long as those before."""
+    """Seconds of a step, and of what AdamW takes longer than in one kernel."""
+    return _program_s(run, cluster) + _foreach_s(run, cluster) * run.foreach
+
+
+def _foreach_s(run: Run, cluster: Cluster) -> float:
+    """Seconds in which torch's foreach moves more than one kernel does: master and moments in fp32, or in bf16."""
+    width = 1.0 if run.param == "float32" else 0.5
+    elements: float = run.config.num_parameters * run.replicas / run.gpus
+    return elements * (UPDATE_BYTES["eager"] * width - UPDATE_BYTES["fused"]) / cluster.memory_bandwidth
+
+
+def _program_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of the program, simulated. Microbatches beyond two, or beyond thrice the stages (twice, where there are
+    axes inside layers), take as long as those before."""
     few, most = 1, 2
     if run.stages > 1:
         few, most = (1, 2) if run.inside else (2, 3)
