@@ -38,6 +38,7 @@ from benchmarks.options import MALLOC_TUNED, Device
 from benchmarks.report import write
 from train.machine import ROOT
 from train.shapes import Shape
+from yafsdp_fn.util import local_ranks
 
 T = TypeVar("T")
 BATCHES = 8
@@ -142,9 +143,9 @@ class Process:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
-    def tail(self, lines: int = 30) -> list[str]:
+    def tail(self, lines: int = 30) -> str:
         """The last lines that it printed."""
-        return self.log.read_text(errors="replace").splitlines()[-lines:] or ["(nothing)"]
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) or "(nothing)"
 
 
 class Turns:
@@ -259,35 +260,34 @@ def run(work: str, contenders: Sequence[str], *, tuned: Collection[str] = (), **
 
 def environment(rank: int, ranks: int, threads: int, tuned: bool) -> dict[str, str]:
     """The environment that torchrun would set, and malloc's settings where asked for."""
-    env = dict(os.environ)
-    env.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), OMP_NUM_THREADS=str(threads))
-    for name in MALLOC_TUNED:
-        env.pop(name, None)  # "untuned" has to mean it, whatever the shell exports
-    if tuned:
-        env.update(MALLOC_TUNED)
-    return env
+    kept = {name: value for name, value in os.environ.items() if name not in MALLOC_TUNED}  # untuned has to mean it
+    told = local_ranks.environment(rank, ranks, port=0)  # they meet in a file
+    return {**kept, **told, "OMP_NUM_THREADS": str(threads), **(MALLOC_TUNED if tuned else {})}
+
+
+GRACE = 0.5
+"""Seconds in which others write down, too, why they end."""
 
 
 def wait(processes: list[Process], ranks: int, timeout: float, what: str) -> None:
     """Returns when every process ended well; raises as soon as one did not. Processes are set by set, rank by rank."""
     end = time.monotonic() + timeout
-    while True:
-        codes = [process.popen.poll() for process in processes]
-        for at, code in enumerate(codes):
-            if code:
-                time.sleep(0.5)  # the others write down why they end, too
-                lines = "\n".join(processes[at].tail())
-                raise RankFailed(f"rank {at % ranks} of the {what} ended with code {code}; its last lines:\n{lines}")
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > end:
-            left = [at for at, code in enumerate(codes) if code is None]
-            lines = "\n".join(processes[left[0]].tail())
+
+    def pause() -> None:
+        time.sleep(local_ranks.LOOK)
+        left = [at for at, process in enumerate(processes) if process.popen.poll() is None]
+        if left and time.monotonic() > end:
             raise RankFailed(
                 f"ranks {[at % ranks for at in left]} of the {what} did not end within {timeout:.0f} s (--timeout); "
-                f"rank {left[0] % ranks}'s last lines:\n{lines}"
+                f"rank {left[0] % ranks}'s last lines:\n{processes[left[0]].tail()}"
             )
-        time.sleep(0.05)
+
+    failed = local_ranks.wait([process.popen for process in processes], GRACE, pause)
+    for at, process in enumerate(processes):
+        if process.popen is failed:
+            code = failed.returncode
+            said = f"rank {at % ranks} of the {what} ended with code {code}; its last lines:\n{process.tail()}"
+            raise RankFailed(said)
 
 
 def on_rank(fields: dict[str, Any]) -> None:

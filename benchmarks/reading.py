@@ -3,7 +3,7 @@
     calls, changes     Python functions of the library that the main thread calls for a further layer of a steady step,
                        and how often the next call is in another file: steps of two depths, and the line through them
     files, lines       those that such a step enters, in any thread
-    circles            groups of files, and of folders, that import each other, annotations included
+    circles            files, and folders, of a circle of imports, annotations included
     library            lines of `yafsdp_fn` without `lab/`
     nodes              AST nodes without docstrings, by folder of the repository and of the library; --budgets: these
                        alone, each within its budget (`BUDGETS`). A budget rises in a commit of its own, that says
@@ -21,6 +21,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def measure(reading: Reading, console: Console) -> dict[str, Any]:
     folders: dict[str, set[str]] = {}
     for file, names in imports.items():
         folders.setdefault(folder(file), set()).update(map(folder, names))
-    circles = {"files": circular(imports), "folders": circular(folders)}
+    circles = {"files": circle(imports), "folders": circle(folders)}
     lengths: Counter[str] = Counter()
     for path in LIBRARY.rglob("*.py"):
         lengths[str(path.relative_to(ROOT).parent)] += lines(path)
@@ -224,22 +225,13 @@ def imported(library: Path) -> Iterator[tuple[str, set[str]]]:
         yield name, (found & set(modules)) - {name}
 
 
-def circular(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of more than one node that reach each other."""
-    reached = {node: _reached(edges, node) for node in edges}
-    groups: Iterable[frozenset[str]] = {
-        frozenset(other for other in reached[node] if node in reached.get(other, ())) for node in edges
-    }
-    return sorted(sorted(group) for group in groups if len(group) > 1)
-
-
-def _reached(edges: dict[str, set[str]], start: str) -> set[str]:
-    seen, left = set[str](), [start]
-    while left:
-        for other in edges.get(left.pop(), set()) - seen:
-            seen.add(other)
-            left.append(other)
-    return seen
+def circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """Nodes that reach each other: those of one circle, or none."""
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return sorted(set(error.args[1]))
+    return []
 
 
 def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
@@ -263,5 +255,5 @@ def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
     yield table("counted", rows)
     for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
         yield table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())})
-    for circle in (each for kind in found["importing each other"].values() for each in kind):
-        yield f"import each other: {', '.join(circle)}"
+    for names in filter(None, found["importing each other"].values()):
+        yield f"import each other: {', '.join(names)}"

@@ -1,19 +1,15 @@
-"""The settings of a run: frozen dataclasses, from the command line (tyro) and from `config.json` (resume, sample)."""
+"""The settings of a run: frozen dataclasses, from the command line (tyro) and from `config.json` (`config_json`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import runpy
-import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
-
-from yafsdp_fn.util import strict_json
 
 MANY = 2**31 - 1
 """The largest count that a setting takes."""
@@ -545,69 +541,3 @@ class Tuning(Settings):
     optim: TuningOptim = dataclasses.field(default_factory=TuningOptim)
     steps: int = 400
     """Steps of the whole run, also of a resumed one."""
-
-
-T = TypeVar("T")
-
-
-C = TypeVar("C", bound=Settings)
-
-
-def to_json(config: Settings) -> str:
-    return json.dumps({"command": config.COMMAND} | dataclasses.asdict(config), indent=2, default=str) + "\n"
-
-
-def from_json(path: Path, kind: type[C]) -> C:
-    """The config of an earlier run of `kind`. Settings that it does not have yet take their defaults."""
-    try:
-        values = strict_json.loads(path.read_text(encoding="utf-8"))
-        command = values.pop("command", kind.COMMAND) if isinstance(values, dict) else kind.COMMAND
-        require(command == kind.COMMAND, f"it is of `python -m train {command}`, not of `{kind.COMMAND}`")
-        return _build(kind, values, "")
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: not a folder that `python -m train clm` made?") from None
-    except (OSError, ValueError, OverflowError, RecursionError) as error:  # ConfigErrors of settings, too
-        raise ConfigError(f"{path} cannot be read as the config of a run: {error}") from None
-
-
-def _build(cls: type[T], values: Any, prefix: str) -> T:
-    """A (nested) dataclass from what JSON kept of it."""
-    require(isinstance(values, dict), f"expected an object of settings for {prefix or 'all'}, got {values!r:.60}")
-    kinds = typing.get_type_hints(cls)
-    for name in values:
-        require(name in kinds, f"there is no setting {prefix + name!r:.80}")
-    return cls(**{name: _value(kinds[name], value, prefix + name) for name, value in values.items()})
-
-
-def _value(kind: Any, value: Any, name: str) -> Any:
-    """Turns JSON's `value` into the `kind` that the setting `name` is declared with."""
-    if dataclasses.is_dataclass(kind):
-        return _build(typing.cast(type, kind), value, f"{name}.")
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_value(typing.get_args(kind)[0], each, name) for each in value)
-    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
-        return value
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if kind in (int, bool, str) and type(value) is kind:
-        return value
-    raise ConfigError(f"{name} is {value!r:.60}: expected {getattr(kind, '__name__', kind)}, as `--help` has it")
-
-
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """`{dotted field: value}` of a (nested) config."""
-    out: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        out |= (
-            flat(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else {prefix + field.name: value}
-        )
-    return out
-
-
-def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
-    """`{dotted field: (old value, new value)}` of two configs of one type."""
-    before, after = flat(old), flat(new)
-    return {name: (before[name], value) for name, value in after.items() if before[name] != value}

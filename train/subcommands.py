@@ -12,7 +12,7 @@ SUBCOMMANDS = {
     "sample": ("train.sample", "continue prompts, with a model of a run or of a Hugging Face directory"),
     "eval": ("train.evaluate", "perplexity of text, multiple choice, lm-eval's tasks, of such a model"),
     "export": ("train.export", "write a checkpoint as a Hugging Face directory"),
-    "launch": ("train.launch", "start one of these on several ranks of this machine"),
+    "launch": ("train.launch.command", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
     "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
 }

@@ -20,6 +20,7 @@ sides.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -183,15 +184,11 @@ def layers(wanted: int, needs: Callable[[int], int], budget: int | None) -> Fit:
     """
     if budget is None:
         return Fit(wanted, wanted)
-    if (all_of_them := needs(wanted)) <= budget:
-        return Fit(wanted, wanted, all_of_them, budget)
-    if (one := needs(1)) > budget:
-        raise DoesNotFit(f"one layer needs {one / 2**30:.1f} GiB, and there are {budget / 2**30:.1f} GiB")
-    fits, large = 1, wanted
-    while large - fits > 1:
-        middle = (fits + large) // 2
-        fits, large = (middle, large) if needs(middle) <= budget else (fits, middle)
-    return Fit(fits, wanted, needs(fits), budget)
+    of = functools.cache(needs)
+    fits = bisect.bisect_right(range(1, wanted + 1), budget, key=of)
+    if not fits:
+        raise DoesNotFit(f"one layer needs {of(1) / 2**30:.1f} GiB, and there are {budget / 2**30:.1f} GiB")
+    return Fit(fits, wanted, of(fits), budget)
 
 
 class Place(NamedTuple):

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 import yafsdp_fn as ya
-from benchmarks.published import errors, over_axes, predicted, runs
+from benchmarks.published import errors, foundry_fit, over_axes, runs
 from benchmarks.published.fit import (
     A100,
     PRECISION,
@@ -89,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = cli(Options, argv, prog="python -m benchmarks published")
         if options.rows is not None:
-            show_rows(options.rows, options.json)
+            errors.show(options.rows, options.json)
         elif options.fit:
-            predicted.show_fit(options.json)
+            foundry_fit.show_fit(options.json)
         elif options.axes:
             over_axes.show(options.json)
         elif options.sources:
@@ -101,22 +101,13 @@ def main(argv: Sequence[str]) -> int:
         elif options.variants:
             show_variants()
         elif options.register:
-            predicted.show_registered()
+            foundry_fit.show_registered()
         else:
             show()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def show_rows(file: Path, as_json: bool) -> None:
-    """Predicts the runs of a file, by its columns."""
-    try:
-        of_frameworks = runs.is_table(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--rows: {error}") from None
-    (errors.show if of_frameworks else predicted.show_rows)(file, as_json)
 
 
 def show() -> None:

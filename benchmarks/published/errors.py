@@ -7,16 +7,16 @@ show(file, ...)      what `python -m benchmarks published --rows FILE` and `--so
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.published.runs import Refused, Run, table
-from benchmarks.published.steps import CARD, Predicted, cluster_of, predict, seconds
+from benchmarks.published import foundry, runs
+from benchmarks.published.runs import Line, Refused, Run, lines_of, table
+from benchmarks.published.steps import Predicted, cluster_of, predict, seconds
 from train.config import ConfigError
 from yafsdp_fn.planner import Cluster
 from yafsdp_fn.util.words import counted
@@ -88,17 +88,18 @@ def fitting(found: list[Predicted]) -> tuple[int, int]:
     """(Runs of which it is said rightly whether they fit, all whose memory is known)."""
     known = [one for one in found if one.run.measured_bytes is not None]
     right = [
-        (one.peak_bytes * MARGIN <= CARD[one.run.gpu] * 2**30) == (one.run.measured_bytes != float("inf"))
+        (one.peak_bytes * MARGIN <= cluster_of(one.run).memory_bytes) == (one.run.measured_bytes != float("inf"))
         for one in known
     ]
     return sum(right), len(right)
 
 
 def spread(errors: Iterable[float]) -> dict[str, float]:
-    """Number, median and 90th percentile of absolute errors, and the median of errors with their sign."""
+    """Number, median, 90th percentile and largest of absolute errors, and the median of errors with their sign."""
     found = np.array([*errors])
     sizes = np.abs(found)
-    numbers = {"median": np.median(sizes), "p90": np.percentile(sizes, 90), "bias": np.median(found)}
+    numbers = {"median": np.median(sizes), "p90": np.percentile(sizes, 90), "largest": sizes.max()}
+    numbers["bias"] = np.median(found)
     return {"rows": len(sizes), **{name: round(float(value), 2) for name, value in numbers.items()}}
 
 
@@ -115,14 +116,14 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
     """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
     be."""
     try:
-        runs, refused = table(file)
-    except (OSError, ValueError, csv.Error) as error:
+        every, refused = table(file, reader(file))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--rows: {error}") from None
     found = list[Predicted]()
     slower = list[float]()
     if not as_json:
-        print(f"{'':<89} {'step, s':>8} {'measured, error':>16} {'GiB':>6} {'seen':>6}")
-    for run in runs:
+        print(HEADING)
+    for run in every:
         try:
             one = predict(run)
         except Refused as error:
@@ -136,28 +137,20 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
             print(_line(one), flush=True)
     if not found:
         raise ConfigError(f"--rows: {refused[0] if refused else f'{file} has no rows'}")
-    factors, apart = (
-        left_out(found, slower) if sources else ({}, [(one, one.error) for one in found if one.error is not None])
-    )
-    groups: dict[str, dict[str, list[float]]] = {"all": {"all": [off for _, off in apart]}} if apart else {}
-    for name, key in GROUPS.items():
-        groups[name] = {}
-        for one, off in sorted(apart, key=lambda each: key(each[0].run)):
-            groups[name].setdefault(key(one.run), []).append(off)
-    spreads = {name: {of: spread(each) for of, each in group.items()} for name, group in groups.items()}
     right, known = fitting(found)
     told: dict[str, Any] = {"fits or not": {"right": right, "of": known}}
+    apart = [(one, one.error) for one in found if one.error is not None]
     if sources and apart:
+        factors, apart = left_out(found, slower)
         told |= {"factors on products": factors, "80% of measured over predicted": interval(apart)}
+    spreads = by_groups(apart)
     if as_json:
         listed = {} if sources else {"rows": [one.as_json() for one in found]}
         print(json.dumps({**told, "spreads": spreads, **listed, "not predicted": refused}, indent=1))
         return
     for name, group in spreads.items():
         print(f"\nby {name}" if name != "all" else "")
-        for of, each in group.items():
-            words = f"median {each['median']:5.1f}%   p90 {each['p90']:5.1f}%   bias {each['bias']:+5.1f}%"
-            print(f"{of:<34} {counted(int(each['rows']), 'row'):>9}   {words}")
+        print_spreads(group)
     print(f"\nwhether a run fits is said rightly of {right} of {known}")
     for name, what in told.items():
         if name != "fits or not":
@@ -166,10 +159,40 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
         print(f"not predicted: {why}")
 
 
+def reader(file: Path) -> Callable[[Line, str], Run]:
+    """The reader of a file's rows, by its columns."""
+    for _, line in lines_of(file):
+        return foundry.read if foundry.COLUMNS[0] in line else runs.read
+    return runs.read
+
+
+def by_groups(errors: Sequence[tuple[Predicted, float]]) -> dict[str, dict[str, dict[str, float]]]:
+    """The spreads of all errors, and by each of `GROUPS`; of none where there are no errors."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    if errors:
+        found["all"] = {"all": spread(error for _, error in errors)}
+    for name, key in GROUPS.items():
+        groups: dict[str, list[float]] = {}
+        for one, error in sorted(errors, key=lambda each: key(each[0].run)):
+            groups.setdefault(key(one.run), []).append(error)
+        found[name] = {of: spread(each) for of, each in groups.items()}
+    return found
+
+
+def print_spreads(found: Mapping[str, Mapping[str, float]]) -> None:
+    """A line for each."""
+    for name, of in found.items():
+        words = f"median {of['median']:5.2f}%   p90 {of['p90']:5.2f}%   largest {of['largest']:5.2f}%"
+        print(f"{name:<34} {counted(int(of['rows']), 'row'):>9}   {words}   bias {of['bias']:+5.2f}%")
+
+
+HEADING = f"{'':<89} {'step, s':>8} {'measured, error':>16} {'tokens/s/GPU':>12} {'GiB':>6} {'seen':>6}"
+
+
 def _line(one: Predicted) -> str:
     run = one.run
     seen = "" if one.error is None else f"{run.measured_s:8.3f} {one.error:+6.1f}%"
     held = "" if run.measured_bytes is None else f"{run.measured_bytes / 2**30:6.1f}"
     over = "" if one.fits else "  does not fit"
     memory = f"{one.peak_bytes / 2**30:6.1f} {held:>6}{over}"
-    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {memory}"
+    return f"{run.source[:14]:<14} {run!s:<74} {one.seconds:8.3f} {seen:>16} {one.tokens_per_s:12.0f} {memory}"

@@ -1,7 +1,7 @@
 """Published runs of other people's frameworks, read: a file with the columns of docs/benchmarks/published_runs.csv.
 
-    read(line)       a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
-    table(file)      the runs of a file, and what is refused
+    read(line)           a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
+    table(file, read)    the runs of a file, and what is refused; `foundry.read` reads those of LLM Foundry's table
 
 `steps.py` predicts them. What a row ran is in columns of its own (`RAN`), set when the row was copied in. Taken, where
 sources do not say: gathers in bf16, and reductions in fp32 but for FSDP1, ZeRO-1 and ZeRO-2, which reduce in bf16; no
@@ -14,13 +14,15 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import models
 from models import gpt2, llama
 from train.machine import ROOT
+from train.running.flops import PEAK
+from yafsdp_fn.planner import Cluster
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_runs.csv"
 COLUMNS = ("model", "gpus", "gpu", "parallelism", "seq_len", "microbatch_per_gpu", "precision", "framework")
@@ -29,6 +31,7 @@ RAN = {
     "framework": ("fsdp1", "fsdp2", "zero1", "zero2", "ddp"),
     "recompute": (UNSTATED, "none", "attention", "half", "every 2nd", "all"),
     "kernels": ("pieces", "eager", "fused"),
+    "optimizer": ("", "foreach"),
     "trained": ("all", "adapters"),
     "reentrant": ("", "yes"),
     "fused_loss": ("", "yes"),
@@ -58,17 +61,23 @@ class Refused(ValueError):
 class Run(NamedTuple):
     """A row.
 
-    source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`;
-    per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet
-    framework: "fsdp1", "fsdp2", "zero1", "zero2" or "ddp"; replicas: of the state, around shard groups; order: of a
-    pipeline
-    recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; reentrant: and its
-    layers run to their end; apart: stages begin the next step without the norm of all (post-validation);
-    kernels: of what is no product, as `ya.planner.plan` takes them; trained: "all", or "adapters"; scores: attention is
-    products whose scores are kept, as in Megatron of 2021 to 2023; logits: they exist as a whole, in fp32; param,
-    reduce: dtypes of master and reductions
+    source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`, or
+    cluster: nodes with figures of their own; per_node: GPUs; network: bytes/s of a node, None if it is not said; roce:
+    it is Ethernet
+    framework: of `RAN`, "foundry" (Composer's FSDP1) or "zero3" (this project's); replicas: of the state, around shard
+    groups; kept: weights stay from a forward to its backward (SHARD_GRAD_OP)
+    order: of a pipeline; per_stage: its segments; by_layers: stages are even by layers, embedding and head counted as a
+    layer each, else by cost; apart: they begin the next step without the norm of all (post-validation)
+    tensor, context: ranks inside layers; uneven: each rank of `context` has one part of the sequences, and the last one
+    meets all keys
+    recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; checkpointed: by
+    torch's checkpoint that is not reentrant
+    kernels: of what is no product, as `ya.planner.plan` takes them; foreach: but AdamW has one for each operation, as
+    is torch's default; trained: "all", or "adapters"; scores: attention is products whose scores are kept, as in
+    Megatron of 2021 to 2023; logits: the dtype in which they exist as a whole, "" where they never do; param, reduce:
+    dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
-    they are known; measured_bytes: memory, math.inf where it ran out
+    they are known; measured_bytes: memory, math.inf where it ran out; note: what is not modelled
     """
 
     source: str
@@ -76,56 +85,70 @@ class Run(NamedTuple):
     config: Any
     gpu: str
     gpus: int
-    per_node: int
-    network: float | None
-    roce: bool
     framework: str
-    replicas: int
-    order: str
-    stages: int
-    recompute: str
-    kernels: str
-    trained: str
-    scores: bool
-    logits: bool
-    fp8: bool
-    param: str
-    reduce: str
     seq_len: int
     micro_batch: int
     accumulation: int
-    reentrant: bool = False
+    recompute: str
+    reduce: str
+    per_node: int = 8
+    network: float | None = None
+    roce: bool = False
+    cluster: Cluster | None = None
+    replicas: int = 1
+    kept: bool = False
+    order: str = ""
+    stages: int = 1
+    per_stage: int = 1
+    by_layers: bool = False
     apart: bool = False
+    tensor: int = 1
+    context: int = 1
+    uneven: bool = False
+    checkpointed: bool = False
+    kernels: str = "fused"
+    foreach: bool = False
+    trained: str = "all"
+    scores: bool = False
+    logits: str = ""
+    fp8: bool = False
+    param: str = "float32"
     at: str = ""
     measured_s: float | None = None
     measured_bytes: float | None = None
+    note: str = ""
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes inside layers."""
+        return {name: ranks for name, ranks in (("context", self.context), ("tensor", self.tensor)) if ranks > 1}
 
     @property
     def parallelism(self) -> str:
-        words = {"": f"{self.framework}{' x replicas' * (self.replicas > 1)}"}
-        return words.get(self.order, f"{self.stages} stages, {self.order}") if self.gpus > 1 else "one GPU"
+        if self.gpus == 1:
+            return "one GPU"
+        whole = f"{self.stages} stages, {self.order}" if self.order else self.framework + " x replicas" * self.copied
+        return ", ".join([*(f"{name} {ranks}" for name, ranks in self.inside.items()), whole])
+
+    @property
+    def copied(self) -> bool:
+        return self.replicas > 1
 
     @property
     def stops_early(self) -> bool:
-        """Says whether torch's checkpoint recomputes layers, which stops at the last that is saved: reentrant ones do
-        not, nor do those of others."""
-        return (
-            self.framework in ("fsdp1", "fsdp2")
-            and self.recompute in ("every 2nd", "all")
-            and not self.order
-            and not self.reentrant
-        )
+        """Says whether layers are recomputed up to the last product that is saved, and no further."""
+        return self.checkpointed and self.recompute in ("every 2nd", "all")
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         """Tokens of a step and GPU."""
-        return self.seq_len * self.micro_batch * self.accumulation // self.stages
+        return self.seq_len * self.micro_batch * self.accumulation / (self.tensor * self.context * self.stages)
 
     def __str__(self) -> str:
         words = f"{self.name}, {self.gpus} {self.gpu}, {self.parallelism}"
-        return (
-            f"{words}, {self.seq_len} x {self.micro_batch} x {self.accumulation}, {self.kernels}" + ", fp8" * self.fp8
-        )
+        batch = f"{self.seq_len} x {self.micro_batch} x {self.accumulation}"
+        more = [*["fp8"] * self.fp8, *["SHARD_GRAD_OP"] * self.kept, *[self.note] * bool(self.note)]
+        return ", ".join([words, batch, self.kernels, *more])
 
 
 ORDERS = {
@@ -190,11 +213,14 @@ def _read(line: Line, at: str) -> Run:
         replicas=_count(line, "replicas") or 1,
         order=order,
         stages=stages,
+        per_stage={"interleaved": (config.layers + 2) // stages, "v_shaped": 2}.get(order, 1),
+        by_layers=True,
         recompute=ran["recompute"],
         kernels=ran["kernels"],
+        foreach=ran["optimizer"] == "foreach",
         trained=ran["trained"],
         scores=ran["scores"] == "yes",
-        logits=not ran["fused_loss"],
+        logits="" if ran["fused_loss"] else "float32",
         fp8=bool(re.search(r"fp8|float8|fp4", precision)),
         param="bfloat16" if "pure bf16" in precision else "float32",
         reduce="bfloat16" if ran["framework"] in ("fsdp1", "zero1", "zero2") and stages == 1 else "float32",
@@ -202,7 +228,7 @@ def _read(line: Line, at: str) -> Run:
         micro_batch=micro_batch,
         accumulation=accumulation,
         apart=ran["post_validation"] == "yes",
-        reentrant=ran["reentrant"] == "yes",
+        checkpointed=ran["framework"] in ("fsdp1", "fsdp2") and not order and not ran["reentrant"],
     )
     return run._replace(measured_s=_measured(line, run), **_memory(line))
 
@@ -312,7 +338,6 @@ BYTES = {
     **{letter: 1e3**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}i": 2.0 ** (10 * power) for power, letter in enumerate("kmgt", 1)},
 }
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def _measured(line: Line, run: Run) -> float | None:
@@ -329,8 +354,8 @@ def _measured(line: Line, run: Run) -> float | None:
     if given("samples_per_s_per_gpu"):
         return sequences / given("samples_per_s_per_gpu")
     rate = given("tflops_per_gpu") * 1e12
-    if not rate and given("mfu") and run.gpu.split()[0] in PEAKS:
-        rate = given("mfu") * PEAKS[run.gpu.split()[0]]
+    if not rate:
+        rate = given("mfu") * PEAK.get(run.gpu.split()[0], 0.0)
     return run.tokens * flops_per_token(run, line.get("notes", "")) / rate if rate else None
 
 
@@ -357,21 +382,23 @@ def _memory(line: Line) -> dict[str, Any]:
     return {"measured_bytes": size * BYTES[unit[1].lower()]}
 
 
-def is_table(file: Path) -> bool:
-    """Tells whether a file has the columns of published_runs.csv."""
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        return set(COLUMNS) <= set(next(csv.reader(lines), []))
-
-
-def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
-    """The runs of a file, and what is not predicted, with reasons."""
+def table(file: Path = TABLE, read: Callable[[Line, str], Run] = read) -> tuple[list[Run], list[str]]:
+    """The runs of a file, and what is not predicted, with reasons. Raises ValueError for a file that is no CSV."""
     runs, refused = list[Run](), list[str]()
+    try:
+        for at, line in lines_of(file):
+            try:
+                runs.append(read(line, at))
+            except Refused as error:
+                refused.append(str(error))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    return runs, refused
+
+
+def lines_of(file: Path) -> Iterator[tuple[str, Line]]:
+    """Yields the rows of a CSV: where each is, and its fields by column."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)
         for line in reader:
-            try:
-                run = read(line, f"{file.name}, line {reader.line_num}")
-                runs.append(run)
-            except Refused as error:
-                refused.append(str(error))
-    return runs, refused
+            yield f"{file.name}, line {reader.line_num}", line

@@ -15,20 +15,26 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import models
 import yafsdp_fn as ya
-from benchmarks.published.foundry import FP8_RATE, mpt_loss
-from benchmarks.published.over_axes import A100, H100, HBM2E, cast_bytes, moving, with_scores
 from benchmarks.published.runs import UNSTATED, Refused, Run
 from models import gpt2
 from models.parts import layers
+from models.parts.axes import Axes
+from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
-from yafsdp_fn.planner.costs import by_ops
+from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
+from yafsdp_fn.planner.plan import axes as mesh_of
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
+from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
+
+# ---- Clusters.
 
 CARD = {
     "A100": 79.1,
@@ -41,7 +47,8 @@ CARD = {
     "MI300X": 191.0,
 }
 """GiB that a process may take of a card."""
-H200 = CLUSTERS["h200-141g"]
+A100, H100, H200 = CLUSTERS["a100-80g"].replace(network_bandwidth=170e9), CLUSTERS["h100-80g"], CLUSTERS["h200-141g"]
+HBM2E = H100.memory_bandwidth * 2.4 / 3.35
 
 
 def _by_data_sheet(flops: float, memory: float, node: float) -> Cluster:
@@ -61,7 +68,8 @@ KINDS: dict[str, Cluster] = {
     "MI300X": _by_data_sheet(1307e12, 5.3e12, 300e9),
     "MI325X": _by_data_sheet(1307e12, 6e12, 300e9),
 }
-"""Kind of GPU -> nodes of eight: the presets, and data sheets."""
+"""Kind of GPU -> nodes of eight: presets, and data sheets. 85% of the 8 x 200 Gbit/s that nodes of A100 have, of 8 x
+400 Gbit/s for others; memory in proportion to the data sheets'. A lower limit of power is in no figure."""
 ACHIEVED = 0.85
 """Part of the stated bandwidth of network cards that rings reach."""
 CONGESTION = 0.005
@@ -70,7 +78,9 @@ GPUs. InfiniBand's rows on 464 to 1536 GPUs show none."""
 
 
 def cluster_of(run: Run) -> Cluster:
-    """The kind's figures, with the row's own network and card."""
+    """The row's own nodes; or the kind's figures, with the row's own network and card."""
+    if run.cluster is not None:
+        return run.cluster
     kind = KINDS[run.gpu]
     network = kind.network_bandwidth * run.per_node / 8 if run.network is None else ACHIEVED * run.network
     return kind.replace(
@@ -79,6 +89,16 @@ def cluster_of(run: Run) -> Cluster:
         memory_bytes=int(CARD[run.gpu] * 2**30),
         congestion=CONGESTION * run.roce,
     )
+
+
+# ---- Programs.
+
+TRAFFIC = 18.0
+"""Bytes per element and micro-batch that Composer's FSDP moves beside the computation, all in bf16: two gathers, each
+written and read to be passed on (2 x 4); gradients divided in front of their reduction (4), which reads its input and
+writes and reads partial sums (6). A tied embedding counts twice, once for each of its visits' backwards."""
+GATHER = 4.0
+"""A gather's part of it, which weights that stay do without."""
 
 
 class _EvenByVisits(Order):
@@ -90,35 +110,46 @@ class _EvenByVisits(Order):
 
 
 def program(run: Run, microbatches: int) -> Program:
-    """The peer's program, with so many microbatches."""
+    """The framework's program, with so many microbatches."""
     one = _traced(_key(run))
     policies: dict[str, Any] = {} if run.stops_early else {"every 2nd": remat.every(2), "all": "all"}
     again = policies.get(run.recompute, "none")
-    shard = run.gpus // run.stages // run.replicas
-    outer = (("replicate", run.replicas),) if run.replicas > 1 else ()
-    mesh = (*outer, ("shard", shard))
     if run.order:
-        per_stage = {"interleaved": (run.config.layers + 2) // run.stages, "v_shaped": 2}.get(run.order, 1)
-        order = _EvenByVisits(run.order, run.stages, per_stage, microbatches)
-        build: Any = pipelines.FACTORIES.get(run.order)
-        if run.order == "zero_bubble_2p":
-            build = functools.partial(pipelines.staged, functools.partial(pipelines.zero_bubble_calls, depth=2))
-        whole = order.whole(one, (("stage", run.stages), *mesh))
-        made: Program = build(ya.schedules.zero1(remat=again, update=run.apart))(whole)
-        if not run.apart:
-            return made
-        return Program(made.trace, *(tuple(op for op in ops if not isinstance(op, Norm)) for ops in made.stages))
+        return _across_stages(run, one, microbatches, again)
+    mesh = _mesh(run, one)
     if run.framework == "ddp":
-        mesh = (("replicate", shard), ("shard", 1))
+        mesh = (("replicate", one.ranks), ("shard", 1))
     whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
+    traffic = TRAFFIC - GATHER * run.kept
     schedules: dict[str, Callable[[], Any]] = {
+        "foundry": lambda: peers.fsdp(remat=again, growth=0.0, traffic=traffic, reshard=not run.kept),
         "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
         "fsdp2": lambda: peers.fsdp2(remat=again),
         "zero1": lambda: peers.zero(1, remat=again),
         "zero2": lambda: peers.zero(2, remat=again),
+        "zero3": lambda: ya.schedules.zero3(remat=again, prefetch=2),
         "ddp": lambda: ya.schedules.ddp(remat=again),
     }
     return schedules[run.framework]()(whole)  # type: ignore[no-any-return]
+
+
+def _across_stages(run: Run, one: Trace, microbatches: int, again: Any) -> Program:
+    """A pipeline, whose stages gather weights once and reduce gradients once a step."""
+    kind = _EvenByVisits if run.by_layers else Order
+    order = kind(run.order, run.stages, run.per_stage, microbatches)
+    build: Any = pipelines.FACTORIES.get(run.order)
+    if run.order == "zero_bubble_2p":
+        build = functools.partial(pipelines.staged, functools.partial(pipelines.zero_bubble_calls, depth=2))
+    whole = order.whole(one, (("stage", run.stages), *_mesh(run, one)))
+    made: Program = build(ya.schedules.zero1(remat=again, update=run.apart))(whole)
+    if not run.apart:
+        return made
+    return Program(made.trace, *(tuple(op for op in ops if not isinstance(op, Norm)) for ops in made.stages))
+
+
+def _mesh(run: Run, one: Trace) -> tuple[tuple[str, int], ...]:
+    """The mesh of a stage: that of a copy of the state, and the copies around it."""
+    return (("replicate", run.replicas), *one.mesh) if run.copied else one.mesh
 
 
 _program = functools.lru_cache(4)(program)
@@ -126,48 +157,118 @@ _program = functools.lru_cache(4)(program)
 
 @functools.lru_cache(8)
 def _traced(run: Run) -> Trace:
-    """One microbatch of a run."""
+    """One microbatch of a run, on the ranks that share a copy of a stage's state."""
     family, config = models.of(run.config), run.config
     if isinstance(config, gpt2.Config):
         config = dataclasses.replace(config, max_length=run.seq_len)
-    params: Any = family.params(config)
+    over = Axes(tensor=run.tensor > 1, sequence=run.tensor > 1 and not run.scores, context=run.context > 1)
+    params: Any = family.params(config, **over.options)
     if run.trained == "adapters":
         params = ya.lora(params, 16, where=lambda path, param: "attn" in path)
-    tokens = torch.empty(run.micro_batch, run.seq_len, dtype=torch.int64, device="meta")
-    loss = (
-        mpt_loss(config, gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder(), torch.float32)
-        if run.logits
-        else family.loss(config)
-    )
+    loss = family.loss(config, axes=over)
+    if run.logits:
+        loss = _loss_of_whole_logits(config, getattr(torch, run.logits))
+    tokens = torch.empty(run.micro_batch, run.seq_len // run.context, dtype=torch.int64, device="meta")
+    precision = ya.Precision(param=getattr(torch, run.param), compute=torch.bfloat16, reduce=getattr(torch, run.reduce))
     found = trace(
         loss,
         params,
         {"tokens": tokens, "targets": tokens},
-        ranks=max(1, run.gpus // run.stages // run.replicas),
-        precision=ya.Precision(
-            param=getattr(torch, run.param), compute=torch.bfloat16, reduce=getattr(torch, run.reduce)
-        ),
+        mesh=mesh_of(run.gpus // run.stages // run.replicas, **run.inside),
+        precision=precision,
         tx=ya.optim.adamw(1e-4),
     )
     inside = remat.layer_visits(found)
-    visits = []
-    for visit in found.visits:
-        cost = visit.cost
-        if visit.id in inside and run.scores:
-            cost = with_scores(cost, run.micro_batch * run.seq_len, run.seq_len, config.heads)
-        if visit.id in inside and run.fp8:
-            flops, back, last = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops, cost.last_flops))
-            moved = cast_bytes(config, run.micro_batch * run.seq_len)
-            cost = moving(cost, moved)._replace(flops=flops, bwd_flops=back, last_flops=last)
-        if visit.id in inside and run.trained == "adapters":
-            cost = _with_adapters(cost, config, run.micro_batch * run.seq_len)
-        visits.append(visit._replace(cost=cost))
-    found = found._replace(visits=tuple(visits), kernels=run.kernels)
+    visits = tuple(_as_run(run, visit) if visit.id in inside else visit for visit in found.visits)
+    found = found._replace(visits=visits, kernels=run.kernels)
     if run.recompute in ("attention", "half"):
         return by_ops(found, "op" if run.recompute == "half" else "selective")
     if run.stops_early:
         return by_ops(found, "checkpoint", 2 if run.recompute == "every 2nd" else 1)
     return found
+
+
+def _loss_of_whole_logits(config: Any, dtype: torch.dtype) -> Callable[[Any, Any], ya.Mean]:
+    """`loss_fn(params, batch)`: the cross entropy of logits [B, S, V] that are kept for the backward, cast to `dtype`,
+    as these runs had them. `models` by itself never has them."""
+    decoder: Any = gpt2.DECODER if isinstance(config, gpt2.Config) else layers.decoder()
+    body, scores = decoder.block(config), decoder.head(config)
+
+    def head(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
+        found = scores(weights, x).flatten(0, 1).to(dtype)
+        return ya.Mean(F.cross_entropy(found, targets.flatten(), reduction="sum").float(), (targets != -100).sum())
+
+    def loss_fn(params: Any, batch: Any) -> ya.Mean:
+        x = decoder.embedded(config, params, batch["tokens"], 0, None)
+        x, _ = ya.scan(body, x, params.layers)
+        found: ya.Mean = ya.apply(head, decoder.head_unit(config, params), x, batch["targets"])
+        return found
+
+    return loss_fn
+
+
+# ---- What a run does in a layer otherwise than the trace has it.
+
+FP8_RATE = 2.0
+"""Products of layers in fp8 against bf16, as data sheets have them; the head, attention and all else stay in bf16."""
+
+
+def _as_run(run: Run, layer: Visit) -> Visit:
+    """A layer as `run` has it.
+
+    fp8       products at `FP8_RATE`; casts, through memory, but for LLM Foundry's rows; gathers over tensor after them
+    """
+    cost, config = layer.cost, run.config
+    tokens = run.micro_batch * run.seq_len // run.context
+    if run.uneven:
+        most = 2 - 1 / run.context  # of the mean
+        attention, backward = int(cost.attention_flops * most), int(cost.bwd_attention_flops * most)
+        cost = cost._replace(attention_flops=attention, bwd_attention_flops=backward)
+    if run.scores:
+        cost = _with_scores(cost, tokens, run.seq_len, config.heads // run.tensor)
+    if run.fp8:
+        flops, back, last = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops, cost.last_flops))
+        casts = 0 if run.framework == "foundry" else _cast_bytes(config, tokens) // run.tensor
+        cost = _moving(cost, casts)._replace(flops=flops, bwd_flops=back, last_flops=last)
+        calls, adjoints = (tuple(map(_in_fp8, each)) for each in (layer.collectives, layer.adjoints))
+        layer = layer._replace(collectives=calls, adjoints=adjoints)
+    if run.trained == "adapters":
+        cost = _with_adapters(cost, config, tokens)
+    return layer._replace(cost=cost)
+
+
+def _with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
+    """`cost` with attention by products of whole squares, whose scores are kept: as they are, masked and dropped, 5
+    bytes each (Korthikanti et al. 2022), and move six times."""
+    products, scores = 2 * cost.attention_flops, tokens * seq_len * heads
+    cost = cost._replace(
+        flops=cost.flops + products,
+        bwd_flops=cost.bwd_flops + 2 * products,
+        attention_flops=0,
+        bwd_attention_flops=0,
+        kept_bytes=cost.kept_bytes + 5 * scores,
+        inner_bytes=cost.inner_bytes + 5 * scores,
+    )
+    return _moving(cost, 30 * scores)
+
+
+def _moving(cost: Cost, nbytes: int) -> Cost:
+    """`cost` with so many bytes more through memory, a third of them in forward."""
+    forward = nbytes // 3
+    return cost._replace(moved=cost.moved.more(forward), bwd_moved=cost.bwd_moved.more(nbytes - forward))
+
+
+def _cast_bytes(config: Any, tokens: int) -> int:
+    """Bytes that casts of a layer move, in forward and backward: each factor is read for its scale and to be cast, and
+    written in the layouts that products take. Inputs 11, weights 10, gradients of outputs 7 bytes an element."""
+    E, Q, KV, F_ = config.embed, config.heads * config.head_dim, config.kv_heads * config.head_dim, config.ffn
+    inputs, outputs = 5 * E + Q + F_, Q + 2 * KV + 2 * F_ + 2 * E
+    nbytes: int = tokens * (11 * inputs + 7 * outputs) + 10 * (E * (2 * Q + 2 * KV) + 3 * E * F_)
+    return nbytes
+
+
+def _in_fp8(call: AxisCollective) -> AxisCollective:
+    return call._replace(nbytes=call.nbytes // 2) if (call.axis, call.kind) == ("tensor", "all_gather") else call
 
 
 def _with_adapters(cost: Cost, config: Any, tokens: int) -> Cost:
@@ -184,12 +285,30 @@ def _with_adapters(cost: Cost, config: Any, tokens: int) -> Cost:
     )
 
 
+# ---- Predictions.
+
+
 def seconds(run: Run, cluster: Cluster) -> float:
-    """Seconds of a step, simulated. Microbatches beyond thrice the stages, or beyond two, take as long as others."""
-    most = 3 * run.stages if run.stages > 1 else 2
+    """Seconds of a step, and of what AdamW takes longer than in one kernel."""
+    return _program_s(run, cluster) + _foreach_s(run, cluster) * run.foreach
+
+
+def _foreach_s(run: Run, cluster: Cluster) -> float:
+    """Seconds in which torch's foreach moves more than one kernel does: master and moments in fp32, or in bf16."""
+    width = 1.0 if run.param == "float32" else 0.5
+    elements: float = run.config.num_parameters * run.replicas / run.gpus
+    return elements * (UPDATE_BYTES["eager"] * width - UPDATE_BYTES["fused"]) / cluster.memory_bandwidth
+
+
+def _program_s(run: Run, cluster: Cluster) -> float:
+    """Seconds of the program, simulated. Microbatches beyond two, or beyond thrice the stages (twice, where there are
+    axes inside layers), take as long as those before."""
+    few, most = 1, 2
+    if run.stages > 1:
+        few, most = (1, 2) if run.inside else (2, 3)
+    few, most = few * run.stages, most * run.stages
     if run.accumulation <= most:
         return _simulated(run, run.accumulation, cluster)
-    few = 2 * run.stages if run.stages > 1 else 1
     more, less = (_simulated(run, n, cluster) for n in (most, few))
     return more + (run.accumulation - most) * (more - less) / (most - few)
 
@@ -204,17 +323,9 @@ def _simulated(run: Run, microbatches: int, cluster: Cluster) -> float:
 
 
 def _key(run: Run) -> Run:
-    return run._replace(
-        measured_s=None,
-        measured_bytes=None,
-        source="",
-        at="",
-        network=None,
-        roce=False,
-        gpu="",
-        per_node=8,
-        accumulation=1,
-    )
+    """`run` without what its program does not hang on."""
+    bare = run._replace(source="", at="", gpu="", per_node=8, network=None, roce=False, cluster=None, note="")
+    return bare._replace(accumulation=1, measured_s=None, measured_bytes=None)
 
 
 def memory(run: Run) -> int:
@@ -227,7 +338,7 @@ def memory(run: Run) -> int:
     found = _program(_key(run), min(run.accumulation, 2 * run.stages))
     most = max((predict_memory(part) for part in found.parts), key=lambda one: one.peak_bytes)
     peak, tokens = most.peak_bytes, run.seq_len * run.micro_batch
-    if run.logits and run.kernels == "fused" and not run.order:
+    if run.logits == "float32" and run.kernels == "fused" and not run.order:
         peak -= 4 * tokens * run.config.vocab
     if run.framework not in ("fsdp1", "fsdp2"):
         return peak
@@ -245,13 +356,18 @@ class Predicted(NamedTuple):
     peak_bytes: int
 
     @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second and GPU."""
+        return self.run.tokens / self.seconds
+
+    @property
     def error(self) -> float | None:
         """Predicted over measured tokens/s, less one, in percent: above 0 is too fast."""
         return None if self.run.measured_s is None else 100 * (self.run.measured_s / self.seconds - 1)
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= CARD[self.run.gpu] * 2**30
+        return self.peak_bytes <= cluster_of(self.run).memory_bytes
 
     def as_json(self) -> dict[str, Any]:
         run = self.run
@@ -260,9 +376,11 @@ class Predicted(NamedTuple):
             **run._asdict(),
             "file": run.source,
             "config": str(run.config),
+            "cluster": None if run.cluster is None else run.cluster.name,
             "measured_bytes": None if ran_out else run.measured_bytes,
             "ran_out": ran_out,
             "seconds": self.seconds,
+            "tokens_per_s_per_gpu": round(self.tokens_per_s, 1),
             "error": None if self.error is None else round(self.error, 2),
             "predicted_peak_bytes": self.peak_bytes,
             "fits": self.fits,
@@ -272,16 +390,13 @@ class Predicted(NamedTuple):
 def predict(run: Run) -> Predicted:
     """Predicts a run. One whose recomputation is not stated recomputes nothing where that fits, else all. Raises
     Refused where that does not fit either: it did not run so."""
-    if run.recompute == UNSTATED:
-        return _fitting(run)
-    return Predicted(run, seconds(run, cluster_of(run)), memory(run))
-
-
-def _fitting(run: Run) -> Predicted:
+    if run.recompute != UNSTATED:
+        return Predicted(run, seconds(run, cluster_of(run)), memory(run))
+    card = cluster_of(run).memory_bytes
     for recompute in ("none", "all"):
         one = run._replace(recompute=recompute)
         peak = memory(one)
-        if peak <= CARD[run.gpu] * 2**30:
+        if peak <= card:
             return Predicted(one, seconds(one, cluster_of(one)), peak)
-    needs = f"{peak / 2**30:,.0f} GiB of {CARD[run.gpu]:.0f}"
+    needs = f"{peak / 2**30:,.0f} GiB of {card / 2**30:.0f}"
     raise Refused(f"{run.at}: {run.name}: recomputation is not stated, and with all of it the run needs {needs}")

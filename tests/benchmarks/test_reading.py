@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.command import main
-from benchmarks.reading import BUDGETS, Calls, circular, imported, nodes, over_budget, sizes
+from benchmarks.reading import BUDGETS, Calls, circle, imported, nodes, over_budget, sizes
 from yafsdp_fn.params import tree
 
 
@@ -24,8 +24,8 @@ def test_imports_are_found_wherever_they_stand_and_circles_through_others(tmp_pa
         (library / f"{name}.py").write_text(text)
     edges = dict(imported(library))
     assert edges["lib"] == {"lib.sub.a"} and edges["lib.sub.a"] == {"lib.b"} and edges["lib.c"] == {"lib.sub.a"}
-    assert circular(edges) == [["lib.b", "lib.c", "lib.sub.a"]]
-    assert circular({"a": {"b"}, "b": set()}) == []
+    assert circle(edges) == ["lib.b", "lib.c", "lib.sub.a"]
+    assert circle({"a": {"b"}, "b": set()}) == []
 
 
 def test_calls_of_the_library_and_changes_of_file_are_counted() -> None:

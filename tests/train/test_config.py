@@ -15,7 +15,8 @@ import pytest
 
 from tests.program.traces import model
 from train.__main__ import main
-from train.config import Config, ConfigError, Data, Optim, Settings, Sharding, Tuning, differences, from_json, to_json
+from train.config import Config, ConfigError, Data, Optim, Settings, Sharding, Tuning
+from train.config_json import differences, from_json, to_json
 from train.running import run, setup
 from yafsdp_fn.schedules import Forward, Offload
 

@@ -22,7 +22,8 @@ from tests.harness.pool import Pool
 from tests.train.data.test_sources import Numbered
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
 from train import export, sample
-from train.config import Chats, Config, ConfigError, Tuning, from_json
+from train.config import Chats, Config, ConfigError, Tuning
+from train.config_json import from_json
 from train.data.conversations import ByteChat, Conversations
 from train.data.rows import Place, Rows, batches
 from train.data.store import Packed, tokenised

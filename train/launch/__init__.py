@@ -1,5 +1,1 @@
 """`python -m train launch`: ranks on this machine, or a batch script for several; no library but for its estimate."""
-
-from train.launch.command import main
-
-__all__ = ["main"]

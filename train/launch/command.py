@@ -26,16 +26,23 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from train.launch import local_ranks
 from train.launch.lines import Lines
 from train.launch.slurm import Job, estimated, on_cpu, script
-from train.machine import gpus
+from train.machine import ROOT, gpus
 from train.running.elastic import CANNOT_WORK, Attempt
 from train.subcommands import SUBCOMMANDS, unknown
+
+if TYPE_CHECKING:
+    from yafsdp_fn.util import local_ranks
+else:  # without its package, whose imports take seconds: ranks are to start at once
+    _spec = spec_from_file_location("local_ranks", ROOT / "yafsdp_fn" / "util" / "local_ranks.py")
+    local_ranks = module_from_spec(_spec)
+    _spec.loader.exec_module(local_ranks)
 
 GRACE = 60.0
 """Seconds that ranks may go on after one of them failed: longer than a collective's peers need to notice."""

@@ -6,7 +6,8 @@
                        end; the job is requeued
     a node dies        Slurm requeues the job
 
-Nothing is started here: the script is to be read and changed.
+Nothing is started here: the script is to be read and changed. It runs `python -m train.launch.slurm`, which is torchrun
+with an agent that lets ranks save that were told to end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +55,7 @@ asked=
 trap 'asked=1; scancel --signal=TERM "$SLURM_JOB_ID"' TERM  # to the ranks; without a word to this script
 
 # a node that ends does not end the others at once: they may be saving
-srun --kill-on-bad-exit=0 --wait={grace} {python} -m train.launch.agent \\
+srun --kill-on-bad-exit=0 --wait={grace} {python} -m train.launch.slurm \\
     --nnodes={nodes} --nproc-per-node={ranks} --max-restarts={restarts} \\
     --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \\
     {what} &
@@ -172,3 +174,24 @@ def estimated(job: Job, ranks: int, command: Sequence[str]) -> list[str]:
         f"  {config.steps:,} steps: {duration(plan.step_s * config.steps)}, without evaluations and checkpoints",
         f"  memory {plan.memory.peak_bytes / 2**30:.2f} GiB a rank, {fits} {plan.budget / 2**30:.0f} GiB",
     ]
+
+
+def waits_as_told() -> None:
+    """Has torchrun's agent wait for ranks that were told to end as long as TORCH_ELASTIC_SHUTDOWN_TIMEOUT says: torch
+    2.11 does not know that variable, and kills them after 30 seconds."""
+    from torch.distributed.elastic.multiprocessing import PContext, SignalException
+
+    close, patience = PContext.close, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+
+    def close_in_time(context: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        told = isinstance(sys.exception(), SignalException)
+        close(context, death_sig, patience if told else timeout)
+
+    PContext.close = close_in_time  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    from torch.distributed.run import main
+
+    waits_as_told()
+    main()

@@ -18,7 +18,8 @@ from markupsafe import Markup
 
 import yafsdp_fn as ya
 from train.command_line import cli
-from train.config import ConfigError, flat, require
+from train.config import ConfigError, require
+from train.config_json import flat
 from train.page import facts
 from train.page.chart import Line, chart, number
 from train.page.reading import Run, kinds, read

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 import yafsdp_fn as ya
-from train.config import ConfigError, flat
+from train.config import ConfigError
+from train.config_json import flat
 from train.page.chart import number, size
 from train.page.reading import Row, Run
 from train.running.report import duration

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yafsdp_fn as ya
-from train.config import ConfigError, Settings, from_json, require
+from train.config import ConfigError, Settings, require
+from train.config_json import from_json
 from train.running.run import TOKENIZER, command_of
 from yafsdp_fn.util import strict_json
 

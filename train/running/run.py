@@ -30,17 +30,14 @@ from train.command_line import cli, say_apart
 from train.config import (
     AUTO,
     SAVED,
-    C,
     Config,
     ConfigError,
     Mesh,
     Settings,
-    differences,
-    from_json,
     is_own,
     require,
-    to_json,
 )
+from train.config_json import C, differences, from_json, to_json
 from train.data.rows import Place, Position, Rows, at_most
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from train.config import ConfigError, Settings, flat
+from train.config import ConfigError, Settings
+from train.config_json import flat
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train import config as configs
-from train.config import Config, ConfigError, Lora, Tuning, from_json, require
+from train.config import Config, ConfigError, Lora, Tuning, require
+from train.config_json import from_json
 from train.data import tokenizer as tokenizers
 from train.data.conversations import Chat, chat_of
 from train.data.tokenizer import Tokenizer
@@ -95,11 +95,11 @@ def load(source: Source) -> Loaded:
 
 
 def _of_run(source: Source, mesh: DeviceMesh) -> Loaded:
-    folder = source.run or run.newest(source.runs, configs.Config, configs.Tuning)
+    folder = source.run or run.newest(source.runs, Config, Tuning)
     base = opened(folder)
     assert base.run is not None, "it has checkpoints"
     state = base.trained(mesh, source.step)
-    chat = chat_of(base.tokenizer) if isinstance(base.run, configs.Tuning) else None
+    chat = chat_of(base.tokenizer) if isinstance(base.run, Tuning) else None
     return Loaded(
         f"{folder}, step {state.step}",
         base.model,

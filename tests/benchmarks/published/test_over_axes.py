@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks.published import main, over_axes
-from benchmarks.published.over_axes import KINDS, Row, predict, rate, rows, seconds, step
+from benchmarks.published.over_axes import Row, rate, rows
+from benchmarks.published.steps import KINDS, program, seconds
 from yafsdp_fn.planner import simulate
 
 FAR = {
@@ -19,58 +20,58 @@ FAR = {
 
 
 def far(row: Row) -> bool:
-    return (row.run, row.measured) in FAR
+    return (row.run.source, row.measured) in FAR
 
 
 def test_the_table_is_of_runs_over_axes() -> None:
     table = rows()
-    assert {row.run: len([one for one in table if one.run == row.run]) for row in table} == {
-        "Llama 3": 3,
-        "PTD-P": 6,
-        "torchtitan": 19,
-    }
-    for row in table:
-        ranks = row.tensor * row.context * row.stages
-        assert row.gpus % ranks == 0 and row.sequences % row.microbatches == 0 and row.gpu in KINDS, row
+    sources = [row.run.source for row in table]
+    assert {name: sources.count(name) for name in sources} == {"Llama 3": 3, "PTD-P": 6, "torchtitan": 19}
+    for run, *_ in table:
+        assert run.gpus % (run.tensor * run.context * run.stages * run.replicas) == 0, run
     assert sum(map(far, table)) == 11
 
 
-DAILY = [row for row in rows() if row.run == "torchtitan" and row.stages == row.context == 1 and row.tensor == 8]
+DAILY = [
+    row for row in rows() if row.run.source == "torchtitan" and row.run.inside == {"tensor": 8} and not row.run.order
+]
 
 
 @pytest.mark.parametrize(
-    "row", [row if row in DAILY else pytest.param(row, marks=pytest.mark.nightly) for row in rows()], ids=str
+    "row",
+    [row if row in DAILY else pytest.param(row, marks=pytest.mark.nightly) for row in rows()],
+    ids=lambda row: str(row.run),
 )
 def test_rows_are_predicted_within_ten_percent(row: Row) -> None:
-    error = predict(row).error
+    error = 100 * (row.predicted / row.measured - 1)
     assert (abs(error) > 10) == far(row), error
     assert abs(error) < 80
 
 
 def test_further_microbatches_take_as_long_as_those_before() -> None:
-    base = next(row for row in rows() if row.model == "llama3.1-8b" and row.gpus == 128)
-    row = base._replace(stages=2, microbatches=7, sequences=7)
-    direct = simulate(step(row, 7), KINDS[row.gpu]).seconds
-    assert seconds(row, KINDS[row.gpu]) == pytest.approx(direct, rel=2e-3)
-    assert rate(row, 2.0) == 7 * row.seq_len / 2 / 2.0
+    base = next(row.run for row in rows() if row.run.name == "llama3.1-8b" and row.run.gpus == 128)
+    run = base._replace(stages=2, order="one_f_one_b", context=1, micro_batch=1, accumulation=7, tensor=2)
+    direct = simulate(program(run, 7), KINDS[run.gpu]).seconds
+    assert seconds(run, KINDS[run.gpu]) == pytest.approx(direct, rel=2e-3)
+    assert rate(run, "tokens/s", 2.0) == 7 * run.seq_len / 2 / 2 / 2.0
 
 
 def test_what_a_row_says_is_in_its_step() -> None:
     """Full recomputation, narrow products, and a ring without balance each change the step as they should."""
-    base = next(row for row in rows() if row.context == 2 and row.stages == 1)
+    base = next(row.run for row in rows() if row.run.context == 2 and row.run.stages == 1)
     where = KINDS[base.gpu]
     assert seconds(base._replace(recompute="none"), where) < seconds(base, where)
-    assert seconds(base._replace(precision="bf16"), where) > 1.05 * seconds(base, where)
+    assert seconds(base._replace(fp8=False), where) > 1.05 * seconds(base, where)
     even, uneven = (seconds(base._replace(uneven=which), where) for which in (False, True))
     assert even < uneven < 1.5 * even
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = DAILY[0], next(row for row in rows() if row.context == 2 and row.stages == 1)
+    one, other = DAILY[0], next(row for row in rows() if row.run.context == 2 and row.run.stages == 1)
     monkeypatch.setattr(over_axes, "rows", lambda: [one, other])
     assert main(["--axes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(str(one)) and "uneven over context" in lines[1] and "within 10%" in lines[2]
+    assert str(one.run) in lines[0] and "uneven over context" in lines[1] and "within 10%" in lines[2]
     assert main(["--axes", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["measured"] for each in found] == [one.measured, other.measured]

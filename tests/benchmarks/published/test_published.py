@@ -369,7 +369,7 @@ def the_run(**fields: object) -> runs.Run:
 
 
 def test_what_frameworks_do_beside_their_schedule_is_counted() -> None:
-    adapted = the_run(source="fms_acceleration_a100", gpus=1, trained="adapters", micro_batch=8, logits=True)
+    adapted = the_run(source="fms_acceleration_a100", gpus=1, trained="adapters", micro_batch=8, logits="float32")
     found = steps.predict(adapted)
     assert adapted.measured_bytes and found.error is not None
     assert abs(found.error) < 5 and found.peak_bytes == pytest.approx(adapted.measured_bytes, rel=0.03)
@@ -378,10 +378,10 @@ def test_what_frameworks_do_beside_their_schedule_is_counted() -> None:
 def test_what_a_row_ran_is_in_its_columns_and_no_words_of_its_source_tell() -> None:
     said = {"kernels": "fused", "trained": "adapters", "recompute": "every 2nd", "fused_loss": "yes"}
     run = read(**said, replicas="2", reentrant="yes", file="torchtitan.csv", notes="Liger, Megatron, fms_acceleration")
-    assert (run.kernels, run.trained, run.recompute, run.logits) == ("fused", "adapters", "every 2nd", False)
-    assert (run.replicas, run.reentrant, run.apart, run.scores) == (2, True, False, False)
+    assert (run.kernels, run.trained, run.recompute, run.logits) == ("fused", "adapters", "every 2nd", "")
+    assert (run.replicas, run.stops_early, run.apart, run.scores) == (2, False, False, False)
     plain, named = read(), read(notes="Liger, Megatron, InternEvo, DeepSpeed, LoRA", file="zero-bubble, torchtitan.csv")
-    assert named._replace(source=plain.source) == plain and plain.kernels == "pieces" and plain.logits
+    assert named._replace(source=plain.source) == plain and plain.kernels == "pieces" and plain.logits == "float32"
     with pytest.raises(runs.Refused, match=r"its framework is not modelled; the column framework takes fsdp1, fsdp2, "):
         read(framework="zero3")
     with pytest.raises(runs.Refused, match=r"kernels is 'quick', expected one of pieces, eager, fused"):

@@ -51,7 +51,7 @@ def test_ranks_are_told_what_torchrun_tells_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_do_not_wait_for_libraries_of_the_launcher() -> None:
-    code = "import sys, train.launch; print({'torch', 'numpy', 'yafsdp_fn'} & sys.modules.keys())"
+    code = "import sys, train.launch.command; print({'torch', 'numpy', 'yafsdp_fn'} & sys.modules.keys())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=machine.ROOT, check=True)
     assert ran.stdout == "set()\n"
 

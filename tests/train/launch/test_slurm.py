@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from tests.harness.pool import Pool
 from tests.train.hosts import INTERFACE, on, two_hosts
 from tests.train.inside import flags, inside, text
-from train.launch import agent
 from train.launch import command as launch
+from train.launch import slurm
 
 JOB = "4242"
 
@@ -139,7 +139,7 @@ def test_a_run_that_ends_by_itself_is_not_requeued(folder: Path, status: int) ->
     show, srun = cluster.calls
     assert show == "scontrol show hostnames x[1-2]"
     assert "--rdzv-endpoint=first:24242 --rdzv-id=4242 -m train clm --name a b" in srun
-    assert "-m train.launch.agent --nnodes=2 --nproc-per-node=2 --max-restarts=3" in srun
+    assert "-m train.launch.slurm --nnodes=2 --nproc-per-node=2 --max-restarts=3" in srun
 
 
 @pytest.mark.parametrize(("ends_with", "requeued"), [(1, True), (0, False)])
@@ -165,7 +165,7 @@ def test_an_agent_that_is_told_to_end_waits_as_long_as_it_was_told(monkeypatch: 
     waited = list[Any]()
     monkeypatch.setattr(PContext, "close", lambda context, number, timeout: waited.append((number, timeout)))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "270")
-    agent.waits_as_told()
+    slurm.waits_as_told()
     PContext.close(None)  # type: ignore[arg-type]  # a rank has failed, and the others are to begin again
     try:
         raise SignalException("told to end", signal.SIGTERM)
