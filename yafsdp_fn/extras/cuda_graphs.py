@@ -203,7 +203,7 @@ class Graphs:
         trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
         what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
         both = [*tensors, *(grad for grad in grads if grad is not None)]
-        # products of another dtype go through scratch: made in the first step, on demand, if there are any
+        # products of another dtype go through scratch: made in the first step, without graphs, if there are any
         written = [*(place.views.flat for place in places), *visit.session.memory.scratches]
         return self.run(visit.call, what, [*_slots(visit, op), *written], work, both, pure=False)
 

@@ -15,8 +15,6 @@ visit)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer"
 `("replicate",)`, `("norm",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard:
 one buffer."""
 
-OF_A_SET = ("slot", "grad slot", "carry slot", "secondary", "host")
-"""The kinds of buffers that belong to a slot set."""
 
 Uses = tuple[list[Buffer], list[Buffer]]
 """The buffers that an op reads, and those that it writes."""

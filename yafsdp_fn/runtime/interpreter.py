@@ -74,9 +74,9 @@ def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
     return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
 
 
-def acquire(memory: Memory, planned: bool) -> "Slots":
-    """Returns slots for a session. Sessions with a program and those on demand have different ones."""
-    idle: list[Slots] = memory.idle[planned]
+def acquire(memory: Memory) -> "Slots":
+    """Returns slots for a session."""
+    idle: list[Slots] = memory.idle
     return idle.pop() if idle else Slots(memory)
 
 
@@ -107,9 +107,9 @@ class Slots:
         self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
         self._kept: dict[tuple[int, int], list[tuple[Tensor, Destination | None]]] = {}
 
-    def release(self, planned: bool) -> None:
+    def release(self) -> None:
         """Gives the slots to the next session."""
-        self.memory.idle[planned].append(self)
+        self.memory.idle.append(self)
 
     # ---- contents
 
@@ -240,14 +240,11 @@ def _aliased(
 # Computes are begun and ended by the session, around the user's block. A table maps each kind of issued op to the
 # function that returns its work: a new kind of op is one more row.
 
-SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
-
 
 class Interpreter:
     """Executes the ops of one session.
 
     grads: gradient shards, None if the session trains nothing; step_hooks: of the step
-    checked: before each collective, ranks compare what they issue (used while no program has proved it)
     touched: units whose gradient shard has been written in this step
     """
 
@@ -259,11 +256,10 @@ class Interpreter:
         step_hooks: StepHooks,
         *,
         step: int,
-        checked: bool = False,
     ) -> None:
         self.memory, self.slots, self.grads, self.observer = memory, slots, grads, step_hooks.observer
         self.touched: set[int] = set()
-        self._checked, self._step = checked, step
+        self._step = step
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
         self._updates = step_hooks.updates
         self._further: Works = {} if slots.carries is None else slots.carries.works()
@@ -337,9 +333,6 @@ class Interpreter:
         if comms.lost is not None:
             comms.check()
         label = f"{bound.name} (step {self._step}){why}"
-        if self._checked:
-            # nothing has proved that ranks issue the same op, and gloo aborts or hangs where they do not
-            comms.must_agree(SAME_VISITS, {"op": label}, label)
         event = comms.event()
         waits = self.memory.board.use(event, bound.stream, bound.reads, bound.writes)
         if run is not None:

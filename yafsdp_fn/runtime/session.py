@@ -5,12 +5,13 @@
     then                  issue what comes next, up to the     | Gather, Reduce, ..., Norm, Update
                           next compute
 
-The user's loss must make the visits that the program expects, in its order. Without a program, in the first step, each
-visit issues what it needs (on_demand.py). In a pipeline the program is one stage's: what arrives for a call of a
-segment is taken from carry slots when it begins, and what leaves it is put there when it ends (stage_io.py).
+The user's loss must make the visits that the program expects, in its order. Visits without grad in a training step are
+in no program: they take the pure path, as all visits do while a first call is recorded (recording.py). In a pipeline
+the program is one stage's: what arrives for a call of a segment is taken from carry slots when it begins, and what
+leaves it is put there when it ends (stage_io.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +24,10 @@ from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Update, kind_of
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
-from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.interpreter import SAME_VISITS, Interpreter, acquire
-from yafsdp_fn.runtime.memory import Memory, Shards, Use
+from yafsdp_fn.runtime import errors, pure
+from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.interpreter import Interpreter, acquire
+from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import NOTHING, StepHooks
 
@@ -44,13 +46,124 @@ class _Root(torch.autograd.Function):
         return grad, *[None] * ctx.leaves
 
 
+class Visits:
+    """The visits of a loss under way, one after the other: of a step (`Session`), or of a call that is recorded.
+
+    number: of the step; differentiates: there is a backward; trains: weights of the state get gradients
+    place: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
+    collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
+    """
+
+    def __init__(self, memory: Memory, number: int, *, differentiates: bool, trains: bool) -> None:
+        self.memory, self.number, self.differentiates = memory, number, differentiates
+        self.microbatch = 0
+        self.visits: list[Visit] = []  # of the current microbatch
+        self.closed = False
+        self.place = f"before the first visit of step {number}"
+        self.collectives: Any = None
+        self._trained = frozenset(unit for unit, spec in enumerate(memory.units) if trains and spec.trainable)
+        self._failure: tuple[str, BaseException] | None = None
+        self._running: Any = None  # the visit under way
+        self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
+        self.token = self.leaf_token
+        self.leaves = [
+            master.detach().requires_grad_(trains and group.trainable)
+            for group, master in zip(memory.groups, memory.masters(), strict=True)
+        ]
+
+    def begin(self, call: Call) -> dict[int, list[Tensor]]:
+        """Begins a call of the loss, or its backward. Returns what arrives for it, by flow: nothing without stages."""
+        self.microbatch = call.microbatch
+        if call.kind == "forward":
+            self.visits = []
+            self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
+        if self.collectives is not None:
+            self.collectives.begin_call(call, len(self.visits))
+        return {}
+
+    def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Ends a call. leaving: what leaves after it, by flow"""
+        if self.collectives is not None:
+            self.collectives.end_call()
+        self.raise_failure()  # before anything is updated, where the loss went on after it
+
+    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
+        """Begins a visit of this microbatch."""
+        self._may_begin(name)
+        trained = tuple(filter(self._trained.__contains__, units))
+        self.visits.append(Visit(len(self.visits), name, units, trained))
+        return self.visits[-1]
+
+    def _may_begin(self, name: str) -> None:
+        if self._failure is not None:
+            self.raise_failure()
+        if self._running is not None:
+            here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
+            raise errors.nested_visit(here, self.place)
+
+    def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
+        """Runs a visit on the pure path without grad, and returns its outputs. No program says what ranks communicate:
+        they compare it first.
+
+        visit: None where it is no part of a program
+        """
+        if visit is None:
+            self._may_begin(call.name)
+        number = "without grad" if visit is None else f"visit {visit.id}"
+        self.place = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
+        part = None if visit is None else visit.id
+        self._running = call
+        try:
+            self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
+            if self.collectives is not None:
+                self.collectives.begin("forward", part)
+            with torch.no_grad():
+                outs = pure.outputs(call)
+            if self.collectives is not None:
+                self.collectives.end()
+        except BaseException as error:
+            self._failure = self.place, error
+            raise
+        finally:
+            self._running = None
+        self.place = f"after {self.place}"
+        if self.collectives is not None:
+            self.collectives.after("forward", part)
+        return outs
+
+    @property
+    def failed(self) -> bool:
+        """True if a visit has raised."""
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise errors.after_failure(*self._failure) from self._failure[1]
+
+    def sight(self) -> RankPosition:
+        """Returns the position in the step, for the watchdog's thread."""
+        return RankPosition(self.place)
+
+    def abort(self, error: BaseException) -> None:
+        """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
+        if self.closed:
+            return
+        self.closed = True
+        # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
+        self.token, self._failure, self._running, self.collectives = self.leaf_token, None, None, None
+        try:
+            self.memory.comms.abort(self.place, error)
+        finally:
+            self.memory.board.clear()
+
+
 class Step(NamedTuple):
     """The settings of one step.
 
     number: of the step; grads: gradient shards, None if no unit is trained
     differentiates: there is a backward; microbatches: calls of the loss
     watch: look for tensors that reach blocks from outside (the first step of a loss)
-    checked: ranks compare each collective before they issue it; step_hooks: the hooks of the step
+    step_hooks: the hooks of the step
     """
 
     number: int
@@ -58,9 +171,10 @@ class Step(NamedTuple):
     differentiates: bool = False
     microbatches: int = 1
     watch: bool = False
-    checked: bool = False
     step_hooks: StepHooks = NOTHING
 
+
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
 NOT_THERE = (
     ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
@@ -68,65 +182,36 @@ NOT_THERE = (
 )
 
 
-class Session:
+class Session(Visits):
     """The visits of a step, chained by a token, and the ops of its program around them; leaves; failures.
 
-    verified: the program, of one stage if there are several; None on demand
-    beside: makes the session for visits without grad in a training step
+    verified: the program, of one stage if there are several
     segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
-    collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     """
 
-    def __init__(
-        self, memory: Memory, step: Step, verified: Verified | None, beside: "Callable[[], Session] | None" = None
-    ) -> None:
+    def __init__(self, memory: Memory, step: Step, verified: Verified) -> None:
         memory.ready()
-        self.memory, self.verified = memory, verified
-        self.number, self.grads, self.differentiates, self.microbatches = (
-            step.number,
-            step.grads,
-            step.differentiates,
-            step.microbatches,
-        )
-        self.watch, self.checked, self.step_hooks = step.watch, step.checked, step.step_hooks
-        self.microbatch = 0
-        self.visits: list[Visit] = []  # of the current microbatch
+        super().__init__(memory, step.number, differentiates=step.differentiates, trains=step.grads is not None)
+        self.verified, self.grads, self.microbatches = verified, step.grads, step.microbatches
+        self.watch, self.step_hooks = step.watch, step.step_hooks
         self.segment: Any = None
-        self.closed = False
         self.differentiating = False  # the step's own backward is running
-        self.place = f"before the first visit of step {self.number}"
-        self.first_visits: list[Visit] = []  # of the first microbatch
-        self._make_beside = beside
-        self._beside: Session | None = None
-        self.collectives: Any = None
         self._seen_at = "", ""  # the place, and with its stage
-        self._trainable = frozenset(unit for unit, spec in enumerate(memory.units) if spec.trainable)
-        self._failure: tuple[str, BaseException] | None = None
-        self._running: tuple[ComputeOp, Visit, Use] | None = None  # the compute under way
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         self._cursor = 0
-        self._ops: Sequence[Op] = () if verified is None else verified.ops
+        self._ops: Sequence[Op] = verified.ops
         self._last: ComputeOp | None = None
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
-        self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=self.differentiates)
-        self.token = self.leaf_token
-        self.leaves = [
-            master.detach().requires_grad_(self.grads is not None and group.trainable)
-            for group, master in zip(memory.groups, memory.masters(), strict=True)
-        ]
-        self.slots = acquire(memory, verified is not None)
-        # without a program slots are no static memory
-        self.replays = None if verified is None else self.step_hooks.replays
-        if verified is not None:
-            self.slots.reserve_for(verified.program)
-            if verified.has_carry_slots and self.slots.carries is None and self.step_hooks.carries is not None:
-                self.slots.carries = self.step_hooks.carries(memory, self.slots.number)
-            if verified.crossing is not None and self.slots.carries is not None:
-                self.slots.carries.reserve(verified.crossing, verified.program)
-        self.interpreter = Interpreter(
-            memory, self.slots, self.grads, self.step_hooks, step=self.number, checked=self.checked
-        )
+        self.slots = acquire(memory)
+        self.slots.reserve_for(verified.program)
+        if verified.has_carry_slots and self.slots.carries is None and self.step_hooks.carries is not None:
+            self.slots.carries = self.step_hooks.carries(memory, self.slots.number)
+        if verified.crossing is not None and self.slots.carries is not None:
+            self.slots.carries.reserve(verified.crossing, verified.program)
+        # blocks are watched in Python, which a replay does not run
+        self.replays = None if step.watch else self.step_hooks.replays
+        self.interpreter = Interpreter(memory, self.slots, self.grads, self.step_hooks, step=self.number)
 
     # ---- the program, beside the visits
 
@@ -140,7 +225,6 @@ class Session:
 
     def plan(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
         """Returns the op of this compute, which must be the next one of the program."""
-        assert self.verified is not None
         trace = self.verified.program.trace
         op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
         if isinstance(op, Forward if kind == "forward" else Backward):
@@ -179,7 +263,6 @@ class Session:
 
     def finish(self) -> None:
         """Runs what is left: the optimizer's step, if there is one."""
-        assert self.verified is not None
         self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
@@ -188,8 +271,6 @@ class Session:
 
     def sight(self) -> RankPosition:
         """Returns the position in the step, for the watchdog's thread."""
-        if self.verified is None:
-            return RankPosition(self.place)
         stage = self.memory.comms.stage
         if self._seen_at[0] is not self.place:  # as long as it is the same, it must be the same object
             self._seen_at = self.place, f"{self.place}, stage {stage}" if self.memory.comms.stages > 1 else self.place
@@ -199,8 +280,8 @@ class Session:
 
     def calls(self) -> Iterator[Call]:
         """Yields the calls of the step, in the order of its program."""
-        split = None if self.verified is None else self.verified.program.trace.split
-        if self.verified is None or split is None:
+        split = self.verified.program.trace.split
+        if split is None:
             for microbatch in range(self.microbatches):
                 yield Call("forward", 0, microbatch)
                 if self.differentiates:
@@ -214,15 +295,8 @@ class Session:
 
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
         """Begins a call. Returns what arrives for it, by flow, from its carry slots: nothing without stages."""
-        self.microbatch = call.microbatch
-        if call.kind == "forward":
-            self.visits = []
-            if self._beside is not None:
-                self._beside.microbatch, self._beside.visits = call.microbatch, []
-            self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
-        if self.collectives is not None:
-            self.collectives.begin_call(call, len(self.visits))
-        if self.verified is None or self.verified.crossing is None:
+        super().begin(call)
+        if self.verified.crossing is None:
             return {}
         op = self._ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
@@ -237,13 +311,9 @@ class Session:
         """Ends a call. What leaves after it, by flow, goes into its carry slots, and the program goes on."""
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
         self.segment = None
-        if self.collectives is not None:
-            self.collectives.end_call()
-        if self.verified is None or self.verified.crossing is None:
-            if call.kind == "forward":
-                self.end_forward()
+        super().end(call, leaving)
+        if self.verified.crossing is None:
             return
-        self.raise_failure()
         op = self._last
         assert op is not None, "a segment has visits"
         parcels = self.verified.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
@@ -259,7 +329,7 @@ class Session:
 
     def weights(self, call: Call) -> None:
         """Runs the later halves of the backwards of a segment."""
-        assert self.verified is not None and self.verified.crossing is not None
+        assert self.verified.crossing is not None
         self.microbatch = call.microbatch
         for number in reversed(self.verified.crossing.split.visits(call.segment)):
             visit = self.verified.program.trace.visits[number]
@@ -278,37 +348,13 @@ class Session:
         finally:
             self.differentiating = False
 
-    def for_no_grad(self) -> "Session":
-        """Returns the session for visits without grad: in a training step, a second one with slots of its own."""
-        if self._make_beside is None:
-            return self
-        if self._beside is None:
-            self._beside = self._make_beside()
-            self._beside.collectives = self.collectives
-        return self._beside
-
-    def end_forward(self) -> None:
-        """Checks that every microbatch visits the same units."""
-        if self._beside is not None:
-            self._beside.raise_failure()  # before anything is updated, where the loss went on after it
-        if self.microbatch == 0:
-            self.first_visits = self.visits
-        elif self.visits != self.first_visits:
-            raise errors.visits_differ_from_first(self.microbatch, self.visits, self.first_visits)
-
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""
         self.raise_failure()
         self.place = f"the end of step {self.number}"
         uses_leaves = any(grad is not None for grad in leaf_grads)
-        if self.checked:
-            read = str([index for index, grad in enumerate(leaf_grads) if grad is not None])
-            asked = {"op": self.place, "leaves read outside visits": read}
-            self.memory.comms.must_agree(SAME_VISITS, asked, self.place)
         if uses_leaves and self.memory.comms.deterministic:
             raise RuntimeError(errors.ORDERED)
-        if self._beside is not None:
-            self._beside.end_backward(())
         if self.grads is None:
             return
         to_sum = self.to_sum()
@@ -346,43 +392,16 @@ class Session:
 
     def close(self) -> None:
         """Ends a successful step."""
-        if self._beside is not None:
-            self._beside.close()
         self.closed = True
         self.token, self.collectives = self.leaf_token, None  # which holds this session, and so its slots
-        planned = self.verified is not None
-        if planned or not self.differentiates:
-            self.slots.release(planned)
-        else:  # slots on demand of a training step are not kept: from the second step on a program has its own
-            self.memory.board.forget_set(self.slots.number)
+        self.slots.release()
 
     def abort(self, error: BaseException) -> None:
-        """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
-        if self.closed:
-            return
-        self.closed = True  # its slots are dropped, not given back: what they hold is of no use
-        # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self.token, self.segment, self._failure, self._running = self.leaf_token, None, None, None
-        self.collectives = None
-        if self._beside is not None:
-            self._beside.closed, self._beside._failure = True, None
-        try:
-            self.memory.comms.abort(self.place, error)
-        finally:
-            self.memory.board.clear()
+        """Its slots are dropped, not given back: what they hold is of no use."""
+        self.segment = None
+        super().abort(error)
 
     # ---- visits, as `visit` drives them
-
-    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
-        """Begins a visit of this microbatch."""
-        if self._failure is not None:
-            self.raise_failure()
-        if self._running is not None:
-            here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
-            raise errors.nested_visit(here, self.place)
-        trained = () if self.grads is None else tuple(filter(self._trainable.__contains__, units))
-        self.visits.append(Visit(len(self.visits), name, units, trained))
-        return self.visits[-1]
 
     def later_half(self, visit: Visit, microbatch: int) -> Later:
         """Returns where the first half of a visit's backward leaves what the second is to do."""
@@ -417,7 +436,7 @@ class Session:
             bound = self.slots.bound.get((type(op), op)) or self.interpreter.bind(op, visit)
             run = None if observer is None else observer.issue(op)
             if self.collectives is not None:
-                self.collectives.begin(self, kind_of(op), visit.id, run)
+                self.collectives.begin(kind_of(op), visit.id, run)
             use = self.memory.using(bound.reads, bound.writes, run)
             use.__enter__()
         except BaseException as error:
@@ -444,13 +463,4 @@ class Session:
         self.follow(op, visit)
         self.place = f"after {self.place}"
         if self.collectives is not None:
-            self.collectives.after(self, kind_of(op), visit.id)
-
-    @property
-    def failed(self) -> bool:
-        """True if a visit has raised."""
-        return self._failure is not None
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise errors.after_failure(*self._failure) from self._failure[1]
+            self.collectives.after(kind_of(op), visit.id)

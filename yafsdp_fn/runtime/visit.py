@@ -44,16 +44,18 @@ def visit(call: BlockCall) -> Tree:
     session = call.runner()
     if session is None:
         return pure.visit(call)
-    if not isinstance(session, Session):  # a tracer
+    if not isinstance(session, Session):  # a recording, or a tracer
         return session.visit(call)
     segment, number = session.segment, len(session.visits)
     if segment is not None and segment.enter(call, number):
         session.new_visit(call.name, call.units)
         return segment.placeholders(call, number)
-    if torch.is_grad_enabled() and session.differentiates:
+    if not session.differentiates:
+        outs = _forward_only(session, call)
+    elif torch.is_grad_enabled():
         outs = _Running(session, call, session.new_visit(call.name, call.units)).forward()
     else:
-        outs = _forward_only(session.for_no_grad(), call)
+        return call.outputs(session.without_grad(call))
     out = call.outputs(outs)
     return out if segment is None else segment.checked(call, out, number)
 
