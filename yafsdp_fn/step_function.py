@@ -30,15 +30,15 @@ from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
+from yafsdp_fn.runtime.execute import Session, Visits
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Memory, Shards
-from yafsdp_fn.runtime.pipeline import Segment, StageResults, must_be_same, smooth
+from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
 from yafsdp_fn.runtime.recording import Recording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
-from yafsdp_fn.runtime.session import Session, Step, Visits
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
@@ -193,9 +193,10 @@ class StepFunction:
             observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
             carries = MessageBuffers if comms.stages > 1 else _activation_buffers
             step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
-            step = Step(seed.step, shards, track, arguments.parts, track and not verified.ran, step_hooks)
+            how = {"differentiates": track, "microbatches": arguments.parts, "watch": track and not verified.ran}
+            kind = StageSession if comms.stages > 1 else Session
             with comms.guarded(f"the slots of step {seed.step}"):
-                session = Session(memory, step, verified)
+                session = kind(memory, verified, seed.step, shards, step_hooks, **how)
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
                 results = Calls(session, arguments, self.has_aux, seed).run()
@@ -328,13 +329,7 @@ class Calls:
     def _forward(self, call: Call, *, last: bool) -> None:
         session, track, microbatch = self._session, self._session.differentiates, call.microbatch
         arrived = session.begin(call)
-        crossing, segment = self._crossing, None
-        if crossing is not None:
-            for flow, tensors in arrived.items():
-                for tensor in smooth(crossing, flow, tensors):
-                    tensor.requires_grad_(track)
-            where = f"microbatch {microbatch}, step {session.number}"
-            session.segment = segment = Segment(crossing, call, arrived, where)
+        crossing, segment = self._crossing, session.segment
         device = session.memory.comms.device
         counter = counter_of(session.memory.comms, self._seed, microbatch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), device):

@@ -20,7 +20,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
-from yafsdp_fn.runtime.session import Visits
+from yafsdp_fn.runtime.execute import Visits
 
 OF = Options(frozen=True)
 MESHES: dict[str, dict[str, int]] = {

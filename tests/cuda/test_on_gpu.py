@@ -34,7 +34,7 @@ from benchmarks.emulated import emulate
 from models import llama
 from tests.harness import readme
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
-from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.schedules import Schedule
 
 pytestmark = [

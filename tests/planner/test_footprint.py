@@ -28,7 +28,7 @@ from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.footprint import Dtype, Dtypes, Memory, predict_memory
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
-from yafsdp_fn.runtime.interpreter import acquire
+from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
 TX = ya.optim.adamw(1e-2)

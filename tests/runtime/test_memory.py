@@ -12,8 +12,8 @@ import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param, slot_bytes
 from yafsdp_fn.params.layout import tree_layout
-from yafsdp_fn.runtime.interpreter import Slots, acquire
 from yafsdp_fn.runtime.memory import Shards
+from yafsdp_fn.runtime.slots import Slots, acquire
 
 TX = ya.optim.adamw(1e-2)
 

@@ -13,7 +13,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
 from tests.harness.groups import TIMEOUT, breakable, outcome
 from tests.harness.pool import Pool
-from yafsdp_fn.runtime import session
+from yafsdp_fn.runtime import execute
 
 
 def swapped(params: Any, data: Any) -> torch.Tensor:
@@ -240,7 +240,7 @@ def out_of_memory(mesh: Any) -> list[str]:
     step, now = ya.train_step(loss, TX), state(mesh)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(session, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
+            patch.setattr(execute, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
         first = outcome(lambda: step(now, batch(rank)))
     return [first, outcome(lambda: step(now, batch(rank)))]
 

@@ -25,7 +25,7 @@ from yafsdp_fn.dist.ranks import AxisCollective, Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.session import Session, Visits
+from yafsdp_fn.runtime.execute import Session, Visits
 from yafsdp_fn.timeline.record import Run
 
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")

@@ -75,7 +75,7 @@ class Memory(Placement[Communicators]):
         the dtypes are equal; versions: unit -> number of changes of its weights
     holders: unit -> its stages, on a mesh with stages
     number: of the states on this mesh, the same on all ranks, which make them together
-    idle: slot sets for the next session (interpreter.py)
+    idle: slot sets for the next session (slots.py)
     """
 
     def __init__(

@@ -67,5 +67,3 @@ class StepHooks(NamedTuple):
     replays: Replays | None = None
     carries: Callable[[Any, object], Any] | None = None
 
-
-NOTHING = StepHooks()

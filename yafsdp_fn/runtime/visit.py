@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.nn.linear import Later, Place, Task, Uses, close_all, destination, open_all, uses_of
-from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
-from yafsdp_fn.runtime import errors, pure
+from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
-from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 # ---- A visit: one block on the weights in its slots, and its backward.
@@ -39,34 +37,13 @@ LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
 """The ends of the graph of a recomputation: arguments, leaves of the weights per unit, outputs."""
 
 
-def visit(call: BlockCall) -> Tree:
-    """Runs `call` on the fast path inside a session on its own leaves, else on the pure path."""
-    session = call.runner()
-    if session is None:
-        return pure.visit(call)
-    if not isinstance(session, Session):  # a recording, or a tracer
-        return session.visit(call)
-    segment, number = session.segment, len(session.visits)
-    if segment is not None and segment.enter(call, number):
-        session.new_visit(call.name, call.units)
-        return segment.placeholders(call, number)
-    if not session.differentiates:
-        outs = _forward_only(session, call)
-    elif torch.is_grad_enabled():
-        outs = _Running(session, call, session.new_visit(call.name, call.units)).forward()
-    else:
-        return call.outputs(session.without_grad(call))
-    out = call.outputs(outs)
-    return out if segment is None else segment.checked(call, out, number)
-
-
-class _Running:
-    """A visit of a running session, as its autograd nodes see it.
+class Running:
+    """A visit of a running session (execute.py), as its autograd nodes see it.
 
     uses: where the gradients of a kept graph's weights go
     """
 
-    def __init__(self, session: Session, call: BlockCall, visit: Visit) -> None:
+    def __init__(self, session: Any, call: BlockCall, visit: Visit) -> None:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
         self.asked: Asked | None = None
         self.uses: Uses = ()
@@ -87,6 +64,11 @@ class _Running:
                     raise errors.argument_written(self.visit.name, tensor)
         return outs
 
+    def evaluated(self) -> list[Tensor]:
+        """Runs the block in a step without a backward, and returns its outputs."""
+        with self.session.compute("forward", self.visit, self.microbatch) as op:
+            return self.outputs(op, self.call.tensors)
+
     def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, visit = self.session, self.visit
         slots, trained = session.slots, visit.trained
@@ -101,7 +83,7 @@ class _Running:
             else:
                 leaves.append(slots.leaves(slot, unit, False))
         if op.early:
-            _offer(own, session.interpreter.early_places(op, trained))
+            _offer(own, session.early_places(op, trained))
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
         inputs = opened[: len(tensors)]
         outs = self.call.run_on(leaves, inputs)
@@ -227,7 +209,7 @@ class _Running:
         if op.half == "inputs":
             self._later = session.later_half(self.visit, self.microbatch)
         else:
-            self._places = session.interpreter.places(op, self.visit.trained)
+            self._places = session.places(op, self.visit.trained)
         return op
 
     def recomputed(
@@ -269,14 +251,6 @@ def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> None:
                     found.offer(view)
 
 
-def _forward_only(session: Session, call: BlockCall) -> list[Tensor]:
-    running = _Running(session, call, session.new_visit(call.name, call.units))
-    with session.compute("forward", running.visit, running.microbatch) as op:
-        _, _, outs = running.run(op, call.tensors, track=False)
-        call.refuse_views(outs, session.slots.storages)
-    return outs
-
-
 def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], smooth: Sequence[bool]) -> list[Tensor]:
     """Returns the token and tensors as the outputs of a node, of which those that are not smooth are constants. Its
     backward gets None for those that the loss does not use."""
@@ -295,14 +269,14 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, running: _Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
+        ctx: Any, running: Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.opens, ctx.arguments = running, len(arguments)
         return *_passed_on(ctx, token, arguments, [x.requires_grad for x in arguments]), *weights
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: _Running = ctx.opens
+        running: Running = ctx.opens
         running.close(grads[ctx.arguments :])
         running.session.end_compute()
         return None, None, None, *grads[: ctx.arguments]
@@ -312,13 +286,13 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     """Passes on the token and outputs of a visit that keeps its graph; its backward begins the visit's."""
 
     @staticmethod
-    def forward(ctx: Any, running: _Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, running: Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
         ctx.closes = running
         return tuple(_passed_on(ctx, token, outs, [x.requires_grad for x in outs]))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: _Running = ctx.closes
+        running: Running = ctx.closes
         running.begin_backward()
         running.open(Task((), now=True))
         return None, None, *grads
@@ -328,7 +302,7 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
     """A visit that keeps no graph; its backward runs the block again."""
 
     @staticmethod
-    def forward(ctx: Any, running: _Running, op: Forward, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, running: Running, op: Forward, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         session, call, replays = running.session, running.call, running.session.replays
         inputs = [tensor.detach() for tensor in tensors]
         outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
@@ -343,7 +317,7 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: _Running = ctx.running
+        running: Running = ctx.running
         op = running.begin_backward()
         input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
         running.session.end_compute()
