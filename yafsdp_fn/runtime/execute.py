@@ -44,12 +44,11 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, acquire, fills_of
-from yafsdp_fn.runtime.visit import Running
+from yafsdp_fn.runtime.visit import BlockCall, Running
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 

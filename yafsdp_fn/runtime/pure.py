@@ -13,8 +13,8 @@ from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.block_call import BlockCall, address_of
 from yafsdp_fn.runtime.graph_walks import Watch
+from yafsdp_fn.runtime.visit import BlockCall, address_of
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.execute import SAME_VISITS, Visits
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import is_smooth
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 

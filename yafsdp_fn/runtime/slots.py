@@ -20,8 +20,8 @@ from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, destination
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.block_call import address_of
 from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.visit import address_of
 
 Views = dict[tuple[int, int], Any]
 """Views of a unit in a slot, by (slot, unit)."""
