@@ -255,7 +255,7 @@ def other_verbs(mesh: Any) -> list[Tensor]:
 
 
 def test_equal_bits_by_other_verbs(pools: dict[int, Pool]) -> None:
-    """The first step, on demand, and the program add up the visits of a unit alike: each of three steps is compared."""
+    """The first step and later ones add up the visits of a unit alike: each of three steps is compared."""
     one = pools[1].run(other_verbs)[0]
     assert all(x.isfinite().all() for x in one) and len(one) > 40
     for world in (2, 3, 4):

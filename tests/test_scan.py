@@ -144,7 +144,7 @@ def test_sharded_is_plain_to_the_bit(
     both = ya.value_and_grad(loss, (0, 1, 2), has_aux=True, schedule=ya.schedules.zero3(remat=policy))
     scale = torch.tensor(1.25)
     want = both(plain, scale, extra)
-    for _ in range(2):  # on demand, then with a program
+    for _ in range(2):  # recorded, then with its program
         got = both(sharded, scale, extra)
         assert_equal(got[0], want[0])
         once = order is None or len(set(order)) == len(order)  # else sums of a layer's visits have another order

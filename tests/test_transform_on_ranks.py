@@ -34,7 +34,7 @@ def differentiated(mesh: Any, argnums: Any, second: bool, seed: int | None) -> l
     state = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE)
     args = (x_of(rank, seed), state.params) if second else (state.params, x_of(rank, seed))
     function, found = ya.value_and_grad(swapped if second else product, argnums=argnums), []
-    for _ in range(3):  # on demand, then by the program
+    for _ in range(3):  # recorded, then by the program
         value, grads = function(*args)
         found.append([value, *optree.tree_leaves(ya.unshard(grads))])
     for again in found[1:]:
@@ -98,7 +98,7 @@ def dropped(mesh: Any) -> None:
     state = ya.init(base_params(3), sgd, mesh=mesh, precision=DOUBLE)
     step, alone = ya.train_step(dropout_loss, sgd), [ya.PlainState.create(whole, sgd, rank=r) for r in range(2)]
     weights = torch.stack([(batch["targets"] >= 0).sum() for batch in batches]).double()
-    for number in range(2):  # on demand, then by the program
+    for number in range(2):  # recorded, then by the program
         state, metrics = step(state, batches[rank])
         moved, losses = zip(*(step(own, batch) for own, batch in zip(alone, batches, strict=True)), strict=True)
         each = torch.stack([found["loss"] for found in losses])

@@ -327,7 +327,7 @@ def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
     for transform, of in TRANSFORMS.items():
         loss, traces = of_step(f, u, v, of), list[Trace]()
         first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat=ya.schedules.remat.none), traces))
-        found[0][transform] = outcome(lambda step=first: [step(p), step(p)][1])  # on demand, then by the program
+        found[0][transform] = outcome(lambda step=first: [step(p), step(p)][1])  # recorded, then by the program
         if traces:
             second = ya.grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all)(traces[0]))
             found[1][transform] = outcome(lambda step=second: step(p))
@@ -355,7 +355,7 @@ def dropout_in_a_step(mesh: Any) -> dict[str, Tree]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_dropout_in_a_step(pools: dict[int, Pool], world: int) -> None:
-    """On demand and by the program."""
+    """Recorded and by the program."""
 
     def of_plain(transform: str) -> Tree:
         one = Plain("dropout", world, "dropout in a step")

@@ -30,8 +30,8 @@ from yafsdp_fn.params.tree import (
     stacked,
     without_markers,
 )
-from yafsdp_fn.runtime.block_call import BlockCall, rows_of
-from yafsdp_fn.runtime.visit import visit
+from yafsdp_fn.runtime.pure import visit
+from yafsdp_fn.runtime.visit import BlockCall, rows_of
 from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 
 

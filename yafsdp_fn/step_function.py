@@ -10,9 +10,9 @@
 A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import copy_context
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -30,15 +30,15 @@ from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
+from yafsdp_fn.runtime.execute import Session, Visits
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Memory, Shards
-from yafsdp_fn.runtime.on_demand import OnDemand
-from yafsdp_fn.runtime.pipeline import Segment, StageResults, must_be_same, smooth
+from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
+from yafsdp_fn.runtime.recording import Recording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
-from yafsdp_fn.runtime.session import Session, Step
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
@@ -56,6 +56,10 @@ NOT_FROM_PLAIN = (
 def default_schedule(trace: Trace) -> Program:
     """The default schedule: `zero3`, and `one_f_one_b` across stages."""
     return (zero3() if trace.split is None else one_f_one_b())(trace)
+
+
+FIRST = Call("forward", 0, 0)
+"""The call that is recorded."""
 
 
 class StepFunction:
@@ -139,41 +143,25 @@ class StepFunction:
                 raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return context.run(run_plain, arguments, seed, self.has_aux, self.track), None
         comms = memory.comms
-        programs = self.programs
-        known = programs.peek(memory, arguments.parts)
-        if self._graphs and known is not None and not known.recomputes:
-            raise ValueError(
-                "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
-                "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
-            )
         if self._graphs and comms.axes:
             raise NotImplementedError(
                 f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): NCCL wants a collective "
                 "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
                 "graphs out"
             )
-        recordings = RECORDINGS.get()
-        observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
-        carries = MessageBuffers if comms.stages > 1 else _activation_buffers
-        step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
             consistency.compare(comms, self.fun, self._tx)
             self._agreed.add(comms)
             comms.named.clear()
-        results = context.run(self._run_sharded, arguments, memory, shards, seed, step_hooks)
+        found = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
         if first and comms.axes and not comms.alone:
-            verified = programs.peek(memory, arguments.parts)
+            verified = self.programs.peek(memory, arguments.parts)
             assert verified is not None
             visited = {unit for visit in verified.whole.trace.visits for unit in visit.units}
             split = {name for unit in visited for name in verified.whole.trace.units[unit].over}
             consistency.warn_of_axes(comms, split, arguments.rest, axes_dealt(memory.mesh))
-        if observer is not None:
-            learnt = programs.peek(memory, arguments.parts)
-            assert learnt is not None
-            title = f"{MEASURED}, rank {comms.world_rank} of {comms.world}{', on demand' if known is None else ''}"
-            observer.finish(learnt.program.trace, title)
-        return results, observer
+        return found
 
     def _run_sharded(
         self,
@@ -181,12 +169,12 @@ class StepFunction:
         memory: Memory,
         shards: Shards | None,
         seed: Seed,
-        step_hooks: StepHooks,
-    ) -> Results:
+        updates: StepUpdates | None,
+    ) -> tuple[Results, Recorder | None]:
         """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
 
-        The first run learns the program: after its computes, which are on demand; across stages, from a trace on fake
-        tensors before them. An exception on all ranks leaves the state usable.
+        Before the first run its program is built, from a recorded call of the function; across stages, from a trace on
+        fake tensors. An exception on all ranks leaves the state usable.
         """
         comms, track = memory.comms, self.track
         if comms.stages > 1 and arguments.plain:
@@ -194,55 +182,62 @@ class StepFunction:
         if comms.deterministic and track and arguments.plain:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
-            verified = self._known_program(arguments, memory)
-            watch = track and (verified is None or not verified.watched)
-            checked = verified is None  # nothing has proved yet what ranks issue
-            step = Step(seed.step, shards, track, arguments.parts, watch, checked, step_hooks)
-            untracked = Step(seed.step, checked=True)  # no program says what visits without grad issue
-            beside = partial(OnDemand, memory, untracked) if track and comms.stages == 1 else None
             comms.check()
-            with comms.guarded(f"the slots of step {seed.step}"):
-                session = (
-                    OnDemand(memory, step, beside) if verified is None else Session(memory, step, verified, beside)
+            verified = self._known_program(arguments, memory, shards, seed)
+            if self._graphs and not verified.recomputes:
+                raise ValueError(
+                    "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
+                    "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
                 )
-            known: dict[Any, Any] = {} if verified is None else verified.collectives
-            around = comms.called
-            if comms.axes:
-                from yafsdp_fn.runtime.block_collectives import BlockCollectives
-
-                session.collectives = BlockCollectives(session, known, arguments.rest)
-                comms.called = session.collectives.called
-            try:
-                with comms.seen(session.sight, f"after step {seed.step}"):
-                    session.start()
-                    results = Calls(session, arguments, self.has_aux, seed).run()
-                    if isinstance(session, OnDemand):
-                        comms.must_agree("what the function returns", {"aux": _outline(results.aux)})
-                        trace = self.programs.complete(session.trace(), memory)
-                        verified = self.programs.learn(memory, trace)
-                        verified.collectives = known
-                    session.finish()
-            except BaseException as error:
-                error.add_note(f"rank {comms.world_rank} of {comms.world}, {session.place}")
-                session.abort(error)
-                raise
-            finally:
-                comms.called = around
+            recordings = RECORDINGS.get()
+            observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
+            carries = MessageBuffers if comms.stages > 1 else _activation_buffers
+            step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
+            how = {"differentiates": track, "microbatches": arguments.parts, "watch": track and not verified.ran}
+            kind = StageSession if comms.stages > 1 else Session
+            with comms.guarded(f"the slots of step {seed.step}"):
+                session = kind(memory, verified, seed.step, shards, step_hooks, **how)
+            with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
+                session.start()
+                results = Calls(session, arguments, self.has_aux, seed).run()
+                session.finish()
+            if not verified.ran and comms.axes and comms.stages == 1:
+                verified.list(session.collectives)
             session.close()
-            assert verified is not None
-            verified.watched |= watch
-            return results
+            verified.ran = True
+        if observer is not None:
+            observer.finish(verified.program.trace, f"{MEASURED}, rank {comms.world_rank} of {comms.world}")
+        return results, observer
 
-    def _known_program(self, arguments: Arguments, memory: Memory) -> Verified | None:
-        """Returns the program to run; None in the first run without stages."""
-        if memory.comms.stages == 1:
-            return self.programs.get(memory, arguments.parts)
-        batch = shapes(arguments.rest)
+    def _known_program(self, arguments: Arguments, memory: Memory, shards: Shards | None, seed: Seed) -> Verified:
+        """Returns the program to run, and learns it before the first run."""
+        comms = memory.comms
+        batch = None if comms.stages == 1 else shapes(arguments.rest)
         if (found := self.programs.get(memory, arguments.parts, batch)) is not None:
             return found
-        must_be_same(arguments.rest, memory.comms)
+        if comms.stages == 1:
+            return self._recorded(arguments, memory, shards is not None, seed)
+        must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
         return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
+
+    def _recorded(self, arguments: Arguments, memory: Memory, trains: bool, seed: Seed) -> Verified:
+        """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
+        the step."""
+        comms = memory.comms
+        recording = Recording(memory, seed.step, differentiates=self.track, trains=trains)
+        collectives: dict[Any, Any] = {}
+        with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
+            recording.begin(FIRST)
+            counter = counter_of(comms, seed, microbatch=0)
+            with torch.set_grad_enabled(self.track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
+                mean, aux = returned(arguments.call(0, recording, self.track), self.has_aux)
+            recording.end(FIRST, {})
+            recording.compare(mean.total, _outline(aux))
+            verified = self.programs.learn(memory, self.programs.complete(recording.trace(arguments.parts), memory))
+        recording.close()
+        verified.collectives = collectives
+        return verified
 
     def _replays_on(self, device: torch.device) -> Replays | None:
         if self._graphs and self._replays is None:
@@ -252,6 +247,28 @@ class StepFunction:
         return self._replays
 
 
+@contextmanager
+def _run_by(visits: Visits, known: dict[Any, Any], arguments: Arguments, after: str) -> Iterator[None]:
+    """Runs a session or a recording, which is aborted where it raises. known: collectives of blocks; after: where this
+    rank is then, for the watchdog"""
+    comms = visits.memory.comms
+    around = comms.called
+    if comms.axes:
+        from yafsdp_fn.runtime.block_collectives import BlockCollectives
+
+        visits.collectives = BlockCollectives(visits, known, arguments.rest)
+        comms.called = visits.collectives.called
+    try:
+        with comms.seen(visits.sight, after):
+            yield
+    except BaseException as error:
+        error.add_note(f"rank {comms.world_rank} of {comms.world}, {visits.place}")
+        visits.abort(error)
+        raise
+    finally:
+        comms.called = around
+
+
 def _activation_buffers(memory: Memory, number: object) -> ActivationBuffers:
     from yafsdp_fn.extras.offload import HostActivationBuffers
 
@@ -259,6 +276,14 @@ def _activation_buffers(memory: Memory, number: object) -> ActivationBuffers:
 
 
 # ---- The calls of a step.
+
+
+def counter_of(comms: Communicators, seed: Seed, microbatch: int) -> VisitCounter:
+    """Returns the counter that seeds a microbatch, on all stages alike."""
+    if comms.deterministic:
+        return VisitCounter(seed.seed, seed.step, *micro_shard_seed(comms, microbatch), batch_rank=0, ranks=comms)
+    rank, batch_rank = comms.seed_rank, comms.batch_rank
+    return VisitCounter(seed.seed, seed.step, microbatch, rank, batch_rank=batch_rank, ranks=comms)
 
 
 class Passed(NamedTuple):
@@ -278,7 +303,7 @@ class Calls:
 
     def __init__(self, session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
         self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
-        self._crossing = None if session.verified is None else session.verified.crossing
+        self._crossing = session.verified.crossing
         device = session.memory.comms.device
         self._of_stage = None if self._crossing is None else StageResults(self._crossing, arguments.parts, device)
         self._results = Results([], [], [None] * len(arguments.plain))
@@ -304,14 +329,9 @@ class Calls:
     def _forward(self, call: Call, *, last: bool) -> None:
         session, track, microbatch = self._session, self._session.differentiates, call.microbatch
         arrived = session.begin(call)
-        crossing, segment = self._crossing, None
-        if crossing is not None:
-            for flow, tensors in arrived.items():
-                for tensor in smooth(crossing, flow, tensors):
-                    tensor.requires_grad_(track)
-            where = f"microbatch {microbatch}, step {session.number}"
-            session.segment = segment = Segment(crossing, call, arrived, where)
-        counter, device = self._counter(microbatch), session.memory.comms.device
+        crossing, segment = self._crossing, session.segment
+        device = session.memory.comms.device
+        counter = counter_of(session.memory.comms, self._seed, microbatch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), device):
             try:
                 mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
@@ -341,13 +361,6 @@ class Calls:
             taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
         self._passed[call.segment, microbatch] = Passed(taken, roots, own)
 
-    def _counter(self, microbatch: int) -> VisitCounter:
-        """Returns the counter that seeds a microbatch, on all stages alike."""
-        comms, (seed, step, *_) = self._session.memory.comms, self._seed
-        if comms.deterministic:
-            return VisitCounter(seed, step, *micro_shard_seed(comms, microbatch), batch_rank=0, ranks=comms)
-        return VisitCounter(seed, step, microbatch, comms.seed_rank, batch_rank=comms.batch_rank, ranks=comms)
-
     def _keep(self, call: Call, mean: Mean, aux: Tree) -> bool:
         """Keeps the results of a forward; returns whether it made the loss."""
         if self._of_stage is not None:
@@ -371,7 +384,7 @@ class Calls:
             seeds += back.get(flow, [])
         arrived = [x for tensors in passed.arrived.values() for x in tensors]
         of_leaves = [*self._leaves, *self._arguments.plain] if self._crossing is None else []
-        drawn = self._counter(call.microbatch).seed_beside(BACKWARD)
+        drawn = counter_of(session.memory.comms, self._seed, call.microbatch).seed_beside(BACKWARD)
         with session.backward(), seeded(drawn, session.memory.comms.device):
             grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
         leaf_grads = grads[1 + len(arrived) :]

@@ -141,6 +141,10 @@ def train_step(
 
     but gradient shards are kept from step to step, and the optimizer's pass divides them by the weight.
 
+    Before the first step of a kind of state one call of `loss_fn` is recorded, on the first microbatch without
+    gradients: what the function does beside its result (a print, a running mean) it does once more than there are
+    steps. torch's generators and the state are as before.
+
     loss_fn: `(params, batch)` -> scalar or `ya.Mean`; batch is this rank's part
     metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 if the update was), `aux` with `has_aux`; all
         global, tensors on the device: reading one waits for the step
@@ -157,8 +161,8 @@ def train_step(
         says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
 
     >>> step = ya.train_step(loss_fn, tx, schedule=ya.schedules.zero3(), microbatches=2)
-    >>> state, metrics = step(state, batch)                    # on demand, and traced
-    >>> state, metrics = step(state, batch)                    # from the second on, the program runs
+    >>> state, metrics = step(state, batch)                    # recorded first, then run by its program
+    >>> state, metrics = step(state, batch)
     >>> state.step, sorted(metrics)
     (2, ['grad_norm', 'loss', 'skipped'])
     >>> step.program(state).count(ya.schedules.Reduce)         # four units, twice

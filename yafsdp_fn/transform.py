@@ -95,8 +95,8 @@ def value_and_grad(
         default 1, on a deterministic mesh as in `train_step`. Sharded parameters among them stay whole (close over
         plain tensors that must)
 
-    The first call runs on demand and records the visits; later calls use the schedule's program. Random numbers
-    depend on the seed and step of the parameters' state.
+    Before the first call on a kind of state one call of `fun` is recorded, as in `train_step`. Random numbers depend on
+    the seed and step of the parameters' state.
 
     Inside another derivative (a step's, or one of torch.func) it is `torch.func.grad` of `ya.functional_loss(fun)`, on
     the path that composes: exact, not overlapped.

@@ -24,7 +24,6 @@ from benchmarks.published.runs import UNSTATED, Refused, Run
 from models import gpt2
 from models.parts import layers
 from models.parts.axes import Axes
-from yafsdp_fn.dist.ranks import AxisCollective
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
 from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
@@ -33,6 +32,7 @@ from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
+from yafsdp_fn.util.mesh_axes import AxisCollective
 
 # ---- Clusters.
 

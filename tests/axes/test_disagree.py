@@ -1,4 +1,4 @@
-"""Blocks that call other collectives on one rank than on another: told by all ranks in the first step."""
+"""Blocks that call other collectives on one rank than on another: told by all ranks before the first step."""
 
 from __future__ import annotations
 
@@ -86,8 +86,7 @@ def test_ranks_say_so(pools: dict[int, Pool], how: str, layer: int) -> None:
 
 
 def alike(_: Any) -> list[float]:
-    """Losses of three steps, whose loss sums what has no derivative. On demand nothing is known of that, and the sum
-    goes back; in later steps it does not."""
+    """Losses of three steps, whose loss sums what has no derivative: that sum does not go back."""
     mesh = ya.mesh(device="cpu", tensor=2)
     state = ya.init({"layers": ya.Stacked({"w": ya.Param((2, 4), split={"tensor": -1})})}, TX, mesh=mesh)
 
@@ -106,7 +105,7 @@ def alike(_: Any) -> list[float]:
     return losses
 
 
-def test_what_has_no_derivative_goes_back_on_demand_alone(pools: dict[int, Pool]) -> None:
+def test_what_has_no_derivative_goes_on_without_a_way_back(pools: dict[int, Pool]) -> None:
     first, second = pools[2].run(alike)
     assert first == second and len(set(first)) == 3
 

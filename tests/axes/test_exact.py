@@ -105,7 +105,7 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
     made = PIPELINES[schedule].schedule if schedule in PIPELINES else SCHEDULES[schedule]
     how: Any = {"schedule": made(), "microbatches": microbatches}
     both = ya.value_and_grad(loss_of(of), **how)
-    for _ in range(2 if schedule != "updates" else 0):  # on demand, and by a program
+    for _ in range(2 if schedule != "updates" else 0):  # recorded, and by its program
         value, grads = both(state.params, cut(batch_of(0)))
         close(value, loss, "loss")
         close(whole(grads), ya.params.without_markers(gradients), "gradient")

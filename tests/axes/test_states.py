@@ -20,7 +20,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
-from yafsdp_fn.runtime.on_demand import OnDemand
+from yafsdp_fn.runtime.execute import Visits
 
 OF = Options(frozen=True)
 MESHES: dict[str, dict[str, int]] = {
@@ -134,7 +134,7 @@ def aliased(_: Any) -> None:
     memory, program = state.memory, step.program(state)
     units = {unit.id for unit in memory.units if unit.over}
     assert memory.weights_alias == units and 0 < len(units) < len(memory.units)
-    (slots,) = memory.idle[True]
+    (slots,) = memory.idle
     held = {
         slot: unit
         for op in program.ops
@@ -266,7 +266,7 @@ def let_go(_: Any) -> None:
     gc.disable()
     try:
         state, _ = step(state, batch)
-        assert not [each for each in gc.get_objects() if type(each) is OnDemand]
+        assert not [each for each in gc.get_objects() if isinstance(each, Visits)]
     finally:
         gc.enable()
 

@@ -65,6 +65,6 @@ def test_the_command_counts_a_step(capfd, tmp_path: Path) -> None:  # type: igno
     assert main(["reading", "--ranks", "1", "--save", str(out)]) == 0
     found = json.loads(out.read_text())
     assert found["calls"] > found["changes"] > 10 and found["circles"] == 0
-    assert {"yafsdp_fn/runtime/session.py", "yafsdp_fn/runtime/interpreter.py"} < set(found["entered"])
+    assert {"yafsdp_fn/runtime/execute.py", "yafsdp_fn/runtime/visit.py"} < set(found["entered"])
     assert found["library lines"] == sum(n for name, n in found["folders"].items() if "/lab" not in name)
     assert "calls per further layer" in capfd.readouterr().out

@@ -49,7 +49,7 @@ def steady(case: Case) -> list[str]:
         step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=2, graphs=case.graphs)
         batches = [{k: v.to(CUDA) for k, v in batch_of(0, seed=n, rows=4).items()} for n in range(7)]
         for number, batch in enumerate(batches):
-            if number == 4:  # the first is on demand, in the next ones slots are made and graphs captured
+            if number == 4:  # the first is recorded; in the next ones graphs are captured
                 device.syncs.clear()
                 device.may_sync = False
             state, metrics = step(state, batch)

@@ -34,7 +34,7 @@ from benchmarks.emulated import emulate
 from models import llama
 from tests.harness import readme
 from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
-from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.schedules import Schedule
 
 pytestmark = [
@@ -44,7 +44,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 8
 STEADY, STEPS = 5, 8
-"""The first step is on demand; in the next ones slots are made and graphs are captured."""
+"""The first call is recorded, and slots are made; in the next steps graphs are captured."""
 MOST_CYCLES = 2_000_000
 """Of a delay: a millisecond or so, where an op of this model takes some ten microseconds."""
 SMALL = 1 << 20

@@ -80,7 +80,7 @@ def check(run: Callable[..., Any], mesh: DeviceMesh | None = None, count: int = 
 def test_every_layer_is_captured_where_slots_are_shards() -> None:
     tapes = check(loss)
     assert tapes.recorded == 2 * L  # embedding and head keep their graphs
-    assert tapes.replayed == 3 * 2 * L  # the first step has no program, the second warms up
+    assert tapes.replayed == 3 * 2 * L  # the first step looks at blocks, the second warms up
 
 
 def places(mesh: DeviceMesh, count: int) -> tuple[int, int, int]:

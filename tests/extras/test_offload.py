@@ -237,7 +237,7 @@ def alive(mesh: Any, layers: int, policy: remat.Remat) -> tuple[int, list[int], 
     for number in range(4):
         state, _ = step(state, batch_of(0, seed=number))
         gc.collect()
-        (free,) = state.memory.idle[True] or [None]
+        (free,) = state.memory.idle or [None]
         if free is not None and free.carries is not None:
             slots.append(sum(slot.numel() for slot in free.carries._slots.values()))
             host.append(sum(buffer.data_ptr() for buffer in free.carries._host.values()))

@@ -124,8 +124,8 @@ def check_exact(
     dtype: torch.dtype = torch.float64,
     bits: bool = True,
 ) -> None:
-    """One rank's part: value and gradients against the plain loop, on demand, which knows no schedule, and by the
-    program of each schedule.
+    """One rank's part: value and gradients against the plain loop, by the program of each schedule, in a first call
+    and in one more.
 
     schedules: by name, or their names in SCHEDULES
 
@@ -168,7 +168,7 @@ def _check_exact(
             build = SCHEDULES[schedule] if isinstance(schedules, tuple) else schedules[schedule]
             program = build(traces[0]) if traces else noting(build, traces)
             function = ya.value_and_grad(problem.loss, schedule=program, microbatches=parts)
-            for call in ("program",) if traces else ("on demand", "program"):
+            for call in ("program",) if traces else ("first call", "program"):
                 value, grads = function(state.params, batch)
                 what = f"{problem.loss.__name__}, {layers} layers, {parts} microbatches, {schedule}, {call}"
                 compare((value, ya.unshard(grads)), expected, tolerance, what)

@@ -42,7 +42,7 @@ def compare(mesh: Any, name: str, rows: tuple[int, ...] = (2, 2)) -> None:
         state = ya.init(family.params(config, pin_norms=pin_norms), mesh=mesh, seed=0, precision=double)
         loss, schedule = family.loss(config, chunks=chunks), ya.schedules.zero3(remat=remat)
         step = ya.value_and_grad(loss, schedule=schedule, microbatches=microbatches)
-        for _ in range(2):  # on demand, then as a program
+        for _ in range(2):  # recorded, then as a program
             value, grads = step(state.params, mine)
         torch.testing.assert_close(value, expected, atol=0.0, rtol=1e-12)
         whole = optree.tree_leaves(ya.params.without_markers(ya.unshard(grads)))

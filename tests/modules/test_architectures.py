@@ -354,7 +354,7 @@ def as_the_module(mesh: Any, name: str) -> None:
     expected = differentiated()
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in reference.named_parameters()}
     assert sum(bool(grad.any()) for grad in wanted.values()) > len(wanted) / 2
-    for how in ("on demand", "by the program"):
+    for how in ("in the first call", "in the second"):
         value, grads = gradients(state.params, own)
         compare(value.double(), expected, 1e-6, f"value {how}")
         close(by_name(module, grads), wanted, case.tolerance, f"gradients {how}")

@@ -110,7 +110,7 @@ def as_the_module(mesh: Any, name: str) -> None:
     state = ya.shard(params, tx, mesh=mesh, precision=F64)
     gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
     expected = differentiated()
-    for how in ("on demand", "by the program"):
+    for how in ("in the first call", "in the second"):
         value, grads = gradients(state.params, own)
         compare(value.double(), expected, 1e-6, f"value {how}")
         compare(ya.unshard(grads), tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")

@@ -107,7 +107,7 @@ def exact(mesh: Any, remats: tuple[str, ...], dtype: torch.dtype | None) -> None
     own = batch_of(mesh.get_rank())
     for remat in remats:
         both = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=REMATS[remat]))
-        for call in ("on demand", "program"):
+        for call in ("first", "second"):
             got, tree = both(state.params, own)
             found = wide(ya.unshard(tree))
             assert relative(got.double(), value.float().double()) < 1e-6

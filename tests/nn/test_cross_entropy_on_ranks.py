@@ -108,7 +108,7 @@ EARLY, LATE = ["gradients"], ["total", "gradients"]
         ("head", "zero3", 1, EARLY, EARLY),
         ("head", "zero3", 3, EARLY + 2 * LATE, 3 * EARLY),  # alone, the slot is the shard that adds up
         ("head", "deferred", 3, EARLY + 2 * LATE, EARLY + 2 * LATE),
-        ("head", "first step", 1, LATE, LATE),  # its forward keeps nothing; the second run of it forms the gradient
+        ("head", "first step", 1, ["total", *EARLY], ["total", *EARLY]),  # recorded, then as in all others
         ("tied", "zero3", 1, EARLY, EARLY),
         ("twice", "zero3", 1, ["gradients", "total", "gradients", "gradients"], None),
     ],

@@ -28,7 +28,7 @@ from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.footprint import Dtype, Dtypes, Memory, predict_memory
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
-from yafsdp_fn.runtime.interpreter import acquire
+from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
 TX = ya.optim.adamw(1e-2)
@@ -98,7 +98,7 @@ def held_by(state: ya.ShardedState) -> dict[str, int]:
     """Bytes that a state, its slots and its buffers hold after a step, by item."""
     store = state.memory
     store.comms.drain()
-    slots = acquire(store, planned=True)
+    slots = acquire(store)
     state_leaves: list[Any] = torch.utils._pytree.tree_leaves(state.opt_state)
     working = [w for w, m in zip(store.working.present, store.masters(), strict=True) if w is not m]
     buffers = [store._receive, store._staging]
@@ -173,10 +173,7 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int
         state = ya.init(small.params(), TX, mesh=mesh, precision=precision)
         step = ya.train_step(small.loss_of(), TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
         given = ya.shard_batch(small.batch_of(0, 8), mesh, split={"context": 1} if "context" in axes else None)
-        program, store = step.lower(state, given), state.memory
-        state, _ = step(state, given)  # on demand: it reduces the pinned unit twice, with buffers that stay
-        store.comms.reduce_scratch._made.clear()
-        store._receive = None
+        program = step.lower(state, given)
         state, _ = step(state, given)
         how: Any = {"precision": precision, "tx": TX, "microbatches": microbatches, "device": "cpu"}
         absent = trace(small.loss_of(), small.params(), given, mesh=program.trace.mesh, **how)

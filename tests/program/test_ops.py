@@ -35,7 +35,9 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.program import part_of
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.runtime.interpreter import WORKS, Interpreter, fills_of
+from yafsdp_fn.runtime.execute import WORKS, Session
+from yafsdp_fn.runtime.protocols import StepHooks
+from yafsdp_fn.runtime.slots import fills_of
 from yafsdp_fn.runtime.stage_io import MessageBuffers
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 
@@ -56,7 +58,7 @@ def test_every_op_has_a_row_everywhere(op: Op) -> None:
         object.__new__(HostActivationBuffers)
     )
     by_a_stage = isinstance(op, Send | Receive) and type(op) in MessageBuffers.works(object.__new__(MessageBuffers))
-    assert by_the_session or by_a_lever or by_a_stage or type(op) in WORKS, "no work: runtime/interpreter.py"
+    assert by_the_session or by_a_lever or by_a_stage or type(op) in WORKS, "no work: runtime/execute.py"
     Costs(TRACE, A100).phases(op)  # AttributeError: no cost in planner/costs.py
 
 
@@ -116,5 +118,5 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
     slots = SimpleNamespace(bound={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
     slots.contents |= {7: (3, 0), 8: (4, 5)}
-    Interpreter.issue(SimpleNamespace(observer=None, slots=slots, _work=lambda op: None), op)  # type: ignore[arg-type]
+    Session.issue(SimpleNamespace(step_hooks=StepHooks(), slots=slots, _work=lambda op: None), op)  # type: ignore[arg-type]
     assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}

@@ -47,7 +47,7 @@ def views(mesh: Any) -> None:
     for name, (total, unit, shape) in VIEWS.items():
         text = VIEW.format(name=unit, shape=shape)
         now, step = state(mesh), ya.train_step(total, TX)
-        for _ in range(2):  # the failed step teaches nothing: the second is on demand, too
+        for _ in range(2):  # the failed step leaves nothing behind
             with pytest.raises(RuntimeError, match=text):
                 step(now, batch())
         with pytest.raises(RuntimeError, match=text):

@@ -1,4 +1,4 @@
-"""The programs of a step function: taught by its first step, kept by layout, ranks, precision and microbatches."""
+"""The programs of a step function: made from a recorded call, kept by layout, ranks, precision and microbatches."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ from tests.harness.problems import PROBLEMS
 from tests.proof.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
 from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.runtime.interpreter import Interpreter, Slots
+from yafsdp_fn.runtime.execute import Session
+from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify
 
 CASES = int(os.environ.get("PROGRAM_CASES", "15"))
@@ -139,14 +140,14 @@ def test_accepted_programs_are_exact(pools: dict[int, Pool], world: int, number:
 @contextlib.contextmanager
 def skipping(kind: type[Any]) -> Iterator[None]:
     """An engine that leaves out the ops of one kind in the third step."""
-    issue = Interpreter.issue
+    issue = Session.issue
 
-    def skip(self: Interpreter, op: Op, *why: Any, **number: Any) -> None:
+    def skip(self: Session, op: Op, *why: Any, **number: Any) -> None:
         if type(op) is not kind or self._step != 2:
             issue(self, op, *why, **number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Interpreter, "issue", skip)
+        patch.setattr(Session, "issue", skip)
         yield
 
 

@@ -22,7 +22,7 @@ import yafsdp_fn as ya
 from tests.harness.histories import ACTIONS, Life, Planned, Setting
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
-from yafsdp_fn.runtime.interpreter import Interpreter
+from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Gather, Op
 
@@ -103,14 +103,14 @@ def test_every_history_ends_in_the_same_bits(
 def gathers() -> Iterator[list[int]]:
     """The units that are gathered, as gathers are issued."""
     found: list[int] = []
-    issue = Interpreter.issue
+    issue = Session.issue
 
-    def counting(self: Interpreter, op: Op, *why: Any, **number: Any) -> None:
+    def counting(self: Session, op: Op, *why: Any, **number: Any) -> None:
         found.extend(op.units if isinstance(op, Gather) else ())
         issue(self, op, *why, **number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Interpreter, "issue", counting)
+        patch.setattr(Session, "issue", counting)
         yield found
 
 

@@ -19,7 +19,7 @@ from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pool
 from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
 from yafsdp_fn.dist.streams import HostStream
-from yafsdp_fn.runtime.interpreter import acquire
+from yafsdp_fn.runtime.slots import acquire
 
 Mesh = Any
 TXS = {
@@ -105,7 +105,7 @@ def kept(mesh: Mesh, folder: Any) -> None:
         life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
         for _ in range(2):
             life.take(life.step)
-    slots = acquire(life.state.memory, planned=True)
+    slots = acquire(life.state.memory)
     buffers = [*slots._weights.values(), *slots._grads.values()]
     streams = life.state.memory.comms.streams
     assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)

@@ -19,8 +19,8 @@ from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.dist.streams import Event, HostStream
+from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import Memory
-from yafsdp_fn.runtime.session import Session
 from yafsdp_fn.schedules import Scoreboard
 
 TX = ya.optim.adamw(1e-2)

@@ -16,13 +16,12 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.pool import Pool
-from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.execute import Visits
 from yafsdp_fn.train_step import TrainStep
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
 BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]
 RECOMPUTED = ["backward head", *["forward layer", "backward layer"] * 3, "backward embed"]
-ON_DEMAND = ["forward head", "backward head", *["forward layer", "backward layer"] * 3, "forward embed", BACKWARD[-1]]
 
 
 def make(loss: LossFn, **options: Any) -> TrainStep:
@@ -52,7 +51,7 @@ def expected_steps(start: ya.ShardedState, loss: LossFn, count: int, **options: 
 
 
 def first_step(mesh: Any, error: type[BaseException] = Planned) -> list[str]:
-    """Fails in every event of the first step, which runs on demand; returns the events of a whole one."""
+    """Fails in every event of the first call, which is recorded, and of its step; returns the events of a whole one."""
     fault, data = Fault(), batch(mesh.get_local_rank())
     fault.error = error
     expected = expected_steps(state(mesh), loss_with(), 2)
@@ -62,7 +61,7 @@ def first_step(mesh: Any, error: type[BaseException] = Planned) -> list[str]:
         if not fail(fault, at, lambda now=now, step=step: step(now, data)):
             return fault.events
         assert same(bits(now), before)
-        for after in expected:  # the second runs the program that the repeated first step taught
+        for after in expected:  # the first knows its program if the call was recorded
             now, _ = step(now, data)
             assert same(bits(now), after), f"event {at}"
     raise AssertionError("a step without an end")
@@ -101,7 +100,7 @@ LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
 
 
 def every_event(mesh: Any) -> None:
-    assert first_step(mesh) == [*FORWARD, *ON_DEMAND]
+    assert first_step(mesh) == [*FORWARD, *FORWARD, *BACKWARD]
     for options, precision, events in LATER if mesh.size() == 1 else LATER[1::2]:
         assert later_steps(state(mesh, precision=precision), **options) == events
 
@@ -113,7 +112,7 @@ def test_an_exception_in_any_event_leaves_the_state_usable(pools: dict[int, Pool
 
 def keyboard(mesh: Any) -> None:
     """Ctrl-C, as an exception raised in the blocks and as a real signal."""
-    assert first_step(mesh, KeyboardInterrupt) == [*FORWARD, *ON_DEMAND]
+    assert first_step(mesh, KeyboardInterrupt) == [*FORWARD, *FORWARD, *BACKWARD]
     assert later_steps(state(mesh), KeyboardInterrupt) == [*FORWARD, *BACKWARD]
     if mesh.size() > 1:  # signals do not reach ranks at one point of the step
         return
@@ -121,7 +120,7 @@ def keyboard(mesh: Any) -> None:
     fault.error = KeyboardInterrupt
 
     step, now = make(loss_with(fault)), state(mesh)
-    for at, after in zip((3, 4, 5, 8, 9), expected, strict=True):  # the first on demand, the rest in a program
+    for at, after in zip((3, 4, 5, 8, 9), expected, strict=True):  # the first while it is recorded, the rest in a step
         fault.before = functools.partial(signal.raise_signal, signal.SIGINT)
         assert fail(fault, at, lambda now=now: step(now, batch()))
         now, _ = step(now, batch())
@@ -166,14 +165,14 @@ def elsewhere(mesh: Any) -> list[str]:
     fault, data = Fault(), batch(mesh.get_local_rank())
     expected = expected_steps(state(mesh), beside_the_visits(Fault()), 20)
     for at in range(20):
-        now, step, on_demand = state(mesh), make(beside_the_visits(fault)), True
-        for after in expected[:3]:
-            if not fail(fault, at, lambda now=now, step=step: step(now, data)):
-                assert on_demand
+        now, step = state(mesh), make(beside_the_visits(fault))
+        for number, after in enumerate(expected[:3]):
+            here = at if number == 0 else at % 6  # a later step has six events and a backward
+            if not fail(fault, here, lambda now=now, step=step: step(now, data)):
+                assert number == 0
                 return fault.events
             now, _ = step(now, data)
             assert same(bits(now), after), f"event {at}"
-            on_demand = False
     raise AssertionError("a step without an end")
 
 
@@ -263,8 +262,8 @@ def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], 
 
 
 def sessions() -> int:
-    """How many steps are still held by anything, garbage included."""
-    return sum(isinstance(thing, Session) for thing in gc.get_objects())
+    """How many steps and recordings are still held by anything, garbage included."""
+    return sum(isinstance(thing, Visits) for thing in gc.get_objects())
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -276,11 +275,11 @@ def test_a_failed_step_leaves_no_garbage() -> None:
     gc.disable()
     try:
         before = sessions()
-        for at in (0, 3, 7):  # on demand
+        for at in (0, 3, 7):  # in the recorded call, and in its step
             assert fail(fault, at, lambda now=now: step(now, batch()))
         assert sessions() == before
         now, _ = step(now, batch())
-        for at in (0, 3, 7):  # in a program
+        for at in (0, 3, 7):  # in a later one
             assert fail(fault, at, lambda now=now: step(now, batch()))
         assert sessions() == before
     finally:

@@ -93,7 +93,7 @@ def test_collectives_are_those_of_one_microbatch(pools: dict[int, Pool], world: 
 
 
 def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...]) -> None:
-    """Value and gradients, on demand and by the program; twice, for the bits."""
+    """Value and gradients, three times, for the bits."""
     precision = ya.Precision(dtype)
     state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
     batch = batch_of(mesh.get_local_rank(), rows=ROWS)
@@ -103,7 +103,7 @@ def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...
     for schedule in schedules:
         function = ya.value_and_grad(CHUNKED, schedule=SCHEDULES[schedule])
         results = [function(state.params, batch) for _ in range(3)]
-        for (value, grads), call in zip(results, ("on demand", "program", "program again"), strict=True):
+        for (value, grads), call in zip(results, ("first", "second", "third"), strict=True):
             what = f"{schedule}, {call}"
             compare((value, ya.unshard(grads)), (expected[0], ya.unshard(expected[1])), tolerance, what)
             compare(optree.tree_leaves(grads), optree.tree_leaves(results[0][1]), 0.0, f"{what}: bits")

@@ -55,7 +55,7 @@ def not_finite(mesh: Any, which: str, everywhere: bool) -> None:
         bad = {**good, "bad": torch.tensor(int(bad_here))}
         now, expected = state(mesh), ya.train_step(BAD[which], TX, **options)(state(mesh), good)[0]
         before = bits(now)
-        for count in (1, 2):  # on demand, then in a program
+        for count in (1, 2):  # recorded, then by its program
             now, metrics = step(now, bad)
             assert float(metrics["skipped"]) == 1.0, metrics
             assert same(bits(now), before) and now.step == count

@@ -109,7 +109,7 @@ def in_a_step(mesh: Any, name: str) -> None:
         return ya.Mean(ya.apply(lambda w: (w * own).sum(), params["w"]), 0.25)  # weights add up to 1
 
     expected = 4 * ya.unshard(grad(lambda params: loss(params).total)(state.params))["w"]  # of a mean over four
-    for call in ("on demand", "program"):
+    for call in ("first", "second"):
         _, grads = ya.value_and_grad(loss, schedule=SCHEDULES[name])(state.params)
         assert torch.equal(ya.unshard(grads)["w"], expected), call
     step = ya.train_step(lambda params, _: loss(params), ya.optim.sgd(1.0), schedule=SCHEDULES[name])

@@ -23,12 +23,12 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
         {},
         0,
         r"planned: forward embed\nrank 1 of 2, forward of embed \(visit 0, microbatch 0, step 0\)",
-        r"gather of layers\[0\] \(step 0\)",
+        r"forward of layers\[0\] \(visit 1, microbatch 0, step 0\)",
     ),
     "backward of the first step": (
         0,
         {},
-        8,  # the head's two, then the recomputed forward of layers[2] and its backward
+        11,  # what is recorded, the forward, the head's
         r"planned: backward layer\nrank 1 of 2, backward of layers\[2\] \(visit 3, microbatch 0, step 0\)",
         r"(gather|reduce) of layers\[[12]\] \(step 0\)",
     ),

@@ -1,6 +1,6 @@
 """Weights of means that visits make: what depends on no parameter may be one, whether or not a visit keeps its graph.
 
-On demand, in programs and across stages, against the plain loop; what depends is refused everywhere.
+In first steps, in later ones and across stages, against the plain loop; what depends is refused everywhere.
 """
 
 from __future__ import annotations

@@ -91,13 +91,8 @@ def three_microbatches(mesh: Mesh, schedule: str, problem: str) -> tuple[list[Ti
 def test_two_ranks(pools: dict[int, Pool], schedule: str) -> None:
     outcomes = pools[2].run(three_microbatches, schedule, "tied" if schedule == "zero3" else "base")
     for rank, (timelines, program) in enumerate(outcomes):
-        first, *others = timelines
-        check(first, f"measured, rank {rank} of 2, on demand")
-        counted = [span.op for span in first.spans if isinstance(span.op, Forward | Backward)]
-        assert len(counted) == len(program.trace.order)
-        assert [type(span.op) for span in first.spans[-2:]] == [Norm, Update]
-        assert len(others) == 2
-        for timeline, missing in zip(others, (program.carried(), {}), strict=True):
+        assert len(timelines) == 3
+        for timeline, missing in zip(timelines, (program.carried(), {}, {}), strict=True):
             check(timeline, f"measured, rank {rank} of 2")
             check_program(timeline, program)
             before = [(span.number, span.op) for span in timeline.spans if span.number < 0]
@@ -204,7 +199,7 @@ def test_a_step_that_raises_is_not_recorded() -> None:
         with pytest.raises(ZeroDivisionError):
             broken(state, small.batch())
     assert len(recording.timelines) == 1
-    check(recording.timeline(), "measured, rank 0 of 1, on demand")
+    check(recording.timeline(), "measured, rank 0 of 1")
 
 
 def test_nothing_is_kept_after_the_block() -> None:

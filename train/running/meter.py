@@ -161,7 +161,7 @@ class Recorded:
             self._path = None
 
     def _program(self, state: State) -> ya.Program | None:
-        """The next step's program, where that step is to be recorded. The first one runs on demand, and has none."""
+        """The next step's program, where that step is to be recorded. The first one has none yet."""
         step = state.step + 1
         soon = min(-step % self._every, self._steps - step) < TOGETHER if self._every else False
         first = not self._written and len(self._taken) < TOGETHER

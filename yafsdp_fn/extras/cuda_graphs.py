@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.nn.linear import Place
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
-from yafsdp_fn.runtime.block_call import BlockCall, address_of
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.tracer import not_compiled
+from yafsdp_fn.runtime.visit import BlockCall, address_of
 from yafsdp_fn.util.randomness import seeded
 
 # ---- Computes keys of functions: functions with equal keys run the same code on the same values they close over.
@@ -203,7 +203,7 @@ class Graphs:
         trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
         what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
         both = [*tensors, *(grad for grad in grads if grad is not None)]
-        # products of another dtype go through scratch: made in the first step, on demand, if there are any
+        # products of another dtype go through scratch: made in the first step, without graphs, if there are any
         written = [*(place.views.flat for place in places), *visit.session.memory.scratches]
         return self.run(visit.call, what, [*_slots(visit, op), *written], work, both, pure=False)
 

@@ -27,8 +27,8 @@ from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
-from yafsdp_fn.runtime.block_call import BlockCall, Row, rows_of
-from yafsdp_fn.runtime.visit import visit
+from yafsdp_fn.runtime.pure import visit
+from yafsdp_fn.runtime.visit import BlockCall, Row, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.scan import apply
 from yafsdp_fn.sharding import unshard

@@ -60,7 +60,7 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
 #     for op in program:                   activations: what is saved for a backward that has not run
 #         most(held + op's own)            logits: the last visit's own; workspace: any other visit's, and gradients
 #
-# The first step runs on demand and holds other slots for a while; this is every later one.
+# Before the first step, while a call is recorded, there are other buffers for a while.
 
 SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
 """Items that shrink with the number of ranks."""

@@ -7,10 +7,10 @@ Every op declares the buffers it reads and writes; one scoreboard runs through t
 points to an op issued earlier, and all ranks issue in one order, so nothing that is issued can deadlock.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
-from yafsdp_fn.program.ops import OF_A_SET, Buffer
+from yafsdp_fn.program.ops import Buffer
 
 Key = TypeVar("Key")
 
@@ -62,10 +62,6 @@ class Scoreboard(Generic[Key]):
         for buffer in buffers:
             self._writer.pop(buffer, None)
             self._readers.pop(buffer, None)
-
-    def forget_set(self, slots: Hashable) -> None:
-        """Drops the buffers of a slot set."""
-        self.forget(*[b for b in {*self._writer, *self._readers} if b[0] in OF_A_SET and b[1] == slots])
 
     def clear(self) -> None:
         """Forgets everything; only when all streams are idle."""

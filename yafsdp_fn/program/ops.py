@@ -15,8 +15,6 @@ visit)`: of a slot set. `("shard", unit)`, `("grad shard", unit)`, `("optimizer"
 `("replicate",)`, `("norm",)`: of a state. The working copy of a shard is refreshed by the update that writes the shard:
 one buffer."""
 
-OF_A_SET = ("slot", "grad slot", "carry slot", "secondary", "host")
-"""The kinds of buffers that belong to a slot set."""
 
 Uses = tuple[list[Buffer], list[Buffer]]
 """The buffers that an op reads, and those that it writes."""
@@ -88,7 +86,7 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
 #     here                      its class, in `Op`, with annotations of `slot_fields`. Its form, words, JSON and kind in
 #                               a timeline follow, and the slots that a program carries over
 #     proof/walk.py             its moment, for rules, and its execution on symbols
-#     runtime/interpreter.py    its work; None where slots are the shards
+#     runtime/execute.py        its work; None where slots are the shards
 #     planner/costs.py          its cost
 #     schedules/__init__.py     its name, for users
 #

@@ -1,4 +1,4 @@
-"""Follows what blocks and the loss communicate over axes inside blocks: noted in a first step, the same in others.
+"""Follows what blocks and the loss communicate over axes inside blocks: noted in a first run, the same in others.
 
     stretch of a step                           in a trace
     forward of a visit, also recomputed         Visit.collectives
@@ -6,8 +6,9 @@
     the loss after a visit, and its backward    Between
 
 Each collective is compared with what its stretch called before, before it runs, and at the end none may be left over: a
-rank that leaves one out says so, and does not send what others would take for something else. What no step has shown
-yet, and visits without grad, which belong to no program, ranks compare among themselves.
+rank that leaves one out says so, and does not send what others would take for something else. What no run has shown yet
+(forwards while they are recorded, backwards in the step after that), and visits without grad, which belong to no
+program, ranks compare among themselves.
 """
 
 import zlib
@@ -24,7 +25,7 @@ from yafsdp_fn.dist.ranks import Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.session import Session
+from yafsdp_fn.runtime.execute import Session, Visits
 from yafsdp_fn.timeline.record import Run
 from yafsdp_fn.util.mesh_axes import AxisCollective
 
@@ -80,16 +81,14 @@ class Stretch:
 
 
 class BlockCollectives:
-    """The collectives of one step, in stretches as its session begins and ends them.
+    """The collectives of one step or recording, in stretches as it begins and ends them.
 
     known: what stretches call, kept from step to step; given: the arguments of the loss that are not differentiated
     """
 
-    def __init__(self, session: Session, known: dict[Key, Noted], given: Any) -> None:
-        self._session, self.known, self._comms = session, known, session.memory.comms
+    def __init__(self, visits: Visits, known: dict[Key, Noted], given: Any) -> None:
+        self._visits, self.known, self._comms = visits, known, visits.memory.comms
         self._given = [_outline(leaf) for leaf in optree.tree_leaves(given)]
-        # on demand nothing is known of outputs without a derivative: the loss goes back through more than later
-        self._back = "before" if session.verified is not None else "before, on demand"
         self._segment: int | None = None  # of the call of the loss under way
         self._of_loss: Stretch | None = None
         self._of_visit: Stretch | None = None
@@ -100,25 +99,26 @@ class BlockCollectives:
         if call.kind == "forward":
             self._of_loss = self._stretch(("after", -1, call.segment), "the loss before its first visit")
             return
-        verified = self._session.verified
-        if verified is not None and verified.program.trace.split is not None:
-            visits = verified.program.trace.split.segments[call.segment][1]
+        assert isinstance(self._visits, Session), "a recording has no backward"
+        split = self._visits.verified.program.trace.split
+        if split is not None:
+            visits = split.segments[call.segment][1]
         place = "the backward of the loss, before its visits'"
-        self._of_loss = self._stretch((self._back, visits - 1, call.segment), place)
+        self._of_loss = self._stretch(("before", visits - 1, call.segment), place)
 
     def end_call(self) -> None:
         """Raises if something is left over."""
         self._end_loss()
         self._segment = None
 
-    def begin(self, session: Session, kind: Kind, visit: int, run: Run | None = None) -> None:
-        """Begins a compute of a visit. run: observes its op"""
-        own = session is self._session  # else a visit without grad, amid the loss
-        if own:
+    def begin(self, kind: Kind, visit: int | None, run: Run | None = None) -> None:
+        """Begins a compute of a visit. visit: None without grad, amid the loss; run: observes its op"""
+        key: Key | None = None
+        if visit is not None:
             self._end_loss()
-        # a kept graph goes back by more than one that is made again for the gradients that there are: with zeros
-        found = "forward" if kind == "forward" else f"kept {kind}"
-        self._of_visit = self._stretch((found, visit, 0) if own else None, session.place, run)
+            # a kept graph goes back by more than one that is made again for the gradients that there are: with zeros
+            key = ("forward" if kind == "forward" else f"kept {kind}", visit, 0)
+        self._of_visit = self._stretch(key, self._visits.place, run)
 
     def again(self, kind: Literal["forward", "backward"]) -> None:
         """Begins once more with the visit under way: its forward, in its backward, or then the backward."""
@@ -131,12 +131,12 @@ class BlockCollectives:
         """Ends the part of a visit that is under way. Raises if something is left over."""
         self._ended(self._of_visit)
 
-    def after(self, session: Session, kind: Kind, visit: int) -> None:
+    def after(self, kind: Kind, visit: int | None) -> None:
         """Goes on with the loss, or its backward, after a compute."""
         self._of_visit = None
-        if session is self._session and self._segment is not None:
-            key = ("after", visit, self._segment) if kind == "forward" else (self._back, visit - 1, self._segment)
-            self._of_loss = self._stretch(key, f"the loss {session.place}")
+        if visit is not None and self._segment is not None:
+            key = ("after", visit, self._segment) if kind == "forward" else ("before", visit - 1, self._segment)
+            self._of_loss = self._stretch(key, f"the loss {self._visits.place}")
 
     def _stretch(self, key: Key | None, place: str, run: Run | None = None) -> Stretch:
         return Stretch(key, None if key is None else self.known.get(key), self._given, place, run)
@@ -206,13 +206,14 @@ class BlockCollectives:
     # ---- a trace
 
     def listed(self, trace: Trace) -> Trace:
-        """Returns the trace of a first step with what has been called."""
+        """Returns `trace` with what has been called: the forwards once it is recorded, all once a step has run."""
 
-        def calls(kind: str, visit: int) -> Collectives:
-            return tuple(each.call for each in self.known.get((kind, visit, 0), Noted((), [])).calls)
+        def calls(visit: int, *kinds: str) -> Collectives:
+            noted = next((found for kind in kinds if (found := self.known.get((kind, visit, 0)))), Noted((), []))
+            return tuple(each.call for each in noted.calls)
 
-        of_loss = (Between(v, calls("after", v), calls(self._back, v)) for v in range(-1, len(trace.visits)))
-        visits = [(v, calls("forward", v.id), calls("backward", v.id)) for v in trace.visits]
+        of_loss = (Between(v, calls(v, "after"), calls(v, "before")) for v in range(-1, len(trace.visits)))
+        visits = [(v, calls(v.id, "forward"), calls(v.id, "backward", "kept backward")) for v in trace.visits]
         return trace._replace(
             visits=tuple(v._replace(collectives=forward, adjoints=backward) for v, forward, backward in visits),
             between=tuple(each for each in of_loss if each.collectives or each.adjoints),

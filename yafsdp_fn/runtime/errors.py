@@ -1,7 +1,5 @@
 """Constructors of errors about a loss or a block. Successful steps do not enter this file."""
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +7,7 @@ from torch import Tensor
 from yafsdp_fn.params.tree import shape_of
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.text import describe
-from yafsdp_fn.program.trace import Trace, Visit
+from yafsdp_fn.program.trace import Trace
 
 SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
@@ -30,13 +28,6 @@ ORDERED = (
 
 class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than its program."""
-
-
-def visits_differ_from_first(microbatch: int, visits: Sequence[Visit], first: Sequence[Visit]) -> OrderChanged:
-    """The error for a microbatch whose `visits` differ from those of the first one."""
-    pairs = itertools.zip_longest(first, visits)
-    expected, found = next([v.name if v else "nothing" for v in pair] for pair in pairs if pair[0] != pair[1])
-    return OrderChanged(f"microbatch {microbatch} visits {found} where microbatch 0 visits {expected}. {SAME_ORDER}")
 
 
 def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
@@ -79,6 +70,16 @@ def collective_differs(place: str, at: int, wanted: str, got: str) -> OrderChang
 def step_ended_early(op: Op, trace: Trace) -> OrderChanged:
     """The error for a step that has ended where the program has `op`."""
     return OrderChanged(f"the step ended, but its program goes on with {describe(op, trace)}. {SAME_ORDER}")
+
+
+def kept_from_trace(tensor: Tensor) -> str:
+    """Says that a tensor of a trace is used after it."""
+    return (
+        f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has no values: it was made while the loss was "
+        "traced (.trace, .lower, ya.planner), and the loss or a block has kept it, in a functools.cache or an "
+        "attribute. Make it before the trace (call the function that is cached, or run a step first), or clear the "
+        "cache after it"
+    )
 
 
 def nested_visit(visit: str, outer: str) -> RuntimeError:

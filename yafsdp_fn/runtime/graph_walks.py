@@ -3,7 +3,7 @@
 Steady steps enter this file only for a loss whose weight has a graph.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from yafsdp_fn.util.torch_private import is_transform_wrapper, memory_key
 # The graph of a visit that keeps it lies between two nodes: `closes`, whose inputs are the outputs of the block, and
 # `opens`, whose outputs are its arguments and weights. Besides, both pass on the token that chains visits, at place 0.
 # A visit that keeps no graph is one node, `running`, and claims that all its outputs may depend. The question is noted
-# there, and answered when the block runs again.
+# there, and answered when the block runs again. So is a visit that is recorded, `recorded`: its step answers.
 
 Edge = tuple[Any, int]
 """An autograd node and the index of one of its outputs."""
@@ -54,7 +54,7 @@ def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
     seen, todo = set[Edge](), list(edges)
     while todo:
         node, number = edge = todo.pop()
-        if node is None or edge in seen:
+        if node is None or edge in seen or hasattr(node, "recorded"):
             continue
         seen.add(edge)
         if (running := getattr(node, "running", None)) is not None:
@@ -80,12 +80,11 @@ def _edge(tensor: Tensor) -> Edge:
     return node, number
 
 
-# ---- Which memory a graph keeps alive.
+# ---- Which memory a graph keeps alive, and which leaves it ends in.
 
 
-def saved_by(roots: Iterable[Tensor]) -> set[int]:
-    """Returns the memory, by `memory_key`, that the nodes of the graph behind `roots` have saved for their backward."""
-    found: set[int] = set()
+def _nodes(roots: Iterable[Tensor], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+    """Yields the nodes of the graph behind `roots`, without those behind nodes that are `ends`."""
     seen: set[Any] = {None}
     todo: list[Any] = [root.grad_fn for root in roots]
     while todo:
@@ -93,11 +92,26 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
         if node in seen:
             continue
         seen.add(node)
-        todo += [below for below, _ in node.next_functions]
+        yield node
+        if not ends(node):
+            todo += [below for below, _ in node.next_functions]
+
+
+def saved_by(roots: Iterable[Tensor]) -> set[int]:
+    """Returns the memory, by `memory_key`, that the nodes of the graph behind `roots` have saved for their backward."""
+    found: set[int] = set()
+    for node in _nodes(roots):
         names = [name for name in dir(node) if name.startswith("_saved_")]
         saved: Any = [getattr(node, "saved_tensors", ()), *(getattr(node, name) for name in names)]
         found.update(map(memory_key, tensors_in(saved)))
     return found
+
+
+def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> list[int]:
+    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded."""
+    nodes = _nodes([total], ends=lambda node: hasattr(node, "recorded"))
+    ends = {id(getattr(node, "variable", None)) for node in nodes}
+    return [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
 
 
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.
@@ -133,19 +147,16 @@ def check_graph(
 def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, visit: object) -> Tensor | None:
     """Returns a leaf at an end of the graph of `outs` that is not in `allowed`, or None."""
     known = {id(tensor) for tensor in allowed}
-    seen: set[Any] = set()
-    todo: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
+
+    def begins(node: Any) -> bool:
+        return visit is not None and getattr(node, "opens", None) is visit
+
+    for node in _nodes(outs, ends=begins):
+        if begins(node):
             continue
-        seen.add(node)
-        if visit is not None and getattr(node, "opens", None) is visit:
-            continue
-        other = getattr(node, "running", None) or getattr(node, "closes", None)  # the graph around this block
-        if other is not None:
-            raise RuntimeError(_message(name, f"the output of an earlier visit ({other.visit.name})"))
-        todo += [below for below, _ in node.next_functions if below is not None]
+        for kind in ("running", "closes", "recorded"):  # the graph around this block
+            if (other := getattr(node, kind, None)) is not None:
+                raise RuntimeError(_message(name, f"the output of an earlier visit ({other.visit.name})"))
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             return leaf

@@ -75,7 +75,7 @@ class Memory(Placement[Communicators]):
         the dtypes are equal; versions: unit -> number of changes of its weights
     holders: unit -> its stages, on a mesh with stages
     number: of the states on this mesh, the same on all ranks, which make them together
-    idle: slot sets for the next session that runs a program (True), or works on demand (False) (interpreter.py)
+    idle: slot sets for the next session (slots.py)
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Memory(Placement[Communicators]):
         self._receive: Tensor | None = None
         self._staging: Tensor | None = None
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self.idle: dict[bool, list[Any]] = {True: [], False: []}
+        self.idle: list[Any] = []
         self._written = [master._version for master in masters]
         self._nothing = self._wire_buffer(0)
         self.made([("shard", unit) for unit in self.of_unit])

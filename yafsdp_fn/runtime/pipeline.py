@@ -3,10 +3,11 @@
     session.begin(call); loss(...); session.end(...)        forward: its visits run, placeholders stand for the others
     session.begin(call); backward;  session.end(...)        backward of what that has made
 
-The session and its calls are those of any step: a plain one has a single segment, for which nothing arrives.
+What arrives for a call of a segment is taken from carry slots when it begins, and what leaves it is put there when it
+ends (stage_io.py). The calls of a plain step are of a single segment, for which nothing arrives.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -15,16 +16,113 @@ from torch import Tensor
 
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.watchdog import RankPosition
+from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
+from yafsdp_fn.program.ops import Backward, Forward, kind_of
 from yafsdp_fn.program.split import Call, Parcel
+from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
+from yafsdp_fn.runtime.execute import Session
+from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import asks_for_values
+
+
+class StageSession(Session):
+    """A session of one stage."""
+
+    def __init__(self, memory: Memory, verified: Verified, *step: Any, **how: Any) -> None:
+        super().__init__(memory, verified, *step, **how)
+        assert isinstance(verified.crossing, Crossing)
+        self.crossing = verified.crossing
+        self.slots.carries.reserve(self.crossing, verified.program)
+        self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
+        self._seen_at = "", ""  # the place, and with its stage
+
+    def calls(self) -> Iterator[Call]:
+        split = self.crossing.split
+        ends = {"forward": 0, "backward": -1, "inputs": -1, "weights": -1}
+        for kind, number, microbatch, _ in self.verified.program.trace.order:
+            segment = split.segment(number)
+            if split.visits(segment)[ends[kind]] == number:
+                yield Call(kind, segment, microbatch)
+
+    def begin(self, call: Call) -> dict[int, list[Tensor]]:
+        """Begins a call. Returns what arrives for it, by flow, from its carry slots."""
+        super().begin(call)
+        op = self._ops[self._cursor]
+        assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
+        parcels = self.crossing.split.takes(kind_of(op), op.visit, op.microbatch)
+        self.place = f"what arrives for {self.named(call)}"
+        with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
+            pairs = list(zip(parcels, op.takes, strict=True))
+            values = self.slots.carries.get(pairs) if pairs else []
+        arrived = {parcel.flow: tensors for parcel, tensors in zip(parcels, values, strict=True)}
+        if call.kind == "forward":
+            for flow, tensors in arrived.items():
+                for tensor in smooth(self.crossing, flow, tensors):
+                    tensor.requires_grad_(self.differentiates)
+            where = f"microbatch {call.microbatch}, step {self.number}"
+            self.segment = Segment(self.crossing, call, arrived, where)
+        return arrived
+
+    def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Ends a call. What leaves after it, by flow, goes into its carry slots, and the program goes on."""
+        # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
+        self.segment = None
+        super().end(call, leaving)
+        op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
+        parcels = self.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
+        self.place = f"what leaves after {self.named(call)}"
+        with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
+            if parcels:
+                pairs = zip(parcels, op.gives, strict=True)
+                self.slots.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
+        self.follow()
+
+    def named(self, call: Call) -> str:
+        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
+
+    def abort(self, error: BaseException) -> None:
+        self.segment = None
+        super().abort(error)
+
+    def visit(self, call: BlockCall) -> Tree:
+        """Runs a visit that is here; returns what stands for the outputs of another one."""
+        number = len(self.visits)
+        if self.segment.enter(call, number):
+            self.new_visit(call.name, call.units)
+            return self.segment.placeholders(call, number)
+        return self.segment.checked(call, super().visit(call), number)
+
+    def later_half(self, visit: Visit, microbatch: int) -> Later:
+        later = self._later[visit.id, microbatch] = Later(self.slots.storages)
+        return later
+
+    def weights(self, call: Call) -> None:
+        """Runs the later halves of the backwards of a segment."""
+        self.microbatch = call.microbatch
+        for number in reversed(self.crossing.split.visits(call.segment)):
+            visit = self.verified.program.trace.visits[number]
+            with self.compute("weights", visit, call.microbatch) as op:
+                assert isinstance(op, Backward)
+                later = self._later.pop((number, call.microbatch))
+                with torch.no_grad():
+                    later.write(self.places(op, visit.trained))
+
+    def sight(self) -> RankPosition:
+        stage = self.memory.comms.stage
+        if self._seen_at[0] is not self.place:  # as long as it is the same, it must be the same object
+            self._seen_at = self.place, f"{self.place}, stage {stage}"
+        return RankPosition(self._seen_at[1], self._cursor, self.verified.whole, stage)
 
 
 class Segment:

@@ -1,7 +1,7 @@
 """The programs of one function: a schedule's, for a trace, or the one that was given; verified, and made sure to fit.
 
     found = programs.get(memory, microbatches)          None before the first step
-    found = programs.learn(memory, trace)               after a first step, or before one across pipeline stages
+    found = programs.learn(memory, trace)               before it, from what has been recorded or traced
 
 Built and agreed on once for each kind of state; the steps that follow take what was kept. `.lower` builds without any.
 """
@@ -29,11 +29,11 @@ class Verified:
 
     whole: the program of all stages; program: of this one; crossing: what it must know of the others, where there are
         several
-    watched: whether a step has finished that looked for tensors that reach blocks from outside
+    ran: whether a step has finished; the first one looks for tensors that reach blocks from outside
     tail: the norm and updates to run after a program that has none
     recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
-    collectives: what its blocks communicate, once a step has shown it (block_collectives.py)
+    collectives: what its blocks communicate, as far as it has been seen (block_collectives.py)
     """
 
     def __init__(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
@@ -43,9 +43,14 @@ class Verified:
         own = [of for of in lent if of.unit in program.trace.trained]
         self.tail = [] if program.has_updates else after_program(program.trace.trained, own)
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
-        self.watched = False
+        self.ran = False
         self.collectives: dict[Any, Any] = {}
         self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
+
+    def list(self, collectives: Any) -> None:
+        """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""
+        self.whole = self.whole.with_trace(collectives.listed(self.whole.trace))
+        (self.program,) = self.whole.parts
 
 
 class Programs:
@@ -100,8 +105,8 @@ class Programs:
         return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
 
     def learn(self, memory: Memory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
-        """Builds the program for a complete trace: after the computes of a first step, or, with `crossing`, before the
-        first step across stages on a batch of these `shapes`."""
+        """Builds the program for a complete trace, before its first step; across stages with `crossing`, on a batch of
+        these `shapes`."""
         found = self.build(trace, memory.comms.stage, crossing)
         self._keep(found, memory, shapes)
         return found

@@ -66,6 +66,3 @@ class StepHooks(NamedTuple):
     updates: StepUpdates | None = None
     replays: Replays | None = None
     carries: Callable[[Any, object], Any] | None = None
-
-
-NOTHING = StepHooks()

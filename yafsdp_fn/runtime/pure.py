@@ -12,8 +12,9 @@ from yafsdp_fn.dist.differentiable import AllGather
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
-from yafsdp_fn.runtime.block_call import BlockCall, address_of
+from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Watch
+from yafsdp_fn.runtime.visit import BlockCall, address_of
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 
@@ -187,7 +188,13 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
 
 
 def visit(call: BlockCall) -> Tree:
-    """Gathers, runs the block, and drops the gathered weights; backward gathers again."""
+    """Runs a visit: on the fast path inside a session on its own leaves, else on the pure path."""
+    runner = call.runner()
+    return call.outputs(outputs(call)) if runner is None else runner.visit(call)
+
+
+def outputs(call: BlockCall) -> Sequence[Tensor]:
+    """Gathers, runs the block, and drops the gathered weights; backward gathers again. Returns the block's outputs."""
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
     transformed = transforms_active()
@@ -198,7 +205,7 @@ def visit(call: BlockCall) -> Tree:
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
     if ranks_around() is None and (axes := _comms(call).axes):
         raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(axes))}")
-    shards = _shards(call)
+    shards = _shards(call) if tracked else [shard.detach() for shard in _shards(call)]
     if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
     step = in_step()  # asked here: the backward runs `run` outside the step's context
@@ -209,11 +216,15 @@ def visit(call: BlockCall) -> Tree:
             for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
         ]
         args = flat[len(shards) :]
+        leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
+        versions = [leaf._version for leaf in leaves]
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = Watch([*(leaf for unit in weights for leaf in unit), *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
+        if versions != [leaf._version for leaf in leaves]:  # at world size 1 the weights are the shards themselves
+            raise errors.weight_written(call.name)
         given = {id(arg) for arg in args}  # an argument must not be both saved and returned
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
 
@@ -221,9 +232,10 @@ def visit(call: BlockCall) -> Tree:
     # by hand, in which the wrapper's own jvp does not nest
     wrapped = tracked and not call.first and not forward_by_hand()
     outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
-    if not transformed:  # at world size 1 the weights are the shards themselves
+    if not transformed:  # see above
         call.refuse_views(outs, set(map(address_of, shards)))
-    return call.outputs(outs)
+    found: Sequence[Tensor] = outs
+    return found
 
 
 def _comms(call: BlockCall) -> Ranks:

@@ -79,15 +79,17 @@ def _ones(x: Any) -> Any:
 class Placeholder:
     """Stands for the outputs of a visit: their structure, and tensors without values; given, source: see `Result`"""
 
-    def __init__(self, traced: Result) -> None:
-        self.structure, self._traced, self.given, self.source = traced
-        self._tensors = [x.detach() for x in self._traced]
+    def __init__(self, traced: Result, mode: PlaceholderMode) -> None:
+        self.structure, outs, self.given, self.source = traced
+        with mode:  # those of the trace have ended with it
+            self._made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in outs]
+        self._tensors = [x.detach() for x in self._made]
 
     @property
     def tensors(self) -> list[Tensor]:
         """Made once; anew where the loss has written into one, which may have changed its shape."""
         if any(x._version for x in self._tensors):
-            self._tensors = [torch.empty_like(x, requires_grad=False) for x in self._traced]
+            self._tensors = [torch.empty_like(x) for x in self._made]
         return self._tensors
 
 
@@ -103,7 +105,8 @@ class Crossing:
     def __init__(self, trace: Trace, found: Traced) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
-        self.placeholders = [Placeholder(result) for result in found.results]
+        mode = PlaceholderMode(allow_non_fake_inputs=True)
+        self.placeholders = [Placeholder(result, mode) for result in found.results]
         self.place: dict[tuple[int, int], tuple[int, int]] = {}
         self._pieces: list[list[Piece]] = []
         for flow, tensors in enumerate(crossing(trace)):
@@ -178,8 +181,7 @@ def crossing_of(arguments: Arguments, memory: Memory, programs: Programs) -> Cro
     What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
     """
     first = programs.peek(memory, arguments.parts) is None
-    mode = PlaceholderMode(allow_non_fake_inputs=True)
-    found = traced(arguments, memory, mode, every=not programs.trains, counts=first)
+    found = traced(arguments, memory, every=not programs.trains, counts=first)
     if found.by_value:
         raise RuntimeError(
             f"{found.by_value[0]} beside the visits, of what one has made: how many random numbers it draws depends on "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from yafsdp_fn.params.tree import Tree, tensors_in
@@ -19,11 +19,11 @@ from yafsdp_fn.program.split import Argument
 from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
-from yafsdp_fn.runtime.block_call import BlockCall, movable
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.measuring import LiveBytes, Measured, measure, noting, outline
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.visit import BlockCall, movable
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key
@@ -90,6 +90,22 @@ ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 """Kinds of collectives whose adjoint is of another kind."""
 
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
+
+
+class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode of one trace. Its tensors have no values, and must not outlive it: where the loss or a block keeps one
+    (in a cache, say), whatever uses it later raises, a step too. over: the trace has ended"""
+
+    over = False
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tensors_in((args, kwargs)):
+            if isinstance(x, FakeTensor) and isinstance(x.fake_mode, TraceMode) and x.fake_mode.over:
+                raise RuntimeError(errors.kept_from_trace(x))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Result(NamedTuple):
@@ -258,7 +274,7 @@ class Tracer:
         return {self._values[key][0] for key in memory if key in self._values}
 
 
-def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
+def trace_call(arguments: Arguments, placement: Placement[Any], mode: TraceMode | None = None) -> Trace:
     """Returns the trace of one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of
     tensors.
 
@@ -291,7 +307,7 @@ class Traced(NamedTuple):
 def traced(
     arguments: Arguments,
     placement: Placement[Any],
-    mode: FakeTensorMode | None = None,
+    mode: TraceMode | None = None,
     *,
     every: bool = False,
     counts: bool = True,
@@ -301,7 +317,7 @@ def traced(
     every: visits without grad are part of it, as in an evaluation; counts: what visits cost is measured, which takes
     four fifths of the time
     """
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or TraceMode()
     tracer = Tracer(placement, mode, every, counts)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
@@ -321,6 +337,8 @@ def traced(
             f"the loss depends on the values of tensors ({error}), which fake tensors do not have: run one step, then "
             "lower; or ask for them inside of a visit"
         ) from error
+    finally:
+        mode.over = True
     order = chained_order(visits, arguments.parts)
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names

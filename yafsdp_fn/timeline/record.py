@@ -200,16 +200,15 @@ another, and get the recorder by hand."""
 def record() -> Iterator[Recording]:
     """Records the steps in the block, of `train_step`, `value_and_grad`, `eval_step` and their updates.
 
-    A step function's first step runs on demand and is recorded so: its ops are numbered as they are issued, and are not
-    those of the program that runs from the second step on. On one rank nothing is gathered: computes are what is left.
-    Visits without grad inside a training step belong to no program and are left out.
+    On one rank nothing is gathered: computes are what is left. Visits without grad inside a training step belong to no
+    program and are left out.
 
     Recordings nest: the outer one has the steps of the inner one, too. Steps are recorded of the thread that is in the
     block; a thread that it starts records only what it runs in a copy of the block's context:
     `Thread(target=contextvars.copy_context().run, args=(train,))`.
 
     >>> step = ya.train_step(loss_fn, tx)
-    >>> state, _ = step(state, batch)                          # on demand; the program runs from the second step on
+    >>> state, _ = step(state, batch)                          # makes the program, slots and threads
     >>> with ya.timeline.record() as recording:
     ...     state, _ = step(state, batch)
     >>> recording.timeline().on("compute")[0].op

@@ -1,0 +1,327 @@
+"""The first call of a loss is recorded before its first step: losses that no fake tensors could run, and ranks that
+differ."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state
+from tests.harness.groups import breakable, outcome
+from tests.harness.oracle import plain
+from tests.harness.pool import Pool
+from yafsdp_fn.errors import RanksDisagree
+
+Table = Callable[[int], Tensor]
+
+
+def cached() -> Table:
+    """A table that Python keeps for good."""
+
+    @functools.cache
+    def table(n: int) -> Tensor:
+        return torch.arange(float(n)) / n
+
+    return table
+
+
+def with_item(tree: Any, data: Any) -> Tensor:
+    """Reads values in the loss, and in a block."""
+    x = ya.apply(embed, tree["embed"], data["tokens"])
+    scale = 2.0 if x.abs().sum().item() > 0 else 1.0
+
+    def reading(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        return layer(x, w)[0] * (1.0 if x.isfinite().all() else 0.0), None
+
+    x, _ = ya.scan(reading, x, tree["layers"])
+    return scale * ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+
+
+def with_mask(tree: Any, data: Any) -> Tensor:
+    """Shapes follow from values: rows that a mask chooses."""
+    x = ya.apply(embed, tree["embed"], data["tokens"])
+    keep = data["tokens"][:, 0] >= 0
+    x, _ = ya.scan(layer, x[keep], tree["layers"])
+    return ya.apply(head, tree["head"], x, data["targets"][keep])  # type: ignore[no-any-return]
+
+
+def mixture(tree: Any, data: Any) -> Tensor:
+    """Each row goes to one of two experts, whose rows are found by `nonzero`."""
+
+    def routed(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        rows = x.flatten(0, 1)
+        chosen = (rows.detach().sum(-1) > 0).long()
+        out = torch.zeros_like(rows)
+        for expert in chosen.unique().tolist():
+            (mine,) = (chosen == expert).nonzero(as_tuple=True)
+            out = out.index_add(0, mine, layer(rows[mine], w)[0] * (expert + 1))
+        return out.view_as(x), None
+
+    x = ya.apply(embed, tree["embed"], data["tokens"])
+    x, _ = ya.scan(routed, x, tree["layers"])
+    return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+
+
+def tabled(table: Table, *, in_block: bool) -> LossFn:
+    def body(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        return layer(x + table(x.shape[-1]), w)[0], None
+
+    def total(tree: Any, data: Any) -> Tensor:
+        x = ya.apply(embed, tree["embed"], data["tokens"])
+        x, _ = ya.scan(body if in_block else layer, x, tree["layers"])
+        return ya.apply(head, tree["head"], x * table(x.shape[-1]), data["targets"])  # type: ignore[no-any-return]
+
+    return total
+
+
+def without_grad(tree: Any, data: Any) -> Tensor:
+    """A teacher beside the step: visits that no program has."""
+    with torch.no_grad():
+        x = ya.apply(embed, tree["embed"], data["tokens"])
+        x, _ = ya.scan(layer, x, tree["layers"])
+    return loss(tree, data) * (1 + x.square().mean())  # type: ignore[no-any-return]
+
+
+LOSSES: dict[str, Callable[[], LossFn]] = {
+    "item": lambda: with_item,
+    "mask": lambda: with_mask,
+    "mixture": lambda: mixture,
+    "table": lambda: tabled(cached(), in_block=False),
+    "table in a block": lambda: tabled(cached(), in_block=True),
+    "without grad": lambda: without_grad,
+}
+
+
+def trains(mesh: Any, which: str) -> None:
+    """Two steps as the plain loop's; step 0 runs the program, which computes the same bits as it does from then on."""
+    total, rank = LOSSES[which](), mesh.get_rank()
+    step, first = ya.train_step(total, TX), ya.train_step(total, TX)
+    oracle = ya.train_step(LOSSES[which](), TX)
+    whole = [batch(k) for k in range(mesh.size())]
+    data = optree.tree_map(lambda *xs: torch.cat(xs), *whole)
+    now, expected = state(mesh), ya.PlainState.create(plain(params()), TX)
+    start = bits(now)
+    evaluated = ya.eval_step(total)(now, batch(rank))["loss"]
+    for number in range(3):
+        kept = now.copy()
+        now, metrics = step(now, batch(rank))
+        again, _ = first(kept, batch(rank))
+        assert same(bits(now), bits(again))
+        expected, wanted = oracle(expected, data)
+        if which != "without grad":  # a mean of a rank's own rows
+            torch.testing.assert_close(metrics["loss"], wanted["loss"])
+        if number == 0:
+            assert torch.equal(metrics["loss"], evaluated)
+            assert not same(bits(now), start)
+            assert step.lower(now, batch(rank)) == step.program(now)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("which", LOSSES)
+def test_a_loss_of_values_trains(pools: dict[int, Pool], world: int, which: str) -> None:
+    pools[world].run(trains, which)
+
+
+# ---- tables that are cached while a loss is traced on fake tensors
+
+
+@pytest.mark.parametrize("in_block", [False, True])
+def test_a_table_from_a_trace_is_refused_by_name(in_block: bool) -> None:
+    table = cached()
+    total = tabled(table, in_block=in_block)
+    step, now = ya.train_step(total, TX), state()
+    step.lower(now, batch())
+    for use in (step, ya.eval_step(total), ya.train_step(total, TX).lower):
+        with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) .* made while the loss was traced .* cache"):
+            use(now, batch())
+    table.cache_clear()  # type: ignore[attr-defined]
+    now, _ = step(now, batch())
+    step.lower(now, batch())  # the program's; and a trace takes the real table
+    ya.train_step(total, TX).lower(now, batch())
+    step(now, batch())
+
+
+def test_a_table_that_the_planner_has_made_is_refused_by_name() -> None:
+    total = tabled(cached(), in_block=True)
+    ya.planner.trace(total, params(), batch())
+    with pytest.raises(RuntimeError, match="made while the loss was traced"):
+        ya.train_step(total, TX)(state(), batch())
+
+
+# ---- what the loss may notice of being recorded
+
+
+def test_the_loss_runs_once_more_with_the_same_random_numbers() -> None:
+    drawn: list[tuple[float, ...]] = []
+
+    def noisy(tree: Any, data: Any) -> Tensor:
+        numbers = [torch.rand(()).item()]
+        x = ya.apply(lambda w, tokens: embed(w, tokens) * torch.rand(()), tree["embed"], data["tokens"])
+        numbers.append(x.detach().sum().item())
+        x, _ = ya.scan(layer, x, tree["layers"])
+        drawn.append(tuple(numbers))
+        return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+
+    step, now = ya.train_step(noisy, TX), state()
+    before = torch.get_rng_state()
+    for _ in range(2):
+        now, _ = step(now, batch())
+    recorded, zero, one = drawn
+    assert recorded == zero != one
+    assert torch.equal(torch.get_rng_state(), before)
+    ya.train_step(noisy, TX, schedule=step.program(now))(state(), batch())
+    assert len(drawn) == 4, "a program that is given needs no recording"
+
+
+def test_no_outputs_are_kept_while_a_call_is_recorded() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def counting(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        alive.append(sum(ref() is not None for ref in seen))
+        out = layer(x, w)[0]
+        seen.append(weakref.ref(out))
+        return out, None
+
+    def total(tree: Any, data: Any) -> Tensor:
+        x = ya.apply(embed, tree["embed"], data["tokens"])
+        x, _ = ya.scan(counting, x, tree["layers"])
+        return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+
+    gc.disable()
+    try:
+        ya.train_step(total, TX)(state(), batch())
+    finally:
+        gc.enable()
+    assert alive[:3] == [0, 0, 0]
+
+
+def test_outputs_of_a_recorded_visit_may_be_written_in_place() -> None:
+    data = batch() | {"x": torch.ones(4, 3, 5)}
+
+    def total(tree: Any, data: Any) -> Tensor:
+        passed = ya.apply(lambda w, x: x, tree["embed"], data["x"])
+        return loss(tree, data) * passed.mean()
+
+    def writing(tree: Any, data: Any) -> Tensor:
+        passed = ya.apply(lambda w, x: x * 1, tree["embed"], data["x"])
+        passed.mul_(2.0)
+        return loss(tree, data) * passed.mean()
+
+    got = [ya.value_and_grad(fun)(state().params, data)[0] for fun in (total, writing)]
+    assert got[1] == 2 * got[0]
+
+
+def inner_gradients(mesh: Any) -> None:
+    """Each is refused by name, and the state is as before."""
+
+    def of_weights(tree: Any, data: Any) -> Tensor:
+        mean = loss(tree, data)
+        leaf = tree["head"].leaves[0]
+        (found,) = torch.autograd.grad(mean, leaf, retain_graph=True)
+        return mean + found.sum()
+
+    def through_a_visit(tree: Any, data: Any) -> Tensor:
+        x = torch.ones(4, 3, 5, requires_grad=True)
+        out = ya.apply(head, tree["head"], x, data["targets"])
+        (found,) = torch.autograd.grad(out, x, create_graph=True)
+        return loss(tree, data) + found.sum()
+
+    for total in (of_weights, through_a_visit):
+        now = state(mesh)
+        before = bits(now)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="head: a backward through a visit outside the step's own"):
+                ya.train_step(total, TX)(now, batch())
+        assert same(bits(now), before)
+        ya.train_step(loss, TX)(now, batch())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_inside_the_loss_is_refused(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(inner_gradients)
+
+
+def test_a_recording_is_closed() -> None:
+    kept: list[Any] = []
+
+    def keeping(tree: Any, data: Any) -> Tensor:
+        kept.append(tree)
+        if len(kept) == 1:
+            raise OSError("planned")
+        return loss(tree, data)  # type: ignore[no-any-return]
+
+    step, now = ya.train_step(keeping, TX), state()
+    with pytest.raises(OSError, match="planned"):
+        step(now, batch())
+    step(now, batch())
+    for tree in kept:
+        with pytest.raises(RuntimeError, match="given to a step that is over"):
+            loss(tree, batch())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_recorded_block_that_writes_into_its_weights_is_refused(grad: bool) -> None:
+    def total(tree: Any, data: Any) -> Tensor:
+        with torch.set_grad_enabled(grad):
+            ya.apply(lambda w: w["w"].mul_(2.0).sum(), tree["head"])
+        return loss(tree, data)  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="head: the block writes into its weights in place"):
+        ya.train_step(total, TX)(state(), batch())
+
+
+# ---- ranks that differ
+
+
+def regularised(tree: Any, data: Any) -> Tensor:
+    return loss(tree, data) + tree["head"].leaves[0].square().sum()  # type: ignore[no-any-return]
+
+
+def teaching(tree: Any, data: Any) -> Tensor:
+    with torch.no_grad():
+        ya.apply(lambda w: w["w"].sum(), tree["head"])
+    return loss(tree, data)  # type: ignore[no-any-return]
+
+
+def with_aux(tree: Any, data: Any, aux: Any) -> Any:
+    return loss(tree, data), aux
+
+
+OTHERS: dict[str, tuple[LossFn, str, bool]] = {
+    "regularised": (regularised, "leaves read outside visits", False),
+    "without grad": (teaching, "forward of head (without grad, microbatch 0, step 0)", False),
+    "aux": (
+        functools.partial(with_aux, aux={"a": torch.ones(3)}),  # type: ignore[dict-item]
+        "what the function returns",
+        True,
+    ),
+}
+
+
+def differs(mesh: Any, which: str) -> tuple[str, list[Tensor], list[Tensor]]:
+    mesh = breakable()
+    other, _, has_aux = OTHERS[which]
+    own: Any = functools.partial(with_aux, aux={"a": torch.ones(2)}) if has_aux else loss
+    now = state(mesh)
+    before = bits(now)
+    step = ya.train_step(other if mesh.get_local_rank() else own, TX, has_aux=has_aux)
+    return outcome(lambda: step(now, batch())), before, bits(now)
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_ranks_that_record_other_calls_say_so(pools: dict[int, Pool], which: str) -> None:
+    _, text, _ = OTHERS[which]
+    for error, before, after in pools[2].run(differs, which):
+        assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
+        assert text in error and "rank 0: " in error and "rank 1: " in error
+        assert same(before, after)

@@ -1,0 +1,639 @@
+"""Executes a step: the program op by op, beside the user's Python, which makes the visits that it expects.
+
+    start                 gather what is missing                 | ops of the program
+    begin_compute         the op at the cursor; wait for slots   | Forward or Backward
+    end_compute, follow   issue what comes next, up to the       | Gather, Reduce, ..., Norm, Update
+                          next compute: each returns at once
+
+Visits without grad in a training step are in no program: they take the pure path, as all visits do while a first call
+is recorded (recording.py). What stages add is in pipeline.py.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from yafsdp_fn.dist import flat
+from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.dist.watchdog import RankPosition
+from yafsdp_fn.nn.linear import GradViews, Later, Place
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.ops import (
+    AllReduce,
+    Backward,
+    Buffer,
+    ComputeOp,
+    Exchange,
+    Forward,
+    Gather,
+    Norm,
+    Op,
+    Receive,
+    Reduce,
+    Send,
+    Stash,
+    Update,
+    kind_of,
+)
+from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.program.trace import Visit
+from yafsdp_fn.runtime import errors, pure
+from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.programs import Verified
+from yafsdp_fn.runtime.protocols import StepHooks, Works
+from yafsdp_fn.runtime.slots import Bound, acquire, fills_of
+from yafsdp_fn.runtime.visit import BlockCall, Running
+
+# ---- The visits of a loss under way, in a step or while a call is recorded.
+
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
+
+
+class _Root(torch.autograd.Function):
+    """Makes the first token. It depends on the leaves, so that a gradient with respect to them inside a loss reaches
+    the visits, which refuse it; else it would silently leave them out."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf_token: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.leaves = len(leaves)
+        return leaf_token.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * ctx.leaves
+
+
+class Visits:
+    """The visits of a loss under way, one after the other: of a step (`Session`), or of a call that is recorded.
+
+    number: of the step; differentiates: there is a backward; trains: weights of the state get gradients
+    place: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
+    collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
+    """
+
+    def __init__(self, memory: Memory, number: int, *, differentiates: bool, trains: bool) -> None:
+        self.memory, self.number, self.differentiates = memory, number, differentiates
+        self.microbatch = 0
+        self.visits: list[Visit] = []  # of the current microbatch
+        self.closed = False
+        self.place = f"before the first visit of step {number}"
+        self.collectives: Any = None
+        self._trained = frozenset(unit for unit, spec in enumerate(memory.units) if trains and spec.trainable)
+        self._failure: tuple[str, BaseException] | None = None
+        self._running: Any = None  # the visit under way
+        self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
+        self.token = self.leaf_token
+        self.leaves = [
+            master.detach().requires_grad_(trains and group.trainable)
+            for group, master in zip(memory.groups, memory.masters(), strict=True)
+        ]
+
+    def begin(self, call: Call) -> dict[int, list[Tensor]]:
+        """Begins a call of the loss, or its backward. Returns what arrives for it, by flow: nothing without stages."""
+        self.microbatch = call.microbatch
+        if call.kind == "forward":
+            self.visits = []
+            self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
+        if self.collectives is not None:
+            self.collectives.begin_call(call, len(self.visits))
+        return {}
+
+    def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
+        """Ends a call. leaving: what leaves after it, by flow"""
+        if self.collectives is not None:
+            self.collectives.end_call()
+        self.raise_failure()  # before anything is updated, where the loss went on after it
+
+    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
+        """Begins a visit of this microbatch."""
+        self._may_begin(name)
+        trained = tuple(filter(self._trained.__contains__, units))
+        self.visits.append(Visit(len(self.visits), name, units, trained))
+        return self.visits[-1]
+
+    def _may_begin(self, name: str) -> None:
+        if self._failure is not None:
+            self.raise_failure()
+        if self._running is not None:
+            here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
+            raise errors.nested_visit(here, self.place)
+
+    def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
+        """Runs a visit on the pure path without grad, and returns its outputs. No program says what ranks communicate:
+        they compare it first.
+
+        visit: None where it is no part of a program
+        """
+        if visit is None:
+            self._may_begin(call.name)
+        number = "without grad" if visit is None else f"visit {visit.id}"
+        self.place = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
+        part = None if visit is None else visit.id
+        self._running = call
+        try:
+            self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
+            if self.collectives is not None:
+                self.collectives.begin("forward", part)
+            with torch.no_grad():
+                outs = pure.outputs(call)
+            if self.collectives is not None:
+                self.collectives.end()
+        except BaseException as error:
+            self._failure = self.place, error
+            raise
+        finally:
+            self._running = None
+        self.place = f"after {self.place}"
+        if self.collectives is not None:
+            self.collectives.after("forward", part)
+        return outs
+
+    @property
+    def failed(self) -> bool:
+        """True if a visit has raised."""
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            raise errors.after_failure(*self._failure) from self._failure[1]
+
+    def sight(self) -> RankPosition:
+        """Returns the position in the step, for the watchdog's thread."""
+        return RankPosition(self.place)
+
+    def abort(self, error: BaseException) -> None:
+        """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
+        if self.closed:
+            return
+        self.closed = True
+        # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
+        self.token, self._failure, self._running, self.collectives = self.leaf_token, None, None, None
+        try:
+            self.memory.comms.abort(self.place, error)
+        finally:
+            self.memory.board.clear()
+
+
+# ---- A step: its program, beside the visits.
+
+
+NOT_THERE = (
+    ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
+    "must happen on all ranks or on none"
+)
+
+
+class Session(Visits):
+    """One execution of a step by its program, which is one stage's if there are several (`StageSession`).
+
+    grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
+    microbatches: calls of the loss; watch: look for tensors that reach blocks from outside (the first step of a loss)
+    segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
+    """
+
+    segment: Any = None
+
+    def __init__(
+        self,
+        memory: Memory,
+        verified: Verified,
+        number: int,
+        grads: Shards | None,
+        step_hooks: StepHooks,
+        *,
+        differentiates: bool,
+        microbatches: int,
+        watch: bool,
+    ) -> None:
+        memory.ready()
+        super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
+        self.verified, self.grads, self.microbatches = verified, grads, microbatches
+        self.watch, self.step_hooks = watch, step_hooks
+        self.differentiating = False  # the step's own backward is running
+        cuda = memory.comms.device.type == "cuda"
+        self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
+        self._cursor = 0
+        self._ops: Sequence[Op] = verified.ops
+        self.slots = acquire(memory)
+        self.slots.reserve_for(verified.program)
+        if verified.has_carry_slots and self.slots.carries is None and self.step_hooks.carries is not None:
+            self.slots.carries = self.step_hooks.carries(memory, self.slots.number)
+        self._works: Works = {} if self.slots.carries is None else self.slots.carries.works()
+        # blocks are watched in Python, which a replay does not run
+        self.replays = None if watch else self.step_hooks.replays
+        self.touched: set[int] = set()
+        self._unreduced: dict[int, int] = {}  # gradient slot -> unit
+
+    # ---- the program
+
+    def start(self) -> None:
+        """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
+        visit."""
+        missing = self.slots.missing()
+        for index, (unit, slot) in enumerate(missing):
+            self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
+        self.follow()
+
+    def plan(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
+        """Returns the op of this compute, which must be the next one of the program."""
+        trace = self.verified.program.trace
+        op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
+        if isinstance(op, Forward if kind == "forward" else Backward):
+            planned = trace.visits[op.visit]
+            same = planned.units == visit.units and planned.trained == visit.trained
+            if same and (op.visit, op.microbatch) == (visit.id, microbatch):
+                return op
+        raise errors.visit_differs_from_program(self.place, op, trace)
+
+    def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
+        """Executes the program up to its next compute: after `op`, of `visit`, or where a call begins or ends. The norm
+        and updates come only when `ending`."""
+        ops = self._ops
+        if op is not None:
+            self._cursor += 1
+            if op.gives:  # what is to be sent is at hand when the call ends
+                return
+        while True:
+            if self._cursor == len(ops):
+                return
+            following = ops[self._cursor]
+            if isinstance(following, Forward | Backward):
+                return
+            if not isinstance(following, Norm | Update):
+                self.issue(following)
+            elif not ending:
+                return  # gradients of leaves read outside visits are known only after the whole backward
+            else:
+                self.optimize(following)
+            self._cursor += 1
+
+    def to_sum(self) -> set[int]:
+        """Returns the units whose gradient an op will still sum over replicas."""
+        left = self._ops[self._cursor :]
+        return {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
+
+    def finish(self) -> None:
+        """Runs what is left: the optimizer's step, if there is one."""
+        self.follow(ending=True)
+        if self._cursor < len(self._ops):
+            raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
+        if self.step_hooks.updates is not None:
+            self.optimize_all(self.verified.tail)
+
+    def sight(self) -> RankPosition:
+        return RankPosition(self.place, self._cursor, self.verified.whole)
+
+    # ---- computes
+
+    def visit(self, call: BlockCall) -> Tree:
+        """Runs a visit of the loss."""
+        if self.differentiates and not torch.is_grad_enabled():
+            return call.outputs(self.without_grad(call))
+        running = Running(self, call, self.new_visit(call.name, call.units))
+        return call.outputs(running.forward() if self.differentiates else running.evaluated())
+
+    def later_half(self, visit: Visit, microbatch: int) -> Later:
+        """Returns where the first half of a visit's backward leaves what the second is to do."""
+        raise NotImplementedError("backwards in halves are of stages")
+
+    @contextmanager
+    def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
+        """Issues a compute's op and waits until it may run; after the block, issues what may follow."""
+        op = self.begin_compute(kind, visit, microbatch)
+        try:
+            yield op
+        except BaseException as error:
+            self.end_compute(error)
+            raise
+        self.end_compute()
+
+    def begin_compute(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
+        """Issues a compute's op, and waits until it may run. `end_compute` ends it: the backward of a visit that keeps
+        its graph begins and ends in two nodes of autograd. Where an error comes between them, the step is aborted."""
+        if self._failure is not None:
+            self.raise_failure()
+        self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
+        op = self.plan(kind, visit, microbatch)
+        observer = self.step_hooks.observer
+        try:
+            if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+                # the scoreboard takes the last compute on a buffer for all earlier ones
+                raise RuntimeError(
+                    f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
+                )
+            bound = self.slots.bound.get((type(op), op)) or self.bind(op, visit)
+            run = None if observer is None else observer.issue(op)
+            if self.collectives is not None:
+                self.collectives.begin(kind_of(op), visit.id, run)
+            use = self.memory.using(bound.reads, bound.writes, run)
+            use.__enter__()
+        except BaseException as error:
+            self._failure = self.place, error
+            raise
+        self._running = op, visit, use
+        return op
+
+    def end_compute(self, error: BaseException | None = None) -> None:
+        """Ends the compute under way. error: that it has raised; else what may follow is issued"""
+        assert self._running is not None
+        (op, visit, use), self._running = self._running, None
+        if self.collectives is not None and error is None:
+            try:
+                self.collectives.end()
+            except BaseException as left:
+                use.__exit__(type(left))
+                self._failure = (self.place, left)
+                raise
+        use.__exit__(None if error is None else type(error))
+        if error is not None:
+            self._failure = (self.place, error)
+            return
+        self.follow(op, visit)
+        self.place = f"after {self.place}"
+        if self.collectives is not None:
+            self.collectives.after(kind_of(op), visit.id)
+
+    def places(self, op: Backward, trained: Sequence[int]) -> list[Place]:
+        """Returns the gradient slots of the trained units, and records that they will hold gradients."""
+        bound, out = self.slots.bound.get((type(op), op)), list[Place]()
+        all_views: Sequence[GradViews] = () if bound is None else bound.grads
+        if not all_views and self.grads is not None:
+            pairs = zip(trained, op.grad_slots, strict=True)
+            all_views = [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
+        for unit, slot, views in zip(trained, op.grad_slots, all_views, strict=True):
+            if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
+                add = unit in self.touched
+                self.touched.add(unit)
+            else:
+                add = self._unreduced.get(slot) == unit
+                self._unreduced[slot] = unit
+            out.append(Place(views, add))
+        return out
+
+    def early_places(self, op: Forward, trained: Sequence[int]) -> list[Place]:
+        """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
+        alias = self.memory.grads_alias
+        if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
+            return []  # a shard that stands for its slot already has an earlier microbatch's gradient
+        pairs = zip(trained, op.early, strict=True)
+        return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
+
+    # ---- issued ops: a table maps each kind to the function that returns its work, so that a new kind is one more row
+
+    def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
+        """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
+        run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op, number)
+        bound = self.slots.bound.get((type(op), op)) or self.bind(op)
+        work = bound.work or self._work(op)
+        for unit, slot, source in bound.fills:
+            if source is None:
+                self.slots.contents[slot] = unit, self.memory.versions[unit]
+            else:  # what is copied is as old as it was
+                self.slots.contents[slot] = self.slots.contents[source]
+        if work is None:  # slots are the shards
+            return
+        comms = self.memory.comms
+        stream = comms.streams.get(bound.stream)
+        if stream is None:  # one rank: what is left is a copy, on the compute stream
+            if run is not None:
+                run.on("compute", None)
+                work = run.timed(work)
+            with torch.no_grad():
+                work()
+            return
+        if comms.lost is not None:
+            comms.check()
+        label = f"{bound.name} (step {self.number}){why}"
+        event = comms.event()
+        waits = self.memory.board.use(event, bound.stream, bound.reads, bound.writes)
+        if run is not None:
+            run.on(bound.stream, event, waits)
+            work = run.timed(work)
+        stream.submit(work, waits, event, label)
+
+    def bind(self, op: Op, visit: Visit | None = None) -> Bound:
+        """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
+        memory, grads = self.memory, self.grads
+        if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
+            reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
+        else:
+            reads, writes = op.uses(self.slots.number)
+        if isinstance(op, Forward | Backward) and visit is not None:  # where slots are the shards
+            pairs = zip(visit.units, op.slots, strict=False)  # a half of a backward may read none
+            reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
+            pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
+            writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
+        views: list[GradViews] = []
+        if isinstance(op, Backward | Reduce) and grads is not None:
+            ids = op.units if isinstance(op, Reduce) else () if visit is None or not op.grad_slots else visit.trained
+            if memory.grads_alias.isdisjoint(ids):  # else they are of this session's gradients
+                views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
+        names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
+        mail: Any = self.slots.carries
+        what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
+        name = f"{type(op).__name__.lower()} of {what}"
+        work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
+        found = Bound(name, op.stream, reads, writes, work, views, fills_of(op))
+        self.slots.bound[type(op), op] = found
+        return found
+
+    def _work(self, op: Op) -> Work | None:
+        kind: type[Any] = type(op)
+        return self._works[kind](op) if kind in self._works else WORKS[kind](self, op)
+
+    def _gather(self, op: Gather) -> Work | None:
+        rows, in_node, alias = self.memory.working.rows, op.source == "node", self.memory.weights_alias
+        gather = flat.gather_local_into if in_node else flat.gather_into
+        pairs = [pair for pair in zip(op.units, op.slots, strict=True) if pair[0] not in alias]
+        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in pairs]
+        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit, _ in pairs]
+        return self._by_ranks([unit for unit, _ in pairs], gather, wholes, parts)
+
+    def _reduce(self, op: Reduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        units = op.units
+        if not memory.grads_alias.isdisjoint(units):
+            units = tuple(unit for unit in units if unit not in memory.grads_alias)
+        adds = [unit in self.touched for unit in units]
+        self.touched.update(op.units)
+        if not units:
+            return None
+        for slot in op.grad_slots:
+            self._unreduced.pop(slot, None)
+        all_views = self.slots.bound[Reduce, op].grads
+        if not all_views:  # some units alias
+            pairs = zip(op.units, op.grad_slots, strict=True)
+            all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
+        wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
+        # a sum lands in its shard where it need not be converted or added
+        straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
+        receive, wide = memory.receive(straight), memory.sum_dtype
+
+        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any) -> None:
+            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=wide)
+
+        return self._by_ranks(units, reduce, shards, wholes, adds)
+
+    def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
+        """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks; None without units."""
+        ranks_of = self.memory.ranks_of
+        together: dict[Communicators, list[int]] = {}
+        for at, unit in enumerate(units):
+            together.setdefault(ranks_of[unit], []).append(at)
+        if len(together) < 2:
+            return partial(work, *together, *columns) if together else None
+        jobs = [partial(work, comms, *([c[at] for at in some] for c in columns)) for comms, some in together.items()]
+
+        def in_turn() -> None:
+            for job in jobs:
+                job()
+
+        return in_turn
+
+    # ---- of ops that a plain `zero3` does not have
+
+    def _stash(self, op: Stash) -> Work | None:
+        jobs = [
+            (self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], self.slots.weight(slot, unit)[0]))
+            for unit, slot in zip(op.units, op.slots, strict=True)
+            if unit not in self.memory.weights_alias
+        ]
+        if not jobs:
+            return None
+
+        def work() -> None:
+            for kept, part in jobs:
+                kept.copy_(part)
+
+        return work
+
+    def _all_reduce(self, op: AllReduce) -> Work | None:
+        memory, grads = self.memory, self.grads
+        assert grads is not None
+        comms = memory.comms
+        if op.over == "stages":
+            (unit,) = op.units
+            return partial(comms.sharing(memory.holders[unit]).all_reduce, grads.rows[unit], ReduceOp.SUM)
+        if comms.replicas == 1:
+            return None
+        staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
+        wire, wide = memory.wire_dtype, memory.sum_dtype
+
+        def work() -> None:
+            for shard in rows:
+                flat.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
+
+        return work
+
+    def _exchange(self, op: Exchange) -> Work | None:
+        assert self.step_hooks.updates is not None, "only an optimizer exchanges"
+        return None if self.memory.comms.ranks == 1 else self.step_hooks.updates.exchange(op.units)
+
+    # ---- the calls of the loss, and the end of the step
+
+    def calls(self) -> Iterator[Call]:
+        """Yields the calls of the step, in the order of its program."""
+        for microbatch in range(self.microbatches):
+            yield Call("forward", 0, microbatch)
+            if self.differentiates:
+                yield Call("backward", 0, microbatch)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Marks the step's own backward; any other backward through a visit is refused."""
+        self.differentiating = True
+        try:
+            yield
+        finally:
+            self.differentiating = False
+
+    def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
+        """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""
+        self.raise_failure()
+        self.place = f"the end of step {self.number}"
+        uses_leaves = any(grad is not None for grad in leaf_grads)
+        if uses_leaves and self.memory.comms.deterministic:
+            raise RuntimeError(errors.ORDERED)
+        if self.grads is None:
+            return
+        to_sum = self.to_sum()
+        with torch.no_grad(), self.memory.using([], [("grad shard", unit) for unit in self.grads.rows]):
+            self.zero_untouched(self.grads.rows)
+            if uses_leaves:
+                self._add(leaf_grads, to_sum)
+
+    def _add(self, leaf_grads: Sequence[Tensor | None], to_sum: set[int]) -> None:
+        """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits.
+
+        to_sum: units that an op still sums over replicas; they get this rank's part, others the whole
+        """
+        assert self.grads is not None
+        for group, extra in zip(self.memory.groups, leaf_grads, strict=True):
+            if extra is not None:
+                whole = Shards([group], [self.memory.comms.sum_over_replicas(extra.contiguous())])
+                for unit, row in Shards([group], [extra]).rows.items():
+                    self.grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])
+
+    def optimize(self, op: Norm | Update) -> None:
+        """Computes the norm of the gradient, or the optimizer's step on some units."""
+        updates = self.step_hooks.updates
+        assert updates is not None, "norms and updates are of steps that have an optimizer"
+        self.place = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
+        self.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, *op))
+
+    def optimize_all(self, ops: Iterable[Op]) -> None:
+        """Runs all ops of the optimizer after the program, its exchanges included."""
+        for op in ops:
+            if isinstance(op, Norm | Update):
+                self.optimize(op)
+            else:
+                self.issue(op)
+
+    def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
+        """Runs `work`, the content of `op`, on the compute stream when it may; an untouched gradient counts as zero."""
+        run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op)
+        bound = self.slots.bound.get((type(op), op)) or self.bind(op)
+        with self.memory.using(bound.reads, bound.writes, run), torch.no_grad():
+            self.zero_untouched(op.units)
+            work()
+
+    def zero_untouched(self, units: Iterable[int]) -> None:
+        """Zeroes the gradient shards of `units` that nothing has written."""
+        assert self.grads is not None
+        for unit in units:
+            if unit not in self.touched:
+                self.grads.rows[unit].zero_()
+                self.touched.add(unit)
+
+    def close(self) -> None:
+        """Ends a successful step. After an error slots are dropped, not given back: what they hold is of no use."""
+        self.closed = True
+        self.token, self.collectives = self.leaf_token, None  # which holds this session, and so its slots
+        self.slots.release()
+
+
+def _aliased(
+    uses: list[Buffer], slot: str, shard: str, pairs: Iterable[tuple[int, int]], alias: Collection[int]
+) -> list[Buffer]:
+    """Returns `uses` with shards in place of slots. pairs: `(unit, slot)`; alias: units whose slots are their shards"""
+    found = {number: unit for unit, number in pairs if unit in alias}
+    kept = [use for use in uses if use[0] != slot or use[2] not in found]
+    return [*kept, *((shard, unit) for unit in found.values())]
+
+
+WORKS: dict[type[Any], Callable[[Session, Any], Work | None]] = {
+    Gather: Session._gather,
+    Reduce: Session._reduce,
+    Stash: Session._stash,
+    AllReduce: Session._all_reduce,
+    Exchange: Session._exchange,
+}
+"""Kind of op -> its work. Unbound functions: a cycle through the interpreter would keep a step's memory until the
+garbage collector runs."""

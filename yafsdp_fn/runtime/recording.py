@@ -1,0 +1,86 @@
+"""Records a call of a loss, before its first step: which units it visits, in which order.
+
+    forward of v:    ranks compare that all are at it; the block runs on the pure path, without grad
+    its outputs:     copies, in the graph of the loss as those of a step are
+
+Blocks and losses may do whatever a step lets them: read values, make tensors that Python caches. Nothing is learnt of
+costs, and no backward runs. A loss that does more than return its result does it once more than it has steps.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.trace import Trace, Visit, chained_order
+from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.execute import SAME_VISITS, Visits
+from yafsdp_fn.runtime.graph_walks import read_beside_visits
+from yafsdp_fn.runtime.pure import is_smooth
+from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.util.torch_private import SingleLevelFunction
+
+
+class Recorded(NamedTuple):
+    """A recorded visit, as graph_walks.py knows it."""
+
+    visit: Visit
+
+
+class Recording(Visits):
+    """Runs a call of a loss in place of a session; knows the visits afterwards.
+
+    differentiates: visits without grad are no part of the trace
+    """
+
+    def visit(self, call: BlockCall) -> Tree:
+        """Runs a visit, and records it."""
+        if self.differentiates and not torch.is_grad_enabled():
+            return call.outputs(self.without_grad(call))
+        visit, arguments = self.new_visit(call.name, call.units), call.tensors
+        call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
+        outs = [out.clone() for out in self.without_grad(call, visit)]
+        if self.differentiates:
+            self.token, *outs = _Passed.apply(Recorded(visit), outs, self.token, *arguments)
+        return call.outputs(outs)
+
+    def compare(self, total: Tensor, result: str) -> None:
+        """Raises RanksDisagree, on every rank, where they have recorded different calls.
+
+        total: of the loss; result: its outline
+        """
+        self.place = f"the end of the loss, recorded before step {self.number}"
+        read = read_beside_visits(total, self.leaves)
+        found = {"op": self.place, "leaves read outside visits": str(read), "what the function returns": result}
+        self.memory.comms.must_agree(SAME_VISITS, found, self.place)
+
+    def trace(self, microbatches: int) -> Trace:
+        """Returns the trace of a step whose microbatches are all like the recorded one."""
+        visits = tuple(self.visits)
+        order = chained_order(visits, microbatches, backward=self.differentiates)
+        found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
+        return found if self.collectives is None else self.collectives.listed(found)
+
+    def close(self) -> None:
+        """Ends the recording: its parameters are of no use any more."""
+        self.closed = True
+        self.token, self.collectives = self.leaf_token, None
+
+
+class _Passed(SingleLevelFunction):  # type: ignore[misc]
+    """Passes on the token and outputs of a recorded visit, which depend on its arguments. No backward goes through."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, recorded: Recorded, outs: Sequence[Tensor], token: Tensor, *arguments: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.recorded = recorded
+        depends = bool(recorded.visit.trained) or any(ctx.needs_input_grad[3:])
+        ctx.mark_non_differentiable(*[out for out in outs if not (depends and is_smooth(out))])
+        return token.detach(), *outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise errors.backward_inside(ctx.recorded.visit.name)

@@ -1,0 +1,198 @@
+"""Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
+
+weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype
+gradient slot s holds unit u:  view [padded numel of u] in the reduce dtype
+secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
+
+A slot is raw bytes, as large as its largest unit. If one rank has all of a unit, its shard is the whole vector: slots
+alias the shard, and nothing is copied.
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, destination, weight_leaf
+from yafsdp_fn.program import ops
+from yafsdp_fn.program.ops import Buffer, Op
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.visit import address_of
+
+Views = dict[tuple[int, int], Any]
+"""Views of a unit in a slot, by (slot, unit)."""
+
+
+class Bound(NamedTuple):
+    """An op bound to a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
+    gradients that it writes or reduces; `(unit, slot, source)` of the weights that it puts into slots, where source is
+    the slot that it has them from, None where it gathers them."""
+
+    name: str
+    stream: str
+    reads: list[Buffer]
+    writes: list[Buffer]
+    work: Work | None
+    grads: list[GradViews]
+    fills: tuple[tuple[int, int, int | None], ...]
+
+
+def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
+    """`Bound.fills` of an op."""
+    filled = ops.filled(op)
+    read = ops.weight_slots(op, "reads") if filled else []
+    sources = {unit: slot for slots in read for (unit, _), slot in zip(filled, slots, strict=True)}
+    return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
+
+
+def acquire(memory: Memory) -> "Slots":
+    """Returns slots for a session."""
+    idle: list[Slots] = memory.idle
+    return idle.pop() if idle else Slots(memory)
+
+
+class Slots:
+    """The slots of one session, taken from its memory and given back.
+
+    number: names the set on the scoreboard; bound: what the interpreter knows of ops here, until a slot moves; by kind
+        and op, since ops are tuples: a stash and a reduction of the same numbers are equal
+    contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
+    carries: the content of carry slots, if the program has any: `StepHooks.carries`
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory: Memory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
+        self.number = object()
+        self.bound: dict[tuple[type[Op], Op], Bound] = {}
+        self.carries: Any = None
+        self._reserved: Program | None = None
+        self._carried: dict[int, int] = {}  # of the program it is reserved for
+        self.contents: dict[int, tuple[int, int]] = {}
+        rows = memory.working.rows
+        self._shards = self.storages = {address_of(rows[unit]) for unit in rows.keys() & memory.weights_alias}
+        self._secondary: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+        self._views: Views = {}
+        self._grad_views: Views = {}
+        self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
+        self._kept: dict[tuple[int, int], list[tuple[Tensor, Destination | None]]] = {}
+
+    def release(self) -> None:
+        """Gives the slots to the next session."""
+        self.memory.idle.append(self)
+
+    # ---- contents
+
+    def reserve_for(self, program: Program) -> None:
+        """Makes every slot of `program` as large as what it holds."""
+        if self._reserved is not program:
+            with self.memory.comms.memory():
+                alias = self.memory.weights_alias
+                self.reserve(program.slot_bytes(alias), program.grad_slot_bytes(self.memory.grads_alias))
+                for unit, size in program.secondary_bytes().items():
+                    if unit not in self._secondary and unit not in alias:
+                        self._secondary[unit] = self._new(("secondary", self.number, unit), size)
+            self._carried, self._reserved = program.carried(), program
+            self.bound.clear()
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Returns `(unit, slot)` pairs that the program reads first, and that this set does not hold in the current
+        version."""
+        versions = self.memory.versions
+        return [(u, slot) for slot, u in self._carried.items() if self.contents.get(slot) != (u, versions[u])]
+
+    # ---- memory
+
+    def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:
+        """Makes every slot at least that many bytes large."""
+        self._reserve("slot", self._weights, self._views, weights)
+        self._reserve("grad slot", self._grads, self._grad_views, grads)
+
+    def _reserve(self, kind: str, buffers: dict[int, Tensor], views: Views, sizes: Mapping[int, int]) -> None:
+        for slot, size in sizes.items():
+            if slot not in buffers or buffers[slot].numel() < size:
+                if slot in buffers:
+                    self.memory.comms.drain()  # a stream may still use the smaller buffer
+                buffers[slot] = self._new((kind, self.number, slot), size)
+                self.bound.clear()
+                for key in [key for key in views if key[0] == slot]:
+                    del views[key]
+                if kind == "slot":
+                    self.contents.pop(slot, None)
+                    self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
+                    self._kept = {key: pairs for key, pairs in self._kept.items() if key[0] != slot}
+                    self.storages = self._shards | set(map(address_of, buffers.values()))
+
+    def _new(self, name: Buffer, size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.memory.comms.device)
+        # the memory may have had another owner, whose kernels still run on the compute stream
+        self.memory.made([name])
+        # a state may be dropped while it gathers for its next step
+        self.memory.comms.keep(buffer)
+        return buffer
+
+    def secondary(self, unit: int) -> Tensor:
+        """Returns the secondary shard of `unit`, in its gather dtype."""
+        return self._secondary[unit].view(self.memory.gather_dtype(unit))
+
+    def weight(self, slot: int, unit: int) -> tuple[Tensor, list[Tensor]]:
+        """Returns `(flat, leaves)`: views of `unit` in weight slot `slot`."""
+        memory = self.memory
+        if unit in memory.weights_alias:
+            return memory.working.rows[unit], memory.working.leaves(unit)
+        found: tuple[Tensor, list[Tensor]] | None = self._views.get((slot, unit))
+        if found is None:
+            flat = self._flat(self._weights[slot], memory.units[unit].gather_bytes, memory.gather_dtype(unit))
+            found = self._views[slot, unit] = (flat, memory.layout_of(unit).split(flat))
+        return found
+
+    def grad(self, slot: int, unit: int, shards: Shards) -> GradViews:
+        """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
+        memory = self.memory
+        if unit in memory.grads_alias:
+            return GradViews(shards.rows[unit], shards.leaves(unit), shards.gaps(unit))
+        found: GradViews | None = self._grad_views.get((slot, unit))
+        if found is None:
+            layout = memory.layout_of(unit)
+            flat = self._flat(self._grads[slot], memory.units[unit].reduce_bytes, memory.precision.reduce_dtype)
+            found = self._grad_views[slot, unit] = GradViews(flat, layout.split(flat), layout.gaps(flat))
+        return found
+
+    def leaves(self, slot: int, unit: int, track: bool) -> list[Tensor]:
+        """Returns a block's leaves of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
+        found = self._leaves.get((slot, unit, track))
+        if found is not None:
+            # what a block did to its weights, a hook or `requires_grad_`, is for that visit alone
+            for leaf in found:
+                if leaf._backward_hooks or leaf.requires_grad != track:
+                    found = None
+                    break
+        if found is None:
+            memory = self.memory  # a weak proxy; a bound method would be a cycle
+            scratch = (lambda shape, dtype: memory.scratch(shape, dtype)) if track else None
+            found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
+            self._leaves[slot, unit, track] = found
+        return found
+
+    def kept_leaves(self, slot: int, unit: int) -> list[Tensor]:
+        """Returns `leaves` for a visit that keeps its graph: tensors of its own, which are no leaves of autograd."""
+        pairs = self._kept.get((slot, unit))
+        if pairs is None:
+            views, leaves = self.weight(slot, unit)[1], self.leaves(slot, unit, True)
+            pairs = self._kept[slot, unit] = [(v, destination(leaf)) for v, leaf in zip(views, leaves, strict=True)]
+        out = []
+        for view, found in pairs:
+            leaf = view.data  # not `detach`: see `weight_leaf`
+            if found is not None:
+                setattr(leaf, DESTINATION, found)
+            out.append(leaf)
+        return out
+
+    @staticmethod
+    def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        return buffer[:size].view(dtype)
