@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 from tests.harness import forked
+from tests.harness.stalls import until
 
 ROOT = Path(__file__).resolve().parent.parent
 CI = str(ROOT / ".ci")
@@ -202,9 +202,9 @@ def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.S
     until(lambda: pid.exists() and pid.read_text().endswith(" "))
     running.send_signal(number)
     if number == signal.SIGKILL:  # nobody ends what it has started
-        running.wait(60)
+        running.wait(100)
         os.kill(int(pid.read_text()), signal.SIGKILL)
-    running.communicate(timeout=60)
+    running.communicate(timeout=100)
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     ends = {line["step"]: line["outcome"] for line in lines if "outcome" in line}
     assert ends["good"] == "passed"
@@ -213,13 +213,6 @@ def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.S
         assert ends["hangs"].startswith("not done after") and json.loads((out / "results.json").read_text()) == lines
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @NO_GPU
@@ -371,7 +364,7 @@ def test_failures_are_there_before_the_end(tmp_path: Path) -> None:
 def test_a_run_without_a_test_that_passed_is_no_success(tmp_path: Path) -> None:
     def ran(text: str, *more: str) -> tuple[int, dict[str, Any]]:
         (tmp_path / "test_some.py").write_text("import pytest\npytestmark = pytest.mark.gpu\n" + text)
-        return started(tmp_path, str(tmp_path), *more).wait(60), json.loads((tmp_path / "out.json").read_text())
+        return started(tmp_path, str(tmp_path), *more).wait(100), json.loads((tmp_path / "out.json").read_text())
 
     status, found = ran("def test_passes(): ...")
     assert status == 0 and "why" not in found

@@ -162,8 +162,14 @@ def other_dtype(_: Any, kind: str, ranks: int, length: int) -> list[str]:
     return steps(ranks, block, (ranks, ranks, length * ranks))
 
 
-@pytest.mark.parametrize(("ranks", "length"), [(2, 2), (4, 1)])  # of another length sizes are not compared
-@pytest.mark.parametrize("kind", KINDS)
+DAILY = [("psum", 2, 2), ("uneven all_to_all", 4, 1)]
+LONG = [(kind, *of) for kind in KINDS for of in ((2, 2), (4, 1)) if (kind, *of) not in DAILY]
+
+
+# of another length sizes are not compared
+@pytest.mark.parametrize(
+    ("kind", "ranks", "length"), [*DAILY, *(pytest.param(*of, marks=pytest.mark.nightly) for of in LONG)]
+)
 def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str, ranks: int, length: int) -> None:
     *others, last = pools[ranks].run(other_dtype, kind, ranks, length)
     for said in (*others, last):

@@ -55,7 +55,7 @@ def check_numbers(folder: Path, name: str, ranks: int, device: str, one_rank: On
 
 
 def check_frozen(folder: Path, ranks: int, device: str, env: dict[str, str]) -> None:
-    *others, _ = launched(folder, "frozen", ranks, device, env, timeout_s=5 if device == "cpu" else 20)
+    *others, _ = launched(folder, "frozen", ranks, device, env, timeout_s=60 if device == "cpu" else 20)
     for rank, (status, said) in enumerate(others):
         assert status is not None and status > 0, f"rank {rank} ended with {status}:\n{said}"
         assert re.search(rf"rank {rank}: (gather|reduce) of \S+ \(step \d\)", said), said

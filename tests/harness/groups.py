@@ -32,7 +32,7 @@ TIMEOUT = 60.0
 SOON = 2.0
 """Seconds after which one raises whose peers do not come."""
 
-BEAT = 0.15
+BEAT = 0.1
 """Seconds between two looks of the watchdog, which else follow from the timeout."""
 
 _numbers = itertools.count()  # meshes of equal axes count as one; all ranks make the same ones in the same order
