@@ -31,9 +31,9 @@ WORLDS = [
     (1, "shard"),
     (2, "shard"),
     (2, "copies"),
-    (3, "shard"),
-    (4, "shard"),
-    (4, "replicate"),
+    pytest.param(3, "shard", marks=pytest.mark.nightly),
+    pytest.param(4, "shard", marks=pytest.mark.nightly),
+    pytest.param(4, "replicate", marks=pytest.mark.nightly),
     (4, "replicate-nodes"),
 ]
 PLACES = pytest.mark.parametrize(("world", "axes"), WORLDS)
@@ -252,7 +252,10 @@ def shared_arguments(mesh: Any) -> None:
     assert ya.params.sum_over_ranks(rate, s.plain) is rate
 
 
-@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (2, "copies"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [(1, "shard"), (2, "shard"), (2, "copies"), pytest.param(4, "replicate", marks=pytest.mark.nightly)],
+)
 def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
     pools[world].run(on, axes, shared_arguments)
 
@@ -342,7 +345,15 @@ def by_plain_arguments(mesh: Any) -> None:
                 columns(onward(s.sharded, u))(rate)
 
 
-@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (3, "shard"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [
+        (1, "shard"),
+        pytest.param(2, "shard", marks=pytest.mark.nightly),
+        (3, "shard"),
+        pytest.param(4, "replicate", marks=pytest.mark.nightly),
+    ],
+)
 def test_by_plain_arguments(pools: dict[int, Pool], world: int, axes: str) -> None:
     pools[world].run(on, axes, by_plain_arguments)
 
