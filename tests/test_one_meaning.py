@@ -17,6 +17,7 @@ import torch.func as tf
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import batch_of, compare, joined, plain
 from tests.harness.pool import Pool
@@ -31,9 +32,9 @@ WORLDS = [
     (1, "shard"),
     (2, "shard"),
     (2, "copies"),
-    pytest.param(3, "shard", marks=pytest.mark.nightly),
-    pytest.param(4, "shard", marks=pytest.mark.nightly),
-    pytest.param(4, "replicate", marks=pytest.mark.nightly),
+    nightly(3, "shard"),
+    nightly(4, "shard"),
+    nightly(4, "replicate"),
     (4, "replicate-nodes"),
 ]
 PLACES = pytest.mark.parametrize(("world", "axes"), WORLDS)
@@ -254,7 +255,7 @@ def shared_arguments(mesh: Any) -> None:
 
 @pytest.mark.parametrize(
     ("world", "axes"),
-    [(1, "shard"), (2, "shard"), (2, "copies"), pytest.param(4, "replicate", marks=pytest.mark.nightly)],
+    [(1, "shard"), (2, "shard"), (2, "copies"), nightly(4, "replicate")],
 )
 def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
     pools[world].run(on, axes, shared_arguments)
@@ -349,9 +350,9 @@ def by_plain_arguments(mesh: Any) -> None:
     ("world", "axes"),
     [
         (1, "shard"),
-        pytest.param(2, "shard", marks=pytest.mark.nightly),
+        nightly(2, "shard"),
         (3, "shard"),
-        pytest.param(4, "replicate", marks=pytest.mark.nightly),
+        nightly(4, "replicate"),
     ],
 )
 def test_by_plain_arguments(pools: dict[int, Pool], world: int, axes: str) -> None:
