@@ -158,8 +158,8 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
     [
         (1, "shard", False),
         (2, "shard", False),
-        pytest.param(2, "copies", False, marks=pytest.mark.nightly),
-        pytest.param(4, "replicate", False, marks=pytest.mark.nightly),
+        nightly(2, "copies", False),
+        nightly(4, "replicate", False),
         (4, "replicate-nodes", False),
         (2, "shard", True),
     ],

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
+from tests.harness.marks import by_day, nightly
 from tests.harness.pool import Pool
 
 TX = ya.optim.sgd(0.1)
@@ -66,7 +67,7 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
     return outcome(lambda: step(state, odd=rank == 1), SOON)
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.nightly] * (how != "left out")) for how in WRONG])
+@pytest.mark.parametrize("how", by_day(WRONG, "left out"))
 def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
@@ -167,9 +168,7 @@ LONG = [(kind, *of) for kind in KINDS for of in ((2, 2), (4, 1)) if (kind, *of) 
 
 
 # of another length sizes are not compared
-@pytest.mark.parametrize(
-    ("kind", "ranks", "length"), [*DAILY, *(pytest.param(*of, marks=pytest.mark.nightly) for of in LONG)]
-)
+@pytest.mark.parametrize(("kind", "ranks", "length"), [*DAILY, *(nightly(*of) for of in LONG)])
 def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str, ranks: int, length: int) -> None:
     *others, last = pools[ranks].run(other_dtype, kind, ranks, length)
     for said in (*others, last):
