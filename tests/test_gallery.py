@@ -193,7 +193,7 @@ def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [20, nightly(1000)])
+@pytest.mark.parametrize("count", [10, nightly(1000)])
 def test_words_of_submissions_are_text(folder: Path, tmp_path: Path, count: int) -> None:
     """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
     not refused, the names in its program."""
