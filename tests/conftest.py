@@ -9,11 +9,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
 from tests.harness.pool import Pool
 from yafsdp_fn.nn import linear
+
+# none of these may fail because the machine is slow
+hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("slow")
 
 linear.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
 

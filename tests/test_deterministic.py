@@ -20,6 +20,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.marks import by_day, nightly
 from tests.harness.pool import Pool
 from yafsdp_fn import checkpoint
 
@@ -140,7 +141,7 @@ def against_one(pools: dict[int, Pool], run: Run, steps: int, worlds: tuple[int,
         same(one, on(pools, world, run, steps), f"{run} on {world} ranks against one")
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [nightly(False), True], ids=["untied", "tied"])
 def test_equal_bits_on_any_number_of_ranks(pools: dict[int, Pool], tied: bool) -> None:
     one = on(pools, 1, Run(tied), STEPS)
     print(f"\n{STEPS} steps, tied={tied}: loss {float(one[0][0, 0]):.6f} -> {float(one[0][-1, 0]):.6f}")
@@ -202,9 +203,7 @@ OTHERS = {
 DAILY = ("updates inside, after the norm", "bfloat16, wide sums", "soap")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.nightly]) for name in OTHERS]
-)
+@pytest.mark.parametrize("name", by_day(OTHERS, *DAILY))
 def test_equal_bits_by_other_dtypes_and_optimizers(pools: dict[int, Pool], name: str) -> None:
     against_one(pools, OTHERS[name], 2, (2 + len(name) % 2,))
 

@@ -18,6 +18,7 @@ import yafsdp_fn as ya
 from docs.gallery import make
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
+from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
@@ -157,9 +158,7 @@ def test_a_name_that_is_taken_is_refused(folder: Path) -> None:
 # ---- the proof of others, and runs
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in ENTRIES]
-)
+@pytest.mark.parametrize("name", by_day(ENTRIES, *QUICK))
 def test_z3_finds_no_order_in_which_a_small_one_goes_wrong(name: str) -> None:
     """What every page says of its schedule."""
     pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
@@ -194,7 +193,7 @@ def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [10, nightly(1000)])
 def test_words_of_submissions_are_text(folder: Path, tmp_path: Path, count: int) -> None:
     """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
     not refused, the names in its program."""

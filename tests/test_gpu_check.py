@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 import torch
 
 from tests.harness import forked
+from tests.harness.stalls import until
 
 ROOT = Path(__file__).resolve().parent.parent
 CI = str(ROOT / ".ci")
@@ -41,10 +41,10 @@ WRITES = "import json, sys; json.dump({'part': 1}, open(sys.argv[1], 'w')); "
 """What a step does that finds something before it ends as it does."""
 
 
-def step(gpu_check: Any, tmp_path: Path, name: str, text: str, *, budget: int = 60, together: bool = False) -> Any:
+def step(gpu_check: Any, tmp_path: Path, name: str, text: str, *, together: bool = False) -> Any:
     """A step that runs `text`, given the file for what it finds."""
     (tmp_path / f"{name}.py").write_text(text)
-    return gpu_check.Step(budget, 1, together, "", f"-m {name} {{json}}")
+    return gpu_check.Step(60, 1, together, "", f"-m {name} {{json}}")
 
 
 def check(gpu_check: Any, out: Path, *argv: str) -> tuple[int, dict[str, Any]]:
@@ -140,19 +140,24 @@ def test_a_dead_step_loses_itself_alone(
     gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], together: bool
 ) -> None:
     """It is named, with what it had found, and the others run, whether beside it or after it."""
-    hangs = WRITES + "import signal, time; signal.signal(15, signal.SIG_IGN); sys.stdout.close(); time.sleep(1000)"
+    hangs = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); sys.stdout.close(); "
     texts = {
         "good": WRITES + "print('it runs')",
         "fails": WRITES + "raise SystemExit('no such luck')",
         "dies": WRITES + "import os; os.kill(os.getpid(), 11)",
-        "hangs": hangs,
+        "hangs": f"{hangs}{WRITES}time.sleep(1000)",
         "last": WRITES,
     }
-    budgets = {name: 4 if name == "hangs" else 60 for name in texts}
-    made = {
-        name: step(gpu_check, tmp_path, name, text, budget=budgets[name], together=together)
-        for name, text in texts.items()
-    }
+    over = gpu_check.Running.over
+
+    def late(running: Any) -> bool:
+        """The time of the one that hangs is up when it has written what it finds."""
+        if running.name == "hangs" and running.found.exists() and running.found.stat().st_size:
+            running.limit_s = 0.0
+        return bool(over(running))
+
+    monkeypatch.setattr(gpu_check.Running, "over", late)
+    made = {name: step(gpu_check, tmp_path, name, text, together=together) for name, text in texts.items()}
     lacks = gpu_check.Step(9, 1, together, "", "-m last {json}", within="no-such-tool --quiet")
     monkeypatch.setattr(gpu_check, "STEPS", {**made, "lacks": lacks})
     monkeypatch.setattr(gpu_check, "GRACE_S", 0.1)
@@ -165,7 +170,7 @@ def test_a_dead_step_loses_itself_alone(
         "good": "passed",
         "fails": "exit status 1",
         "dies": "died of SIGSEGV",
-        "hangs": "not done after 4 s",
+        "hangs": "not done after 0 s",
         "last": "passed",
         "lacks": "exit status 1",
     }
@@ -202,9 +207,9 @@ def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.S
     until(lambda: pid.exists() and pid.read_text().endswith(" "))
     running.send_signal(number)
     if number == signal.SIGKILL:  # nobody ends what it has started
-        running.wait(60)
+        running.wait(100)
         os.kill(int(pid.read_text()), signal.SIGKILL)
-    running.communicate(timeout=60)
+    running.communicate(timeout=100)
     lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     ends = {line["step"]: line["outcome"] for line in lines if "outcome" in line}
     assert ends["good"] == "passed"
@@ -213,13 +218,6 @@ def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.S
         assert ends["hangs"].startswith("not done after") and json.loads((out / "results.json").read_text()) == lines
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @NO_GPU
@@ -371,7 +369,7 @@ def test_failures_are_there_before_the_end(tmp_path: Path) -> None:
 def test_a_run_without_a_test_that_passed_is_no_success(tmp_path: Path) -> None:
     def ran(text: str, *more: str) -> tuple[int, dict[str, Any]]:
         (tmp_path / "test_some.py").write_text("import pytest\npytestmark = pytest.mark.gpu\n" + text)
-        return started(tmp_path, str(tmp_path), *more).wait(60), json.loads((tmp_path / "out.json").read_text())
+        return started(tmp_path, str(tmp_path), *more).wait(100), json.loads((tmp_path / "out.json").read_text())
 
     status, found = ran("def test_passes(): ...")
     assert status == 0 and "why" not in found

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness import failing, forked
+from tests.harness.stalls import until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,7 +30,9 @@ alone = pytest.mark.skipif(ALONE not in os.environ, reason="runs in a process of
 def test_in_a_process_of_its_own() -> None:
     """A fork of a test's worker, which has the threads and groups of all tests before, has ended that worker."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly"]
-    status, said = forked.run([*command, "-k", "not process_of_its", __file__], env=os.environ | {ALONE: "1"}, cwd=ROOT)
+    status, said = forked.run(
+        [*command, "-k", "not process_of_its", __file__], env=os.environ | {ALONE: "1"}, cwd=ROOT, timeout=800
+    )
     assert status == 0 and "12 passed" in said, said
 
 
@@ -236,7 +239,7 @@ def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
         try:
             assert process.stdout.readline() == "0\n"
             process.stdout.close()
-            process.wait(60)
+            process.wait(100)
             assert f"[{LINES}, {LINES}]" in process.stderr.read()
         finally:
             process.kill()
@@ -322,7 +325,4 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
         assert process.stdout is not None
         ranks = [int(process.stdout.readline()) for _ in range(2)]
         process.kill()
-    until = time.monotonic() + 20
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))

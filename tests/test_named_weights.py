@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import optree
@@ -11,11 +12,12 @@ import torch
 
 import yafsdp_fn as ya
 from benchmarks.counting import tensor_peak
-from tests.harness.groups import breakable, outcome
+from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
 from tests.modules.test_functionalize import F64, cross_entropy, rows, theirs
+from yafsdp_fn.util.torch_private import side_store
 
 TX = ya.optim.adamw(1e-2)
 
@@ -150,20 +152,24 @@ def test_a_rank_that_stops_is_named_and_others_go_on(pools: dict[int, Pool]) -> 
 
 
 def asleep(mesh: Any) -> tuple[str, float]:
-    """Rank 1 takes its time over a layer: how a loop over weights ends, and when."""
-    state, began = ya.init(params(), TX, mesh=breakable(seconds=2.0)), time.monotonic()
+    """Rank 1 stays at a layer until rank 0 has given up: how a loop over weights ends, and when."""
+    state, store = ya.init(params(), TX, mesh=breakable()), side_store("asleep", timedelta(seconds=TIMEOUT))
+    dict(ya.named_weights(state.params))
+    began = time.monotonic()
 
     def ask() -> None:
         for name, _ in ya.named_weights(state.params):
             if mesh.get_rank() == 1 and name == "layers.0.b":
-                time.sleep(4)
+                store.wait(["given up"])
 
-    return outcome(ask), time.monotonic() - began
+    how, seconds = outcome(ask, SOON), time.monotonic() - began
+    store.set("given up", "")
+    return how, seconds
 
 
 def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: dict[int, Pool]) -> None:
     for rank, (how, seconds) in enumerate(pools[2].run(asleep)):
-        assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and 1.9 < seconds < 15, how
+        assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how
 
 
 def test_what_is_not_sharded_is_refused() -> None:

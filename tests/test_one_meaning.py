@@ -17,6 +17,7 @@ import torch.func as tf
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import batch_of, compare, joined, plain
 from tests.harness.pool import Pool
@@ -31,9 +32,9 @@ WORLDS = [
     (1, "shard"),
     (2, "shard"),
     (2, "copies"),
-    (3, "shard"),
-    (4, "shard"),
-    (4, "replicate"),
+    nightly(3, "shard"),
+    nightly(4, "shard"),
+    nightly(4, "replicate"),
     (4, "replicate-nodes"),
 ]
 PLACES = pytest.mark.parametrize(("world", "axes"), WORLDS)
@@ -157,8 +158,8 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
     [
         (1, "shard", False),
         (2, "shard", False),
-        pytest.param(2, "copies", False, marks=pytest.mark.nightly),
-        pytest.param(4, "replicate", False, marks=pytest.mark.nightly),
+        nightly(2, "copies", False),
+        nightly(4, "replicate", False),
         (4, "replicate-nodes", False),
         (2, "shard", True),
     ],
@@ -252,7 +253,10 @@ def shared_arguments(mesh: Any) -> None:
     assert ya.params.sum_over_ranks(rate, s.plain) is rate
 
 
-@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (2, "copies"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [(1, "shard"), (2, "shard"), (2, "copies"), nightly(4, "replicate")],
+)
 def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
     pools[world].run(on, axes, shared_arguments)
 
@@ -342,7 +346,15 @@ def by_plain_arguments(mesh: Any) -> None:
                 columns(onward(s.sharded, u))(rate)
 
 
-@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (3, "shard"), (4, "replicate")])
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [
+        (1, "shard"),
+        nightly(2, "shard"),
+        (3, "shard"),
+        nightly(4, "replicate"),
+    ],
+)
 def test_by_plain_arguments(pools: dict[int, Pool], world: int, axes: str) -> None:
     pools[world].run(on, axes, by_plain_arguments)
 

@@ -24,6 +24,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
+from tests.harness.marks import nightly
 from tests.program.test_hazards import EVERY_OP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -349,7 +350,7 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [10, nightly(1000)])
 def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: Path, count: int) -> None:
     """In the list of ops, the picture, the editor, what is said of a refusal, and the name of the file."""
     shown: Counter[str] = Counter()

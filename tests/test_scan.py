@@ -50,7 +50,7 @@ def inputs(length: int = 4) -> Any:
     return {"w": torch.randn(length, 3, 3, generator=generator), "more": (torch.randn(length, 3, generator=generator),)}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 5), st.booleans(), st.integers(1, 7), st.booleans(), st.booleans())
 def test_scan_is_the_loop(length: int, reverse: bool, unroll: int, with_consts: bool, say_length: bool) -> None:
     xs = optree.tree_map(lambda x: x.requires_grad_(), inputs(length))
@@ -92,7 +92,7 @@ def test_numbers_as_ys_are_stacked() -> None:
 ORDERS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(ORDERS, st.booleans(), st.integers(1, 3))
 def test_an_order_is_the_loop_over_the_layers_that_it_names(order: list[int], reverse: bool, unroll: int) -> None:
     xs = optree.tree_map(lambda x: x.requires_grad_(), inputs())
@@ -118,7 +118,7 @@ def inputs_params() -> Any:
     return {"w": param(4, 3, 3), "more": (param(4, 3),)}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.booleans(), st.integers(1, 5), st.booleans(), st.sampled_from(["none", "all", "first"]), st.none() | ORDERS)
 def test_sharded_is_plain_to_the_bit(
     reverse: bool, unroll: int, with_consts: bool, remat: str, order: list[int] | None

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined, noting, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import (
@@ -299,7 +300,7 @@ CASES = {
             world,
             *CASES[case],
             id=f"{case}-{world}",
-            marks=[pytest.mark.nightly] * (world == 1 and case not in ("two stacks", "dropout")),
+            marks=[pytest.mark.nightly] * (case not in ("two stacks", "dropout")),
         )
         for world in (1, 2)
         for case in CASES
@@ -336,8 +337,8 @@ def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
     return found
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.nightly), 2])
-@pytest.mark.parametrize("name", ["stacks", "tied"], ids=["two stacks", "one stack and a tied embedding"])
+@pytest.mark.parametrize("world", [nightly(1), 2])
+@pytest.mark.parametrize("name", ["stacks", nightly("tied")], ids=["two stacks", "one stack and a tied embedding"])
 def test_in_a_step(pools: dict[int, Pool], world: int, name: str) -> None:
     one = Plain(name, world)
     p, u, v = one.given

@@ -15,6 +15,7 @@ from tests.axes.model import mesh_of
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import SEQUENCE, Case, batch_of, config_of, wide
 from tests.axes.test_transforms import mlp_params
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 
 WITHOUT = ya.params.without_markers
@@ -61,7 +62,7 @@ def compiled(_: Any, backend: str) -> None:
     assert len(graphs) >= 4, "one before each collective, and one behind the last"
 
 
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("eager", "inductor")]
+NIGHTLY = [*map(nightly, ("eager", "inductor"))]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", *NIGHTLY])

@@ -18,6 +18,7 @@ from tests.harness.fake_cuda.log import Log, findings
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.fake_cuda.together import troubles
+from tests.harness.marks import by_day
 from yafsdp_fn.dist import communicators as module
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.util import squares
@@ -99,7 +100,7 @@ TOGETHER: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", by_day(TOGETHER, "1f1b", "nodes"))
 def test_all_ends_whenever_hosts_wait_for_their_devices(in_child: Callable[..., Any], name: str) -> None:  # noqa: F811
     along, wrong = in_child(together, name)
     assert along and not wrong, "\n".join(wrong)

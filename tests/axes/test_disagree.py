@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 import yafsdp_fn as ya
-from tests.harness.groups import breakable_stages, outcome
+from tests.harness.groups import SOON, breakable_stages, outcome
+from tests.harness.marks import by_day, nightly
 from tests.harness.pool import Pool
 
 TX = ya.optim.sgd(0.1)
@@ -51,19 +52,22 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
     stages = ya.schedules.Assignment(units=((0,), (1,)), homes=(0, 1))
     state = ya.init(tree, TX, mesh=mesh, stages=stages)
 
-    def loss(params: Any, x: Tensor) -> Tensor:
+    def step(state: Any, odd: bool) -> None:
         def block(w: Any, x: Tensor, odd: bool) -> Tensor:
             mine = (x * w["w"].sum()).exp()
             return WRONG[how](mine) if odd and (traced or not isinstance(x, FakeTensor)) else ya.psum(mine, "tensor")
 
-        x = ya.apply(block, params["one"], x, rank == 1)
-        return ya.apply(block, params["two"], x, False).sum()
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return ya.apply(block, params["two"], ya.apply(block, params["one"], x, odd), False).sum()
 
-    run = ya.train_step(loss, TX, schedule=ya.schedules.zero_bubble(ya.schedules.zero2()))
-    return outcome(lambda: run(state, torch.full((2,), 0.1)))
+        run = ya.train_step(loss, TX, schedule=ya.schedules.zero_bubble(ya.schedules.zero2()))
+        run(state, torch.full((2,), 0.1))
+
+    step(state.copy(), odd=False)
+    return outcome(lambda: step(state, odd=rank == 1), SOON)
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=[pytest.mark.nightly] * (how != "left out")) for how in WRONG])
+@pytest.mark.parametrize("how", by_day(WRONG, "left out"))
 def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
@@ -127,7 +131,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int, ...]) -> list[str]:
     """What becomes of steps on batches of these lengths, whose one block is told the number of the step."""
-    mesh, now, said = breakable_stages(1, 6.0, tensor=ranks), {"step": 0}, list[str]()
+    mesh, now, said = breakable_stages(1, tensor=ranks), {"step": 0}, list[str]()
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -142,7 +146,8 @@ def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int
             nonlocal state
             state, _ = step(kept, torch.ones(length))  # noqa: B023
 
-        said.append(outcome(one))
+        last = 0 < now["step"] == len(lengths) - 1  # in which some wait for others
+        said.append(outcome(one, SOON if last else None))
     return said
 
 
@@ -157,8 +162,12 @@ def other_dtype(_: Any, kind: str, ranks: int, length: int) -> list[str]:
     return steps(ranks, block, (ranks, ranks, length * ranks))
 
 
-@pytest.mark.parametrize(("ranks", "length"), [(2, 2), (4, 1)])  # of another length sizes are not compared
-@pytest.mark.parametrize("kind", KINDS)
+DAILY = [("psum", 2, 2), ("uneven all_to_all", 4, 1)]
+LONG = [(kind, *of) for kind in KINDS for of in ((2, 2), (4, 1)) if (kind, *of) not in DAILY]
+
+
+# of another length sizes are not compared
+@pytest.mark.parametrize(("kind", "ranks", "length"), [*DAILY, *(nightly(*of) for of in LONG)])
 def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str, ranks: int, length: int) -> None:
     *others, last = pools[ranks].run(other_dtype, kind, ranks, length)
     for said in (*others, last):
@@ -172,7 +181,7 @@ def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str,
 
 def mixed(_: Any) -> list[str]:
     """A batch of another dtype, alike on all ranks, and a number that counts."""
-    mesh = breakable_stages(1, 6.0, tensor=2)
+    mesh = breakable_stages(1, tensor=2)
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
 
     def loss(params: Any, batch: tuple[Tensor, int]) -> Tensor:

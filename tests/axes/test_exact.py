@@ -14,6 +14,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, params
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from yafsdp_fn.schedules.builders import _schedule
 from yafsdp_fn.util.mesh_axes import INSIDE
@@ -143,11 +144,11 @@ def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule
 
 FOUR = [
     ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
-    ({"shard": 2, "tensor": 2}, SP, "zero3", 1),
+    nightly({"shard": 2, "tensor": 2}, SP, "zero3", 1),
     ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
-    ({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
+    nightly({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
     ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
-    ({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
+    nightly({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
 ]
 
 
@@ -158,7 +159,7 @@ def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: st
 
 STAGES = [
     ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
-    ({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
+    nightly({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
     ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
 ]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,13 +22,12 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
+from tests.harness.groups import SOON, giving_up
 from tests.harness.pool import Pool
-from yafsdp_fn.dist import groups
 from yafsdp_fn.dist.communicators import communicators
 from yafsdp_fn.errors import OrderChanged, RanksDisagree
 
 LAYERS, STEPS, LATER = 3, 4, 2
-PATIENCE = timedelta(seconds=5)  # of the ranks that wait for one that has said so
 Calls = Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -91,10 +90,7 @@ X = torch.linspace(-1, 1, 4, dtype=torch.float64).expand(3, 4)
 def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], remat: str) -> str:
     """What becomes of four steps on this rank: "exact", or the error; `at` -1: of a mutant in every step."""
     mesh = ya.mesh(device="cpu", **axes)
-    with pytest.MonkeyPatch.context() as patch:
-        if at > 0 and len(ranks) < mesh.size():
-            patch.setattr(groups, "timeout_of", lambda *_: PATIENCE)
-        communicators(mesh)
+    communicators(mesh)
     model, rank = Model(MUTANTS[how], max(at, 0), torch.distributed.get_rank() in ranks), torch.distributed.get_rank()
     plain, state = ya.PlainState.create(tree(), TX), ya.shard(tree(), TX, mesh=mesh, precision=FLOAT64)
     schedule = ya.schedules.zero3(remat=remat)
@@ -103,7 +99,9 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
         model.step = model.at if at < 0 else number
         before = ya.unshard(state)
         try:
-            state = step(state, X)[0]
+            # others wait for one that has said so
+            with giving_up(SOON) if number == at > 0 and len(ranks) < mesh.size() else nullcontext():
+                state = step(state, X)[0]
         except (OrderChanged, RanksDisagree) as error:
             if len(ranks) == mesh.size():  # all failed at one place
                 close(ya.unshard(state), before, "the state")

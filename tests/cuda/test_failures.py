@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,6 +20,7 @@ from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.groups import outcome
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
+from tests.harness.stalls import until
 from yafsdp_fn.dist import groups
 from yafsdp_fn.dist.collectives import Group
 from yafsdp_fn.dist.communicators import communicators
@@ -75,9 +75,7 @@ def hanging() -> tuple[str, str, list[str]]:
             last.record()
             patch.setattr(Event, "query", lambda self: self.stream != reductions or self.number < last.number)
             state, _ = step(state, batch(1))
-            begun = time.monotonic()
-            while len(aborted) < 2 and time.monotonic() - begun < 30:  # the watchdog aborts after it has said why
-                time.sleep(0.05)
+            until(lambda: len(aborted) == 2)  # the watchdog aborts after it has said why
             return str(comms.lost), outcome(lambda: step(state, batch(2))), aborted
 
 
@@ -95,7 +93,7 @@ def aborted_together() -> bool:
         every = {group.process_group for group in (*comms.groups, *comms.message_groups, comms.metrics_group)}
         all_begun = threading.Barrier(len(every))
         for group in every:
-            patch.setattr(group, "abort", lambda: (torch.zeros(1, device=CUDA), all_begun.wait(20)))
+            patch.setattr(group, "abort", lambda: (torch.zeros(1, device=CUDA), all_begun.wait(60)))
         comms.abort_late("it hangs")
         return len(every) > 4 and not all_begun.broken and not device.strangers
 

@@ -24,6 +24,7 @@ from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.readme import on
+from tests.harness.stalls import until
 from yafsdp_fn import checkpoint
 from yafsdp_fn.dist import communicators as module
 from yafsdp_fn.dist import groups, watchdog
@@ -121,7 +122,7 @@ def threads(folder: str) -> tuple[set[str], list[str]]:
         with watched() as (device, mesh):
             names = asking(device, patch)
             communicators(mesh)
-            time.sleep(0.3)
+            until(lambda: "yafsdp-watch" in names)
             strangers = device.strangers
         with fake_cuda() as device, rank_of({"shard": 1}) as mesh, checkpoint.Saver(folder) as saver:
             more = asking(device, patch)

@@ -18,6 +18,7 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.graphs import Freed
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from yafsdp_fn.extras import cuda_graphs
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
@@ -59,7 +60,7 @@ def llamas(precision: ya.Precision) -> tuple[bool, int]:
         return found == trained(False, precision)[0], graphs
 
 
-@pytest.mark.parametrize("precision", [WIDER, NARROWER], ids=["wider", "narrower"])
+@pytest.mark.parametrize("precision", by_day([WIDER, NARROWER], WIDER), ids=["wider", "narrower"])
 def test_a_llama_is_captured(in_child: InChild, precision: ya.Precision) -> None:
     assert in_child(llamas, precision) == (True, 4)  # two slots, forward and backward
 

@@ -13,6 +13,7 @@ from tests.cuda.days import BUILDERS, MESHES, PRECISIONS, REMATS
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, HostSync
+from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from yafsdp_fn.dist.micro_shards import mark
@@ -72,7 +73,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:4])))
+@pytest.mark.parametrize(
+    "case", by_day(CASES, *(CASES[at] for at in (0, 1, 4, 7))), ids=lambda case: "-".join(map(str, case[:4]))
+)
 def test_the_host_runs_ahead(in_child: InChild, case: Case) -> None:
     assert in_child(steady, case) == []
 

@@ -1,6 +1,7 @@
 """Steps as a GPU would run them, searched for uses of memory that nothing orders, and for memory freed too early.
 
-`RACES=all` searches every case; by default there are a few of them, in which every builder and every remat occurs.
+`RACES=all` searches every case; by default there are a few of them, in which every builder and every remat occurs, and
+most builders by day.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wait
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
 from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.marks import by_day, nightly
 from yafsdp_fn.dist.cuda_streams import CudaStream
 from yafsdp_fn.nn import linear
 from yafsdp_fn.util import squares
@@ -27,6 +29,7 @@ CPU = torch.device("cpu")
 ALL = list(every_case())
 EVERY = os.environ.get("RACES") == "all"
 CASES = ALL if EVERY else ALL[::11]
+DAILY = CASES if EVERY else [CASES[at] for at in (0, 1, 4, 6, 7, 9)]
 InChild = Callable[..., Any]
 
 
@@ -56,7 +59,7 @@ def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
     return found == expected, wrong(log)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", by_day(CASES, *DAILY), ids=lambda case: "-".join(map(str, case)))
 def test_a_day_without_races(in_child: InChild, case: Case, tmp_path: Path) -> None:
     equal, found = in_child(searched, case, tmp_path)
     assert not found, "\n".join(map(str, found))
@@ -79,7 +82,7 @@ def left_out(case: Case) -> dict[str, int]:
     return dict(Counter(verdict for _, verdict in without_each_wait(seen(case)[1])))
 
 
-@pytest.mark.parametrize("case", PLANTED, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("case", [PLANTED[0], *map(nightly, PLANTED[1:])], ids=lambda case: "-".join(map(str, case)))
 def test_every_wait_is_missed_or_implied_by_others(in_child: InChild, case: Case) -> None:
     """Few are idle: those of gathers that are waited for one by one before any of them is used, as by `ya.unshard`."""
     verdicts = in_child(left_out, case)

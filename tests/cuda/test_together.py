@@ -20,6 +20,7 @@ from tests.harness.fake_cuda.log import Launch, Log
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.fake_cuda.together import Trouble, troubles
+from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from yafsdp_fn.dist.communicators import Communicators, communicators
@@ -109,7 +110,10 @@ def judged(name: str) -> list[Trouble]:
     return [*troubles(logs), *troubles(logs, retries=True)]
 
 
-@pytest.mark.parametrize("name", RUNS)
+DAILY = ("one microbatch, graphs", "halves, shared unit", "replicas of stages", "nodes")
+
+
+@pytest.mark.parametrize("name", by_day(RUNS, *DAILY))
 def test_all_ends_whenever_hosts_wait_for_their_devices(in_child: InChild, name: str) -> None:
     assert in_child(judged, name) == []
 

@@ -120,7 +120,7 @@ def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(pool
 def says(mesh: Any) -> tuple[str | None, str]:
     """Rank 0 fails where rank 1 did, once rank 1 has said so. Whether the communicators are lost, and what was said."""
     comms, said = Communicators(mesh), io.StringIO()
-    store = side_store("said", timedelta(seconds=10))
+    store = side_store("said", timedelta(seconds=60))
     if comms.rank == 0:
         store.wait(["said"])
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.harness.groups import breakable, outcome
+from tests.harness.groups import SOON, breakable, outcome
 from tests.harness.pool import Pool
 from yafsdp_fn.dist.communicators import communicators
 
@@ -20,7 +20,7 @@ KINDS = {"gather": "all-gather", "reduction": "reduce-scatter", "sum": "all-redu
 def unequal(mesh: Any) -> tuple[dict[str, str], int]:
     found = {}
     for which in KINDS:
-        mesh = breakable(1.5)
+        mesh = breakable()
         comms = communicators(mesh)
         n = 64 * (1 + comms.rank)
         work: dict[str, Callable[[], Any]] = {
@@ -28,7 +28,7 @@ def unequal(mesh: Any) -> tuple[dict[str, str], int]:
             "reduction": partial(comms.reduce_scatter, torch.ones(2 * n)),
             "sum": partial(comms.all_reduce_sum, torch.ones(1 + comms.rank)),
         }
-        found[which] = outcome(work[which])
+        found[which] = outcome(work[which], SOON)
     return found, os.getpid()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from yafsdp_fn.dist.store import rendezvous_store
 
-SECONDS = timedelta(seconds=5)
+SECONDS = timedelta(seconds=60)
 
 
 @pytest.fixture

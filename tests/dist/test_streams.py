@@ -85,7 +85,7 @@ def test_the_workers_one_thread_is_its_own() -> None:
         stream = HostStream("gather", 0)
         print(torch.get_num_threads())
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["3"], done.stderr
 
 
@@ -174,5 +174,5 @@ def test_threads_are_joined_at_exit_with_work_in_the_queue() -> None:
         for n in range(3):
             stream.submit(lambda n=n: (time.sleep(0.02), print(n, flush=True)), (), HostEvent(), "job")
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.split() == ["0", "1", "2"], done.stderr

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
+from tests.harness.stalls import until
 from yafsdp_fn.dist import watchdog
 from yafsdp_fn.dist.watchdog import PeerStatus, Watch
 from yafsdp_fn.dist.where import RankStatus
 
 
 class Work:
+    """asked: how often whether it is done"""
+
     def __init__(self, done: bool = False) -> None:
-        self.done = done
+        self.done, self.asked = done, 0
 
     def query(self) -> bool:
+        self.asked += 1
         return self.done
+
+    def looked_at(self, times: int) -> None:
+        """Returns when it has been asked so often from now on: twice, for a look that has begun after this call."""
+        before = self.asked
+        until(lambda: self.asked >= before + times)
 
 
 def watched(work: dict[str, list[tuple[Work, str]]], seconds: float = 0.2) -> tuple[Watch, list[str], threading.Event]:
@@ -37,19 +46,24 @@ def test_the_first_that_does_not_end_is_named(capsys: pytest.CaptureFixture[str]
     watch, said, told = watched(
         {"gather": [(Work(True), "a")], "reduce": [(Work(True), "b"), (Work(), "c"), (Work(), "d")]}
     )
-    assert told.wait(10)
+    assert told.wait(60)
     watch.close()
     assert len(said) == 1 and said[0].startswith("rank 3: c has not ended after 0 s. Another rank has probably stopped")
     assert said[0] in capsys.readouterr().err
 
 
-def test_what_ends_in_time_is_not_late_however_long_it_waited_for_its_turn() -> None:
-    work = [Work() for _ in range(6)]
+def test_what_ends_in_time_is_not_late_however_long_it_waited_for_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, work = [0.0], [Work() for _ in range(6)]
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     watch, said, told = watched({"gather": [(each, str(n)) for n, each in enumerate(work)]}, seconds=1.0)
-    for each in work:  # together longer than the timeout
-        time.sleep(0.3)
+    for each, following in itertools.pairwise(work):  # together longer than the timeout
+        clock[0] += 0.9
+        each.looked_at(2)
         each.done = True
-    assert not told.wait(0.3) and not said
+        following.looked_at(1)
+    assert not told.is_set() and not said
+    clock[0] += 1.1
+    assert told.wait(60) and "5 has not ended" in said[0]
     watch.close()
 
 

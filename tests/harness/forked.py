@@ -83,7 +83,7 @@ class Forked:
         self._process.kill()
 
 
-def run(args: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float = 120) -> tuple[int, str]:
+def run(args: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: float = 250) -> tuple[int, str]:
     """The exit status of `[python, "-m", module, *argv]`, and all that it said."""
     with tempfile.NamedTemporaryFile("r") as said:
         process = Forked(args, env=env, stdout=said, stderr=subprocess.STDOUT, cwd=cwd)

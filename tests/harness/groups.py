@@ -1,4 +1,8 @@
-"""Meshes with a short timeout, each on process groups of its own, so that a test may break one and go on.
+"""Meshes on process groups of their own, so that a test may break one and go on; and the calls that break them.
+
+    mesh = breakable()                      # whose ranks wait for each other for long, on a busy machine too
+    step(state(mesh), batch)                # what ranks import and compile at first is behind them
+    outcome(lambda: step(now, batch), SOON) # the text of the error of a rank for which another one does not come
 
 Functions of a pool run in processes that live on: a collective that fails on the pool's own mesh would end it.
 """
@@ -8,21 +12,28 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist import groups
+from yafsdp_fn.dist import collectives, groups, watchdog
 from yafsdp_fn.dist.collectives import GlooGroup, Group
 from yafsdp_fn.dist.communicators import communicators
 
-TIMEOUT = 3.0
-"""Seconds after which a collective without its peers raises."""
+TIMEOUT = 60.0
+"""Seconds after which a collective raises whose peers should come: more than a busy machine sets ranks apart."""
+
+SOON = 2.0
+"""Seconds after which one raises whose peers do not come."""
+
+BEAT = 0.1
+"""Seconds between two looks of the watchdog, which else follow from the timeout."""
 
 _numbers = itertools.count()  # meshes of equal axes count as one; all ranks make the same ones in the same order
 
@@ -32,19 +43,48 @@ def breakable(seconds: float = TIMEOUT, ranks: int | None = None) -> Any:
     members = list(range(dist.get_world_size() if ranks is None else ranks))
     group = dist.new_group(members, timeout=timedelta(seconds=seconds), backend="gloo")
     name = f"mesh{next(_numbers)}"
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) if dist.get_rank() in members else None
+    if dist.get_rank() not in members:
+        return None
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watchdog, "LONGEST_S", BEAT)
+        communicators(mesh)
+    return mesh
 
 
-def breakable_stages(stages: int, seconds: float = TIMEOUT, tensor: int = 1) -> Any:
+def breakable_stages(stages: int, tensor: int = 1) -> Any:
     """The same with stages, over all ranks. tensor: ranks of that axis"""
     ranks = torch.arange(dist.get_world_size()).view(stages, -1, tensor)
     names = ("stage", "shard", "tensor")
     ranks, names = (ranks, names) if tensor > 1 else (ranks[..., 0], names[:2])
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)  # with communicators of its own
     with pytest.MonkeyPatch.context() as patch:  # meshes of several axes have the timeout of the process group
-        patch.setattr(groups, "timeout_of", lambda *_: timedelta(seconds=seconds))
+        patch.setattr(groups, "timeout_of", lambda *_: timedelta(seconds=TIMEOUT))
+        patch.setattr(watchdog, "LONGEST_S", BEAT)
         communicators(mesh)
     return mesh
+
+
+@contextmanager
+def giving_up(seconds: float) -> Iterator[None]:
+    """Collectives that begin in this block raise after so many seconds without their peers, whatever their group's
+    timeout, which cannot change any more."""
+
+    def wait(works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait(timedelta(seconds=seconds))
+
+    def send(group: GlooGroup, tensor: Tensor, rank: int) -> None:
+        wait([group.process_group.send([tensor], rank, collectives._tag(tensor))])
+
+    def receive(group: GlooGroup, tensor: Tensor, rank: int) -> None:
+        wait([group.process_group.recv([tensor], rank, collectives._tag(tensor))])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_wait", wait)
+        patch.setattr(GlooGroup, "send", send)
+        patch.setattr(GlooGroup, "receive", receive)
+        yield
 
 
 @contextmanager
@@ -56,10 +96,12 @@ def by_the_backend() -> Iterator[None]:
         yield
 
 
-def outcome(run: Callable[[], Any]) -> str:
-    """The last part of the traceback that `run` ends in, notes included; 'returned' where it does not raise."""
+def outcome(run: Callable[[], Any], seconds: float | None = None) -> str:
+    """The last part of the traceback that `run` ends in, notes included; 'returned' where it does not raise. seconds:
+    that ranks wait in it for those that do not come"""
     try:
-        run()
+        with giving_up(seconds) if seconds else nullcontext():
+            run()
     except BaseException as error:
         return "".join(traceback.format_exception_only(error))
     return "returned"

@@ -23,7 +23,7 @@ from typing import Any
 from tests.harness import forked
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 """Of collectives in the pool: a test that hangs ends in an error that names the op."""
 
 
@@ -39,7 +39,7 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 100) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 250) -> list[Any]:
         """Results, by rank. Raises RankFailed with every rank's traceback where one raised."""
         outcomes = self._call(function, args, timeout)
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
@@ -48,7 +48,7 @@ class Pool:
             raise RankFailed("\n".join(failed))
         return [value for _, value in outcomes]
 
-    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 100) -> list[str]:
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 250) -> list[str]:
         """The traceback of each rank, where every rank must raise. The pool lives on: say `stop` if it must not."""
         outcomes = self._call(function, args, timeout)
         silent = [rank for rank, (ok, _) in enumerate(outcomes) if ok]

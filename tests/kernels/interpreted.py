@@ -37,7 +37,7 @@ def kernel(module: str, function: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         # bytes: a tensor itself would move to shared memory, and with a view goes all that it is a view of
         packed = pickle.dumps(([arg.clone() if isinstance(arg, Tensor) else arg for arg in args], options))
-        result, written = pickle.loads(_process().submit(_call, module, function, packed).result(timeout=100))
+        result, written = pickle.loads(_process().submit(_call, module, function, packed).result(timeout=250))
         for arg, after in zip(args, written, strict=True):
             if isinstance(arg, Tensor):
                 arg.copy_(after)
@@ -51,7 +51,7 @@ def _process() -> ProcessPoolExecutor:
     """Ends with the tests' own."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin)
     with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-        pool.submit(int).result(timeout=100)  # starts the process
+        pool.submit(int).result(timeout=250)  # starts the process
     return pool
 
 

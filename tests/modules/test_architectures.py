@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 
@@ -370,11 +371,7 @@ def as_the_module(mesh: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly)
-        for name, case in CASES.items()
-        if not isinstance(case.stacks, str)
-    ],
+    [name if name in QUICK else nightly(name) for name, case in CASES.items() if not isinstance(case.stacks, str)],
 )
 def test_an_architecture_trains_as_the_module_and_goes_back(pools: dict[int, Pool], name: str) -> None:
     pytest.importorskip("transformers", reason="trains models of transformers")

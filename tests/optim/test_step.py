@@ -179,7 +179,7 @@ def test_the_general_path_reads_nothing_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "adam_l2", "momentum", "nesterov", "sgd", "sgd_l2"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_shards_of_a_flat_tensor_get_what_the_whole_gets(name: str, data: st.DataObject) -> None:
     """Equal bits if the cuts are aligned to vectors (64 bytes); the CPU kernels round the odd rest otherwise."""

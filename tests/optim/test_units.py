@@ -95,7 +95,7 @@ def parts(data: st.DataObject) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", UNITWISE)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_equals_the_separate_step_bit_for_bit(name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]))

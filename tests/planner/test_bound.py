@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import yafsdp_fn as ya
@@ -54,7 +54,7 @@ def expect_below(program: Program, cluster: Cluster, memory: int | None = None) 
     return found
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(traces(), choices(), st.randoms(use_true_random=False))
 def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: random.Random) -> None:  # type: ignore[type-arg]
     visits = [

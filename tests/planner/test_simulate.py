@@ -212,7 +212,7 @@ PROGRAMS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(PROGRAMS, st.floats(0, 1), st.floats(1.001, 4))
 def test_better_hardware_is_never_slower(program: Program, contention: float, factor: float) -> None:
     cluster = REAL.replace(contention=contention, node_bandwidth=30e9, network_bandwidth=12e9)
@@ -225,7 +225,7 @@ def test_better_hardware_is_never_slower(program: Program, contention: float, fa
         assert simulate(program, better).seconds <= seconds * (1 + 1e-9), field
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(PROGRAMS)
 def test_limits(program: Program) -> None:
     """Without communication the sum of the computes, without compute that of the longest chain of collectives."""

@@ -42,7 +42,7 @@ def searched(folder: Path, numbers: range) -> Counter[str]:
     return search("program", numbers, make, load, folder, (ValueError,))
 
 
-@pytest.mark.parametrize("parts", [[range(60)], nightly(PARTS)])
+@pytest.mark.parametrize("parts", [[range(25)], nightly(PARTS)])
 def test_damaged_programs(in_child: Callable[..., Any], tmp_path: Path, parts: list[range]) -> None:
     found: Counter[str] = sum((in_child(searched, tmp_path, part) for part in parts), Counter())
     print(found)

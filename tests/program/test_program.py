@@ -291,7 +291,7 @@ def test_the_programs_above_have_every_op() -> None:
 TEXT = PROGRAMS[0].to_json()
 
 
-@settings(derandomize=True, deadline=None, database=None)
+@settings(derandomize=True, database=None)
 @given(st.integers(0, len(TEXT) - 1))
 def test_truncated_json_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="not a program in JSON"):

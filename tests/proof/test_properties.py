@@ -28,7 +28,6 @@ def examples(number: int) -> settings:
     return settings(
         max_examples=max(1, number),
         derandomize=True,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

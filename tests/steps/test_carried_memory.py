@@ -85,7 +85,7 @@ def left(mesh: Mesh, folder: Any) -> None:
             del old, copy, life.state
             comms.drain()  # the next step's first gathers, which hold what they read
             alive = memory
-            for _ in range(100):  # a stream's thread lets go of its work a moment after it has done it
+            for _ in range(1200):  # a stream's thread lets go of its work a moment after it has done it
                 alive = [leaf for leaf in alive if leaf() is not None]
                 if not alive:
                     break

@@ -72,10 +72,10 @@ def inside(mesh: Any, name: str, by_unit: bool) -> str:
 
 @pytest.mark.parametrize("name", VERBS)
 def test_verbs_inside_an_update_work(pools: dict[int, Pool], name: str) -> None:
-    assert pools[2].run(inside, name, False, timeout=60) == ["works", "works"]
+    assert pools[2].run(inside, name, False) == ["works", "works"]
 
 
 @pytest.mark.parametrize("name", VERBS)
 def test_inside_an_update_of_one_unit_they_work_or_are_refused(pools: dict[int, Pool], name: str) -> None:
-    for outcome in pools[2].run(inside, name, True, timeout=60):
+    for outcome in pools[2].run(inside, name, True):
         assert outcome == "works" if name in BY_UNIT else re.search(WHOLE, outcome), outcome

@@ -10,7 +10,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, Planned, batch, loss_with, state
-from tests.harness.groups import TIMEOUT, breakable, outcome
+from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.pool import Pool
 
 REMAT = {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}
@@ -56,12 +56,13 @@ def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
     mesh = breakable()
     fault, rank = Fault(), mesh.get_local_rank()
     step, now, other = ya.train_step(loss_with(fault), TX, **options), state(mesh), state(mesh)
+    ya.train_step(loss_with(), TX)(state(mesh), batch(rank))
     for _ in range(steps):
         now, _ = step(now, batch(rank))
     fault.before = lambda: time.sleep(delay)
     fault.arm(at if rank == 1 else None)
     start = time.monotonic()
-    failed = outcome(lambda: step(now, batch(rank)))
+    failed = outcome(lambda: step(now, batch(rank)), SOON)
     seconds = time.monotonic() - start
     fault.arm(None)
     again = {
@@ -87,7 +88,7 @@ def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], c
 
 def test_a_late_failure_is_no_agreement(pools: dict[int, Pool]) -> None:
     """Both are in the last visit when rank 0 gives up waiting, while rank 1 still asks where rank 0 has failed."""
-    check("last visit of a program", *pools[2].run(alone, "last visit of a program", TIMEOUT / 2))
+    check("last visit of a program", *pools[2].run(alone, "last visit of a program", SOON / 2))
 
 
 def check(case: str, waiting: dict[str, Any], failed: dict[str, Any]) -> None:
@@ -121,7 +122,7 @@ def optimizer_alone(mesh: Any) -> list[str]:
         now, _ = step(now, batch(rank))
 
     for _ in range(2):
-        seen.append(outcome(attempt))
+        seen.append(outcome(attempt, SOON))
         fault.arm(None)
     return seen
 
@@ -145,7 +146,7 @@ def mapping_alone(mesh: Any) -> tuple[str, str]:
             raise Planned("planned: map_whole_layers")
         return weights
 
-    mapped = outcome(lambda: ya.map_whole_layers(function, now.params["layers"]))
+    mapped = outcome(lambda: ya.map_whole_layers(function, now.params["layers"]), SOON)
     return mapped, outcome(lambda: step(now, batch(rank)))
 
 

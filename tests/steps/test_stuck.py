@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import os
 import re
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,33 +16,31 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, batch, loss, loss_with, state
 from tests.harness.groups import breakable, outcome
 from tests.harness.pool import Pool
+from tests.harness.stalls import PATIENCE, printed, until_told, watchful
 from yafsdp_fn.dist.communicators import communicators
 
-SECONDS = 4.5
-"""Of a collective. Tables come after half of it, and some beats of 0.2 s."""
-
-PAUSE = 3.4
 LAST = 2  # the rank that does not come
 
 
-def in_python() -> None:
-    time.sleep(PAUSE)
+def in_python(pause: Path) -> None:
+    """Until another rank opens this pipe."""
+    pause.open().close()
 
 
-def with_the_lock() -> None:
-    ctypes.PyDLL(None).usleep(int(PAUSE * 1e6))
+def with_the_lock(pause: Path) -> None:
+    os.close(ctypes.PyDLL(None).open(bytes(pause), os.O_RDONLY))
 
 
-PAUSES: dict[str, Callable[[], None]] = {"python": in_python, "lock": with_the_lock}
+PAUSES: dict[str, Callable[[Path], None]] = {"python": in_python, "lock": with_the_lock}
 
 
 class Ranks:
     """The same state and steps on each rank, and what it prints."""
 
     def __init__(self) -> None:
-        self.mesh = breakable(SECONDS)
+        self.mesh = watchful(breakable())
         self.rank = self.mesh.get_local_rank()
-        self.fault, self.error = Fault(), io.StringIO()
+        self.fault = Fault()
         self.step = ya.train_step(loss_with(self.fault), TX)
         self.other = ya.train_step(loss, TX, schedule=ya.schedules.zero2())
         self.now = state(self.mesh)
@@ -54,35 +49,21 @@ class Ranks:
         for _ in range(times):
             self.now, _ = step(self.now, batch(self.rank))
 
-    def heard(self, work: Callable[[], Any]) -> str:
-        """What is printed meanwhile."""
-        sys.stderr, before = io.StringIO(), sys.stderr
-        try:
-            work()
-            return sys.stderr.getvalue()  # type: ignore[attr-defined,no-any-return]
-        finally:
-            sys.stderr = before
 
-
-def pauses(mesh: Any) -> dict[str, str]:
+def pauses(mesh: Any, pipes: dict[str, Path]) -> dict[str, str]:
     """The last rank pauses in a block, in two ways, and between two steps. What each rank has printed, by pause."""
     ranks = Ranks()
     ranks.take(ranks.step, 3)
     found = {}
-    for name, pause in PAUSES.items():
-        ranks.fault.arm(None)
-        if ranks.rank == LAST:
-            ranks.fault.event = paused(pause)  # type: ignore[method-assign]
-        found[name] = ranks.heard(lambda: ranks.take(ranks.step))
-        ranks.fault.event = lambda what: None  # type: ignore[method-assign]
-
-    def late() -> None:
-        if ranks.rank == LAST:
-            in_python()
-        ranks.take(ranks.step)
-        time.sleep(0.5)  # beats, of those who say that they go on
-
-    found["behind"] = ranks.heard(late)
+    for name, pipe in pipes.items():
+        with printed(pipe if ranks.rank == 0 else None) as said:
+            if ranks.rank == LAST and name in PAUSES:
+                ranks.fault.event = paused(PAUSES[name], pipe)  # type: ignore[method-assign]
+            elif ranks.rank == LAST:
+                in_python(pipe)
+            ranks.take(ranks.step)
+            ranks.fault.event = lambda what: None  # type: ignore[method-assign]
+        found[name] = said.getvalue()
     return {**found, "cost": str(cost(communicators(ranks.mesh).watchdog))}
 
 
@@ -92,12 +73,12 @@ def cost(lookout: Any) -> float:
     return int(told.read_text().split()[0]) / 1e9 / lookout._post.beat if told.exists() else 0.0
 
 
-def paused(pause: Callable[[], None]) -> Callable[[str], None]:
+def paused(pause: Callable[[Path], None], pipe: Path) -> Callable[[str], None]:
     left = [pause]
 
     def event(what: str) -> None:
         if what == "forward layer" and left:
-            left.pop()()
+            left.pop()(pipe)
 
     return event
 
@@ -108,16 +89,16 @@ def other_program(mesh: Any) -> tuple[str, str]:
     ranks.take(ranks.step, 2)
     ranks.take(ranks.other, 2)
     mine = ranks.other if ranks.rank == LAST else ranks.step
-    seen: list[str] = []
-    printed = ranks.heard(lambda: seen.append(outcome(lambda: ranks.take(mine, 30))))
-    return printed, seen[0]
+    with printed() as said:
+        error = outcome(lambda: ranks.take(mine, 30), 2 * PATIENCE)
+    return said.getvalue(), error
 
 
 def killed(mesh: Any) -> str:
     ranks = Ranks()
     ranks.take(ranks.step, 2)
-    time.sleep(0.7)  # two beats: it is seen where it is
     if ranks.rank == LAST:
+        until_told(ranks.mesh, "after step 1")
         os.kill(os.getpid(), signal.SIGKILL)
     return outcome(lambda: ranks.take(ranks.step))
 
@@ -130,40 +111,43 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def printed(pool: Pool) -> list[dict[str, str]]:
-    found: list[dict[str, str]] = pool.run(pauses)
+def shown(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    pipes = {name: tmp_path_factory.mktemp("pipes") / name for name in (*PAUSES, "behind")}
+    for pipe in pipes.values():
+        os.mkfifo(pipe)
+    found: list[dict[str, str]] = pool.run(pauses, pipes)
     return found
 
 
-def test_a_rank_that_is_stuck_in_python_says_its_op_and_line(printed: list[dict[str, str]]) -> None:
-    text = printed[0]["python"]
+def test_a_rank_that_is_stuck_in_python_says_its_op_and_line(shown: list[dict[str, str]]) -> None:
+    text = shown[0]["python"]
     assert re.match(r"rank 0 has waited for \d+ s. Where ranks are:\n", text), text
     assert "  rank 2: op" in text and "forward of layers[0] (visit 1, microbatch 0, step 3)" in text, text
     assert re.search(r"; test_stuck.py:\d+ in in_python\n  Look at rank 2: it waits for no other.\n", text), text
     assert "rank 0 waits for" in text or "ranks 0-1: wait for" in text, text
 
 
-def test_it_costs_nothing(printed: list[dict[str, str]]) -> None:
+def test_it_costs_nothing(shown: list[dict[str, str]]) -> None:
     """Tables, and beats of ranks that wait, included."""
-    for of_rank in printed:
+    for of_rank in shown:
         assert float(of_rank["cost"]) < 0.005, of_rank["cost"]
 
 
-def test_one_rank_prints_it(printed: list[dict[str, str]]) -> None:
+def test_one_rank_prints_it(shown: list[dict[str, str]]) -> None:
     for name in ("python", "lock", "behind"):
-        assert [text[name].count("Where ranks are") for text in printed] == [1, 0, 0], printed
+        assert [text[name].count("Where ranks are") for text in shown] == [1, 0, 0], shown
 
 
-def test_a_rank_that_holds_the_lock_is_told_by_its_silence(printed: list[dict[str, str]]) -> None:
-    text = printed[0]["lock"]
+def test_a_rank_that_holds_the_lock_is_told_by_its_silence(shown: list[dict[str, str]]) -> None:
+    text = shown[0]["lock"]
     assert re.search(
         r"  rank 2: no sign of life for [\d-]+ s: ended, or in a call that holds Python's lock; before", text
     )
     assert "  Look at rank 2 first.\n" in text, text
 
 
-def test_a_rank_that_is_behind_says_after_which_step_and_others_go_on(printed: list[dict[str, str]]) -> None:
-    text = printed[0]["behind"]
+def test_a_rank_that_is_behind_says_after_which_step_and_others_go_on(shown: list[dict[str, str]]) -> None:
+    text = shown[0]["behind"]
     assert re.search(
         r"  ranks 0-1: wait for gather of embed \(step 5\), [\d-]+ s; op \d+ of \d+, forward of embed", text
     )

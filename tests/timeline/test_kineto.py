@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gzip
 import json
-import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import yafsdp_fn as ya
-from tests.harness import damage
+from tests.harness import damage, forked
 from tests.harness.pool import Pool
 from tests.program.traces import model
 from tests.steps.test_fsdp2 import SAME, VOCAB, Model, loss_of
@@ -299,10 +298,10 @@ def searched(folder: str, count: int, answer: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_damaged_recordings(tmp_path: Path, count: int) -> None:
-    queue: Any = multiprocessing.get_context("spawn").SimpleQueue()
-    process = multiprocessing.get_context("spawn").Process(target=searched, args=(str(tmp_path), count, queue.put))
+    queue: Any = forked.context().SimpleQueue()
+    process = forked.context().Process(target=searched, args=(str(tmp_path), count, queue.put))
     process.start()
     process.join()
     assert process.exitcode == 0

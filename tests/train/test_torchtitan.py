@@ -445,7 +445,7 @@ def spoilt_toml(rng: random.Random) -> bytes:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_damaged_files_of_jobs(tmp_path: Path, count: int) -> None:
     """Each is refused by an error that names the file, or is a step that is proved and predicted."""
     path, found = tmp_path / "job.toml", Counter[str]()

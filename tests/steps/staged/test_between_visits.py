@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.groups import breakable_stages, outcome
+from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, Params, base_params, block, embed, head
@@ -21,8 +21,6 @@ from tests.steps.staged.models import F64
 
 TX = ya.optim.adamw(1e-2)
 STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-SECONDS = 3
-"""Until a stage no longer waits for one that has raised."""
 
 
 @functools.cache
@@ -183,11 +181,11 @@ def said(_: Any, name: str) -> str:
     """How the second step of this rank ends."""
     Other.now = False
     loss = LOSSES[name]
-    state = ya.init(base_params(3), TX, mesh=breakable_stages(2, SECONDS), stages=STAGES)
+    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=STAGES)
     step = ya.train_step(loss, TX, microbatches=2)
     state, _ = step(state, batch_of(0, rows=4))
     Other.now = True
-    return outcome(lambda: step(state, batch_of(0, rows=4)))
+    return outcome(lambda: step(state, batch_of(0, rows=4)), SOON)
 
 
 VALUES = r"RuntimeError: the loss, called for forward of segment 0 .*, depends on the values of tensors \(.*: ask for"

@@ -70,13 +70,14 @@ def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
 
 def test_a_template_that_does_not_end_is_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()  # an alarm in pytest's hook for what the collector finds would be an error of its own
-    monkeypatch.setattr(conversations, "LIMIT", 0.5, raising=False)
     found = tokenizers.load(str(folder))
     assert isinstance(found, tokenizers.Pretrained)
     loop, end = "{% for i in range(99999) %}", "{% endfor %}"
+    message = r"the chat template refuses \[\{'role'.*: it runs for more than 0.5 s"
     for template in (loop * 4 + end * 4, "{{ (range(99999) | list * 9) | sort | sum }}" * 400):
         found.inner.chat_template = template
-        with pytest.raises(ConfigError, match=r"the chat template refuses \[\{'role'.*: it runs for more than 0.5 s"):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=message):
+            patch.setattr(conversations, "LIMIT", 0.5, raising=False)
             conversations.chat_of(found)
     found.inner.chat_template = tokenizer.TEMPLATE
     assert conversations.chat_of(found).encode([{"role": "user", "content": "One?"}]).tokens.size

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.stalls import until
 from train import machine
 from train.config import ConfigError
 from train.launch import command as launch
@@ -107,7 +108,7 @@ def test_a_rank_that_is_stopped_where_others_ended_well_has_the_grace_to_be_cont
     left = processes(FREEZES, "")
 
     def go_on() -> None:
-        assert until(lambda: launch.stopped(left[0]))
+        until(lambda: launch.stopped(left[0]))
         left[0].send_signal(signal.SIGCONT)
 
     again = threading.Thread(target=go_on)
@@ -202,7 +203,7 @@ def test_a_launcher_whose_reader_goes_away_ends(tmp_path: Path) -> None:
     launcher = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert launcher.stdout is not None and launcher.stdout.readline() == b"line\n"
     launcher.stdout.close()
-    assert launcher.wait(60) == 1  # BrokenPipeError of a rank
+    assert launcher.wait(100) == 1  # BrokenPipeError of a rank
 
 
 def test_a_script_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,15 +280,6 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[st
         process.communicate()
 
 
-def until(what: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
 def alive(pids: Path) -> list[int]:
     found = []
     for path in pids.iterdir():
@@ -305,9 +297,9 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(
     launched: Callable[..., tuple[subprocess.Popen[str], Path]],
 ) -> None:
     launcher, pids = launched(3)
-    assert until(lambda: len(alive(pids)) == 3)
+    until(lambda: len(alive(pids)) == 3)
     launcher.kill()
-    assert until(lambda: not alive(pids), 5.0), alive(pids)
+    until(lambda: not alive(pids))
 
 
 @pytest.mark.parametrize("ranks", [2, 12])
@@ -315,9 +307,9 @@ def test_a_launcher_told_to_end_while_it_starts_leaves_nobody(
     launched: Callable[..., tuple[subprocess.Popen[str], Path]], ranks: int
 ) -> None:
     launcher, pids = launched(ranks)
-    assert until(lambda: len(list(pids.iterdir())) > 0)  # of twelve, others are being started now
+    until(lambda: len(list(pids.iterdir())) > 0)  # of twelve, others are being started now
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(20) == 128 + signal.SIGTERM
+    assert launcher.wait(100) == 128 + signal.SIGTERM
     assert not alive(pids)
     assert launcher.stderr is not None and "restart" not in launcher.stderr.read()
 
@@ -327,9 +319,9 @@ def test_what_the_launcher_alone_is_sent_reaches_every_rank(
     launched: Callable[..., tuple[subprocess.Popen[str], Path]], number: signal.Signals
 ) -> None:
     launcher, pids = launched(2, "handles")
-    assert until(lambda: len(alive(pids)) == 2)
+    until(lambda: len(alive(pids)) == 2)
     os.kill(launcher.pid, number)
-    assert launcher.wait(20) == 0
+    assert launcher.wait(100) == 0
     assert not alive(pids)
 
 

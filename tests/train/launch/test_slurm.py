@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
 from tests.harness.pool import Pool
+from tests.harness.stalls import until
 from tests.train.hosts import INTERFACE, on, two_hosts
 from tests.train.inside import flags, inside, text
 from train.launch import command as launch
@@ -135,7 +135,7 @@ def test_a_run_that_ends_by_itself_is_not_requeued(folder: Path, status: int) ->
     cluster = Cluster(folder, f'echo "threads $OMP_NUM_THREADS"; exit {status}')
     written(folder, "--nodes", "2", "--ranks", "2", "clm", "--name", "a b")
     job = cluster.start()
-    assert "threads 3" in job.communicate(timeout=20)[0] and job.returncode == status
+    assert "threads 3" in job.communicate(timeout=100)[0] and job.returncode == status
     show, srun = cluster.calls
     assert show == "scontrol show hostnames x[1-2]"
     assert "--rdzv-endpoint=first:24242 --rdzv-id=4242 -m train clm --name a b" in srun
@@ -145,16 +145,14 @@ def test_a_run_that_ends_by_itself_is_not_requeued(folder: Path, status: int) ->
 @pytest.mark.parametrize(("ends_with", "requeued"), [(1, True), (0, False)])
 def test_a_run_that_is_told_to_end_saves_and_is_requeued(folder: Path, ends_with: int, requeued: bool) -> None:
     """Slurm signals the script; ranks take their time. With status 0 the run was over anyway."""
-    ranks = f"trap 'sleep 0.3; echo saved; exit {ends_with}' TERM; while :; do sleep 0.05; done"
+    ready = folder / "ready"
+    ranks = f"trap 'sleep 0.3; echo saved; exit {ends_with}' TERM; touch {ready}; while :; do sleep 0.05; done"
     cluster = Cluster(folder, ranks)
     written(folder, "--nodes", "2", "--ranks", "2", "clm")
     job = cluster.start()
-    end = time.monotonic() + 20
-    while not (folder / "step.pid").exists() and time.monotonic() < end:
-        time.sleep(0.02)
-    time.sleep(0.2)
+    until(ready.exists)
     job.send_signal(signal.SIGTERM)
-    said = job.communicate(timeout=20)[0]
+    said = job.communicate(timeout=100)[0]
     assert job.returncode == ends_with and "saved" in said
     assert f"scancel --signal=TERM {JOB}" in cluster.calls
     assert (f"scontrol requeue {JOB}" in cluster.calls) == requeued == ("told to end" in said)
