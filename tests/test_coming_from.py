@@ -27,13 +27,18 @@ def examples() -> dict[str, Any]:
     return names
 
 
+ROW_OR_BLOCK = re.compile(r"^\| (?!you write)(?P<row>[^\n]*) \|$|^```python\n(?P<block>.*?)^```", re.S | re.M)
+EMPTY = re.compile(r"^\|[-| ]+\|$", re.M)
+
+
 def rows(page: str) -> Iterator[tuple[str, str]]:
-    """Yields `(what one writes there, the code that it is here)` of each row, then the blocks of code."""
-    for row in re.findall(r"^\| (?!you write)(.*) \|$", PAGES[page], re.M):
-        theirs, ours, _ = re.split(r" \| ?", row + " " * row.endswith("|"))
+    """Yields `(what one writes there, the code that it is here)` of each row of a table, and blocks of code, in order."""
+    for found in re.finditer(ROW_OR_BLOCK, EMPTY.sub("", PAGES[page])):
+        if found["block"]:
+            yield "a block", found["block"]
+            continue
+        theirs, ours, _ = f"{found['row']} ".split(" | ")
         yield theirs, "\n".join(re.findall(r"`([^`]+)`", ours))
-    for block in re.findall(r"^```python\n(.*?)^```", PAGES[page], re.S | re.M):
-        yield "a block", block
 
 
 def run_rows(_: Any, page: str, folder: str) -> list[str]:
