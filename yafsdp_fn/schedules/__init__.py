@@ -68,3 +68,7 @@ __all__ += ["Assignment", "Call", "Flow", "Receive", "Send", "Split"]
 __all__ += ["assign", "cut", "from_actions", "gpipe", "interleaved", "one_f_one_b", "staged"]
 __all__ += ["v_half", "v_min", "v_shaped", "zero_bubble"]
 __all__ += ["Actions", "remat", "to_actions"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
