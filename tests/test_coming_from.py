@@ -32,7 +32,7 @@ EMPTY = re.compile(r"^\|[-| ]+\|$", re.M)
 
 
 def rows(page: str) -> Iterator[tuple[str, str]]:
-    """Yields `(what one writes there, the code that it is here)` of each row of a table, and blocks of code, in order."""
+    """Yields `(what one writes there, the code that it is here)` of each row, and blocks of code, in their order."""
     for found in re.finditer(ROW_OR_BLOCK, EMPTY.sub("", PAGES[page])):
         if found["block"]:
             yield "a block", found["block"]
