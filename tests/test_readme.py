@@ -15,7 +15,6 @@ import pytest
 import yafsdp_fn as ya
 from models import llama
 from tests.harness import readme
-from tests.harness.pool import Pool
 from tests.harness.readme import README
 from train.__main__ import main
 
@@ -43,18 +42,6 @@ def test_the_whole_code_starts_no_more_ranks_than_there_are_gpus(gpus: int, expe
     ran = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert re.findall(r"^(\d) ranks: [4-6]\.\d{4}$", ran.stdout, re.M) == expected and "program of" in ran.stdout
-
-
-def across_stages(_: Any) -> float:
-    names: dict[str, Any] = {}
-    exec(readme.on('ya.mesh(device="cpu")').replace("range(3)", "range(1)"), names)
-    exec(readme.SECOND.replace("shard=-1", 'shard=-1, device="cpu"'), names)
-    return float(names["metrics"]["loss"])
-
-
-def test_the_code_of_stages_runs(pools: dict[int, Pool]) -> None:
-    losses = pools[2].run(across_stages)
-    assert losses[0] == losses[1] and 4 < losses[0] < 7
 
 
 def test_it_is_short() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import yafsdp_fn as ya
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -21,7 +23,7 @@ def test_one_version() -> None:
     changes = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert changes is not None
-    assert {changes.group(1), citation["version"]} == {PROJECT["version"]}
+    assert {changes.group(1), citation["version"], ya.__version__} == {PROJECT["version"]}
     assert citation["license"] == PROJECT["license"] and citation["cff-version"] == "1.2.0" and citation["authors"]
 
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING or find_spec("torch"):
     from yafsdp_fn.transform import eval_step, functional_loss, grad, value_and_grad
 
 
+__version__ = "0.1.0"
+
 _MODULES = ("schedules", "planner", "optim", "params", "timeline")
 
 

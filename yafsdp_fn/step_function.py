@@ -83,6 +83,7 @@ class StepFunction:
         if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
+        self.schedule = schedule
         whole = None if tx is None else optim.why_not_unitwise(tx)
         when: UpdateWhen = "never" if tx is None else "after norm"
         self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)

@@ -91,6 +91,11 @@ class TrainStep:
             raise TypeError(f"skip returned {what}: expected a bool tensor without axes, true to leave the update out")
         return flag
 
+    def __repr__(self) -> str:
+        of = self._function
+        loss, schedule = (getattr(given, "__name__", repr(given)) for given in (of.fun, of.schedule))
+        return f"train_step({loss}, {self._tx!r}, schedule={schedule}, microbatches={of.microbatches})"
+
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
         """Records the visits of `loss_fn` on fake tensors: nothing is computed, and the state is unchanged."""
         from yafsdp_fn.runtime.tracer import trace_call

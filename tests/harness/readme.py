@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-FIRST, SECOND = re.findall(r"```python\n(.*?)```", README, re.S)
+(FIRST,) = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def on(mesh: str) -> str:

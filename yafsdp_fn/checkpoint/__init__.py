@@ -17,3 +17,7 @@ __all__ = [
     "save_moments",
     "save_named",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

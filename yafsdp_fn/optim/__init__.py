@@ -145,3 +145,7 @@ def __getattr__(name: str) -> Any:
         return contrib
     moved = f"; it is ya.optim.contrib.{name}" if name in contrib.__all__ else ""
     raise AttributeError(f"module 'yafsdp_fn.optim' has no attribute {name!r}{moved}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,7 @@
 """Gradient transformations: pairs of pure functions, as in Optax, and transformations around others."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -148,6 +149,12 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Tree, State]]
     elementwise: bool = False
     rule: object = None
+
+    def __repr__(self) -> str:
+        foreign = (type(None), WholeTrees)  # no data: a pair of functions
+        parts = [name(part) if isinstance(part.rule, foreign) else repr(part.rule) for part, _ in stages(self)]
+        without_addresses = [re.sub(r" at 0x\w+", "", part) for part in parts]
+        return f"GradientTransformation({', '.join(without_addresses)})"
 
 
 OnWrite = Callable[[], None]

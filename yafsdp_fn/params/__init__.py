@@ -15,3 +15,7 @@ __all__ = [
     "to_shards",
     "without_markers",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

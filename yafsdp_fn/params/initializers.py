@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from yafsdp_fn.util.words import shown
+
 Initializer = Callable[[torch.Generator, tuple[int, ...], torch.dtype], Tensor]
 
 
@@ -15,6 +17,7 @@ def _empty(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtyp
     return torch.empty(shape, dtype=dtype, device=generator.device)
 
 
+@shown
 def normal(stddev: float = 0.02) -> Initializer:
     """Draws from a normal distribution with mean 0.
 
@@ -25,6 +28,7 @@ def normal(stddev: float = 0.02) -> Initializer:
     return lambda generator, *of: _empty(generator, *of).normal_(0.0, stddev, generator=generator)
 
 
+@shown
 def truncated_normal(stddev: float = 0.02, bound: float = 2.0) -> Initializer:
     """Draws from a normal distribution with mean 0, cut at `bound` standard deviations; `stddev` is that of the uncut
     one.
@@ -38,6 +42,7 @@ def truncated_normal(stddev: float = 0.02, bound: float = 2.0) -> Initializer:
     return lambda generator, *of: fill(_empty(generator, *of), 0.0, stddev, -cut, cut, generator=generator)
 
 
+@shown
 def uniform(scale: float) -> Initializer:
     """Draws uniformly from [-scale, scale).
 
@@ -48,6 +53,7 @@ def uniform(scale: float) -> Initializer:
     return lambda generator, *of: _empty(generator, *of).uniform_(-scale, scale, generator=generator)
 
 
+@shown
 def constant(value: float) -> Initializer:
     """Sets every element to one value.
 

@@ -1,7 +1,8 @@
 """The handle that stands for a sharded subtree in a parameter tree, and the dtypes that its parts have."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import optree
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from yafsdp_fn.dist.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, Group, TreeLayout
-from yafsdp_fn.params.tree import Frozen, Tree, register_node
+from yafsdp_fn.params.tree import Frozen, Tree, register_node, shape_of
 
 # ---- The dtypes of a state's buffers.
 
@@ -134,7 +135,8 @@ class NotATensor:
 
     def _not_a_tensor(self, access: str) -> str:
         name, verb = self._visited_by()
-        return f"{name}{access}: {name} is sharded, its weights are whole only inside {verb} or ya.map_whole_layers"
+        inside = f"its weights are whole only inside {verb} or ya.map_whole_layers"
+        return f"{name}{access}: {name} is sharded, {inside}; ya.unshard makes whole tensors of it"
 
 
 # ---- The handle of a sharded subtree in a parameter tree.
@@ -295,9 +297,21 @@ class Sharded(NotATensor):
     def __repr__(self) -> str:
         if self._gone():
             return f"Sharded({self.entry.name!r}, of a state that {self.owner.why_gone()})"
-        length = "" if self.entry.length is None else f", L={self.entry.length}"
-        shapes = ", ".join(str(tuple(leaf.shape)) if isinstance(leaf, Tensor) else repr(leaf) for leaf in self.leaves)
-        return f"Sharded({self.entry.name!r}{length}, local shards {shapes})"
+        return f"Sharded({self.entry.name!r}, {self.described()})"
+
+    def described(self) -> str:
+        """Says the names and global shapes of its leaves, and what this rank has of them."""
+        wholes = [f"{path.removeprefix(self.entry.name + '.')} {shape}" for path, shape, _ in self.wholes()]
+        return f"{', '.join(wholes)}; local shards {', '.join(map(shape_of, self.leaves))}"
+
+    def wholes(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
+        """Yields the path, the global shape and the bytes of each leaf."""
+        for _, group, shard in self.group_leaves():
+            layers = (self.entry.length,) if self.entry.stacked(group) else ()
+            itemsize = shard.element_size() if isinstance(shard, Tensor) else 0
+            for path, shape in zip(group.layout.names, group.whole.shapes, strict=True):
+                whole = (*layers, *shape)
+                yield path, whole, math.prod(whole) * itemsize
 
 
 # flattening raises if a later state has overwritten the leaves

@@ -30,3 +30,7 @@ def __getattr__(name: str) -> Any:
             f"module 'yafsdp_fn.planner' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
     return getattr(import_module(_LATE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -225,6 +225,17 @@ class Program:
         """This program's ops for another trace."""
         return Program(trace, *self.stages)
 
+    # ---- as a sequence of ops: those of all stages count, those of one are looked at
+
+    def __len__(self) -> int:
+        return sum(map(len, self.stages))
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    def __getitem__(self, number: int) -> Op:
+        return self.ops[number]
+
     # ---- what the ops amount to
 
     @property
@@ -323,6 +334,16 @@ class Program:
         return sent
 
     # ---- as text
+
+    _proved = ""
+    """The proof in words, written by `verify`; no field, so that a program of other ops does not have it."""
+
+    def __repr__(self) -> str:
+        if len(self.stages) > 1:
+            head = f"program of {len(self.stages)} stages, {len(self)} ops"
+        else:
+            head = str(self).splitlines()[0]
+        return f"<{head}{self._proved}>"
 
     def __str__(self) -> str:
         if len(self.stages) != 1:

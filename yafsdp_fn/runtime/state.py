@@ -19,7 +19,7 @@ from yafsdp_fn import optim
 from yafsdp_fn.optim.base import checked_update
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
-from yafsdp_fn.params.tree import Tree, register_node
+from yafsdp_fn.params.tree import Tree, register_node, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.consistency import optimizer
@@ -107,8 +107,16 @@ class ShardedState:
     def __repr__(self) -> str:
         if self.generation != self.memory.generation:
             return f"ShardedState(step={self.step}, which {self.memory.why_gone()})"
-        shown = ("params", "opt_state", "step", "seed")
-        return f"ShardedState({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+        mesh = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
+        axes = ", ".join(f"{name}={size}" for name, size in mesh)
+        lines = [f"ShardedState(step={self.step}, seed={self.seed}) on the mesh ({axes})"]
+        whole = 0
+        for handle in handles(self.params):
+            lines.append(f"  {handle.entry.name or 'params'}: {handle.described()}")
+            whole += sum(size for _, _, size in handle.wholes())
+        here, of_optimizer = (_bytes(tree) for tree in (self.params, self.opt_state))
+        lines.append(f"  parameters: {here:,} bytes here, {whole:,} in all; optimizer: {of_optimizer:,} here")
+        return "\n".join(lines)
 
     def __deepcopy__(self, memo: object) -> "ShardedState":
         return self.copy()  # the mesh is shared, not copied
@@ -117,6 +125,10 @@ class ShardedState:
         """Returns this step and seed over `memory` as it is now."""
         params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
         return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
+
+
+def _bytes(tree: Tree) -> int:
+    return sum(leaf.nbytes for leaf in tensors_in(tree))
 
 
 def _copied(tree: Tree) -> Tree:

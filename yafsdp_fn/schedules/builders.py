@@ -24,6 +24,7 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.remat import Remat, policy
+from yafsdp_fn.util.words import shown
 
 Schedule = Callable[[Trace], Program]
 """Any function from a trace to a program."""
@@ -33,6 +34,7 @@ Slots = Callable[[Trace], dict[int, int]]
 """Unit -> slot."""
 
 
+@shown
 def zero3(
     *, resident: int = 0, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
 ) -> Schedule:
@@ -62,6 +64,7 @@ def zero3(
     return _schedule(_alternating(prefetch, resident), remat, prefetch=prefetch, defer=defer, update=update)
 
 
+@shown
 def zero2(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = False) -> Schedule:
     """ZeRO-2: each unit has a slot of its own and is gathered once per step; gradients are reduced every microbatch.
 
@@ -82,6 +85,7 @@ def zero2(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = Fals
     return _schedule(_own, remat, prefetch=prefetch, update=update)
 
 
+@shown
 def zero1(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = False) -> Schedule:
     """ZeRO-1: only the optimizer's state and step are sharded; weights are gathered and gradients reduced once a step.
 
@@ -102,6 +106,7 @@ def zero1(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = Fals
     return _schedule(_own, remat, prefetch=prefetch, defer=True, update=update)
 
 
+@shown
 def ddp(*, remat: Remat | str = "none", update: bool = False) -> Schedule:
     """Data parallelism: every rank holds everything, gradients are summed over all ranks when they are complete.
 
@@ -131,6 +136,7 @@ def ddp(*, remat: Remat | str = "none", update: bool = False) -> Schedule:
     return build_ddp
 
 
+@shown
 def hsdp(
     *, resident: int = 0, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
 ) -> Schedule:
@@ -165,6 +171,7 @@ def hsdp(
     return build_hsdp
 
 
+@shown
 def hpz(
     layers: int, *, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
 ) -> Schedule:

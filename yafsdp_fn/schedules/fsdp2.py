@@ -18,6 +18,7 @@ from yafsdp_fn.program.trace import Trace, reads_of, writes_of
 from yafsdp_fn.schedules.build import alternating_slots, op_of, own_slots, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
+from yafsdp_fn.util.words import shown
 
 if TYPE_CHECKING:  # programs are built where there is no torch
     from torch import nn
@@ -41,6 +42,7 @@ class Group(NamedTuple):
     stays: bool = False
 
 
+@shown
 def fsdp2(
     module: "nn.Module | None" = None,
     *,

@@ -20,6 +20,7 @@ from yafsdp_fn.proof.stages import check_calls
 from yafsdp_fn.schedules import builders
 from yafsdp_fn.schedules.builders import Schedule, zero2
 from yafsdp_fn.schedules.messages import UNIT, Item, Pace, wired, with_messages
+from yafsdp_fn.util.words import shown
 
 Rows = list[list[Call]]
 """The calls of each stage, in their order."""
@@ -35,6 +36,7 @@ Order = Callable[[Split, int], Rows]
 # (messages.py).
 
 
+@shown
 def gpipe(sharding: Schedule | None = None) -> Schedule:
     """All forwards, then all backwards: every microbatch is under way at once.
 
@@ -63,6 +65,7 @@ def gpipe_calls(split: Split, microbatches: int) -> Rows:
     return rows
 
 
+@shown
 def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
     """A backward as soon as there can be one: stage s keeps at most P - s microbatches.
 
@@ -86,6 +89,7 @@ def one_f_one_b_calls(split: Split, microbatches: int) -> Rows:
     return [list(_alternating(*_passes(split, s, microbatches), split.stages - 1 - s)) for s in range(split.stages)]
 
 
+@shown
 def interleaved(sharding: Schedule | None = None) -> Schedule:
     """1F1B over v segments per stage, segment s on stage s % P: `assign(trace, P, per_stage=v)`.
 
@@ -119,6 +123,7 @@ def interleaved_calls(split: Split, microbatches: int) -> Rows:
     return [list(_alternating(*_passes(split, s, microbatches), ahead + 2 * (stages - 1 - s))) for s in range(stages)]
 
 
+@shown
 def zero_bubble(sharding: Schedule | None = None) -> Schedule:
     """ZB-H1: each backward in two halves. A segment waits only for gradients of inputs, those of weights fill the gaps.
 
@@ -156,6 +161,7 @@ def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
     return whole_if_idle(rows, split)
 
 
+@shown
 def v_shaped(sharding: Schedule | None = None) -> Schedule:
     """ZB-V: segments s and 2 P - 1 - s on stage s, `assign(trace, P, per_stage=2, shape="v")`.
 
@@ -212,6 +218,7 @@ def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
             yield from call(segment, "weights")
 
 
+@shown
 def v_half(sharding: Schedule | None = None) -> Schedule:
     """V-Half (Qi et al. 2024): the V of `v_shaped` in half the memory, (P + 2) // 2 microbatches of a stage.
 
@@ -233,6 +240,7 @@ def v_half_calls(split: Split, microbatches: int) -> Rows:
     return _repeated(split, microbatches, (1, 2, 1, 2))
 
 
+@shown
 def v_min(sharding: Schedule | None = None) -> Schedule:
     """V-Min (Qi et al. 2024): the V of `v_shaped` in a third of the memory, (P + 4) // 3 microbatches of a stage.
 
@@ -384,6 +392,7 @@ def _listed(homes: Sequence[int]) -> str:
 # ---- A schedule from an order.
 
 
+@shown
 def staged(order: Order, sharding: Schedule | None = None, *, pace: Pace = UNIT) -> Schedule:
     """A schedule from an order of calls: `order(split, microbatches)` gives a list of `Call`s for each stage.
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 from yafsdp_fn.program.ops import Backward, Fetch, Forward, Offload, Op
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.util.words import shown
 
 # ---- Which visits recompute their graph in the backward instead of keeping it.
 #
@@ -44,6 +45,7 @@ def all(trace: Trace) -> frozenset[int]:
     return frozenset(layer_visits(trace))
 
 
+@shown
 def first(n: int) -> Remat:
     """The first `n` layers recompute, those whose graphs would be held longest.
 
@@ -55,6 +57,7 @@ def first(n: int) -> Remat:
     return lambda trace: frozenset(layer_visits(trace)[:n])
 
 
+@shown
 def every(k: int) -> Remat:
     """Every `k`-th layer recomputes, beginning with the first.
 

@@ -11,3 +11,7 @@ if TYPE_CHECKING or find_spec("torch"):  # where there is none, no step runs
     from yafsdp_fn.timeline.record import Recording, record
 
 __all__ = ["Idle", "Recording", "Span", "Timeline", "read_kineto", "record"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,144 @@
+"""docs/examples/from_scratch.py: two hundred lines of plain torch, which have the bits of `ya.schedules.zero3()`."""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from docs.examples import from_scratch as plain
+from tests.harness.pool import Pool
+
+SOURCE = (Path(__file__).parents[1] / "docs" / "examples" / "from_scratch.py").read_text()
+CPU = torch.device("cpu")
+STEPS = 3
+
+
+def loss(params: Any, batch: Any) -> ya.Mean:
+    """The same functions of whole weights, as this library calls them."""
+    x = ya.apply(plain.embed, params["embed"], batch["tokens"])
+    x, _ = ya.scan(lambda x, w: (plain.block(x, w), None), x, params["layers"])
+    return ya.Mean(ya.apply(plain.head, params["head"], x, batch["targets"]), batch["targets"].numel())
+
+
+def with_the_library(mesh: Any) -> tuple[list[Tensor], list[plain.Weights]]:
+    whole = plain.params()
+    layers = {name: torch.stack([layer[name] for layer in whole["layers"]]) for name in whole["layers"][0]}
+    params = {"embed": ya.Unit(whole["embed"][0]), "layers": ya.Stacked(layers), "head": ya.Unit(whole["head"][0])}
+    tx = ya.optim.adamw(3e-3, weight_decay=1e-4)
+    state, step = ya.shard(params, tx, mesh=mesh), ya.train_step(loss, tx, schedule=ya.schedules.zero3())
+    losses = []
+    for number in range(STEPS):
+        state, metrics = step(state, plain.rows(number, CPU))
+        losses.append(metrics["loss"])
+    new = ya.params.without_markers(ya.unshard(state.params))
+    stack = [{name: leaf[layer] for name, leaf in new["layers"].items()} for layer in range(plain.L)]
+    return losses, [new["embed"], *stack, new["head"]]
+
+
+def from_scratch() -> tuple[list[Tensor], list[plain.Weights], plain.Model]:
+    model = plain.Model(plain.params(), CPU)
+    optimizer = plain.adamw(model, lr=3e-3, weight_decay=1e-4)
+    losses = [plain.train_step(model, plain.loss, optimizer, plain.rows(number, CPU)) for number in range(STEPS)]
+    whole = [{name: leaf.clone() for name, leaf in model.whole(unit, ahead=0).items()} for unit in model.units]
+    return losses, whole, model
+
+
+def compared(mesh: Any) -> tuple[int, int]:
+    """Both, on the ranks of a mesh. Returns a unit's elements and those of its shard."""
+    losses, whole = with_the_library(mesh)
+    plain_losses, plain_whole, model = from_scratch()
+    assert all(map(torch.equal, losses, plain_losses)) and losses[2] < losses[0]
+    for ours, theirs in zip(whole, plain_whole, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return model.units[1].numel, model.units[1].shard.numel()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_losses_and_parameters_of_three_steps_have_the_bits_of_zero3(pools: dict[int, Pool], world: int) -> None:
+    for whole, shard in pools[world].run(compared):
+        assert shard * world == whole
+
+
+def order_of_work(mesh: Any) -> list[str]:
+    """What a step begins, in order, as `gather 3`, `compute 3` and `reduce 3`: units by number."""
+    model = plain.Model(plain.params(), CPU)
+    begun: list[str] = []
+    number = {id(unit): index for index, unit in enumerate(model.units)}
+    gathers, whole, reduce = model.gathers.run, model.whole, model.reduce
+
+    def gathering(job: Any) -> Any:
+        begun.append(f"gather {number[id(job.__closure__[[*job.__code__.co_freevars].index('unit')].cell_contents)]}")
+        return gathers(job)
+
+    def computing(unit: plain.Unit, ahead: int) -> plain.Weights:
+        weights = whole(unit, ahead)
+        begun.append(f"compute {number[id(unit)]}")
+        return weights
+
+    def reducing(unit: plain.Unit, grads: Any) -> None:
+        begun.append(f"reduce {number[id(unit)]}")
+        reduce(unit, grads)
+
+    model.gathers.run, model.whole, model.reduce = gathering, computing, reducing  # type: ignore[method-assign]
+    plain.train_step(model, plain.loss, plain.adamw(model, lr=0.0, weight_decay=0.0), plain.rows(0, CPU))
+    return begun
+
+
+def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: dict[int, Pool]) -> None:
+    last = plain.L + 1
+    forward = ["gather 0"]
+    for unit in range(last):
+        forward += [f"gather {unit + 1}", f"compute {unit}"]
+    at_the_turn = [f"compute {last}", f"compute {last}", f"reduce {last}"]  # the last two layers are in the two slots
+    at_the_turn += [f"compute {last - 1}", f"reduce {last - 1}"]
+    backward = []
+    for unit in range(last - 2, 0, -1):
+        ahead = [f"gather {unit - 1}"] if unit > 1 else []  # the embedding is still in its own slot
+        backward += [*ahead, f"compute {unit}", f"reduce {unit}"]
+    backward += ["compute 0", "reduce 0"]
+    begun = pools[2].run(order_of_work)[0]
+    assert begun == forward + at_the_turn + backward
+
+
+def test_layers_share_two_slots(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(number_of_slots) == [(2, plain.L + 2)] * 2
+
+
+def number_of_slots(mesh: Any) -> tuple[int, int]:
+    model = plain.Model(plain.params(), CPU)
+    return len({id(unit.slot) for unit in model.stacks["layers"]}), len(model.units)
+
+
+def lines_of_code() -> int:
+    """Without comments, docstrings and empty lines."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            docstrings |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline) if token.type not in blank]
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(code - docstrings)
+
+
+def test_it_is_at_most_two_hundred_lines_of_code_with_nothing_of_the_library() -> None:
+    assert lines_of_code() <= 200
+    tree = ast.parse(SOURCE)
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    roots = {str(module).split(".")[0] for module in imported}
+    assert roots == {"__future__", "os", "collections", "concurrent", "typing", "torch"}
+
+
+def test_its_page_counts_its_lines() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "from_scratch.md").read_text()
+    assert f"{lines_of_code()} lines of code" in page

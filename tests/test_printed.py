@@ -1,0 +1,153 @@
+"""What is data prints as data in a terminal: optimizers, steps, schedules, parameters, states, programs, proofs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness import failing
+from tests.harness.pool import Pool
+from tests.schedules.test_program import measured
+from tests.schedules.traces import cut, model
+
+PROGRAM = ya.schedules.zero3()(measured(model(3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("made", "printed"),
+    [
+        (ya.schedules.zero3(), "zero3()"),
+        (ya.schedules.hpz(4, prefetch=2), "hpz(4, prefetch=2)"),
+        (ya.schedules.one_f_one_b(ya.schedules.zero3(remat="all")), "one_f_one_b(zero3(remat='all'))"),
+        (ya.schedules.zero2(remat=ya.schedules.remat.every(2)), "zero2(remat=every(2))"),
+        (ya.params.initializers.normal(0.5), "normal(0.5)"),
+        (ya.params.initializers.ones, "constant(1.0)"),
+        (ya.optim.adamw(3e-4), "GradientTransformation(Adam(b1=0.9, b2=0.999, eps=1e-08), Decay(weight_decay=0.0001, "
+         "mask=None), Scale(by=-0.0003))"),
+        (ya.Param((3, 4), torch.bfloat16), "Param(shape=(3, 4), dtype=torch.bfloat16, init=normal(0.02), split=())"),
+        (ya.schedules.verify(PROGRAM.with_ops(PROGRAM.ops))[3], repr(PROGRAM.ops[3])),
+    ],
+)  # fmt: skip
+def test_it_prints_as_what_it_was_made_of(made: object, printed: str) -> None:
+    assert repr(made) == printed
+
+
+def test_no_optimizer_prints_an_address() -> None:
+    rate = ya.optim.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
+    pair: Any = (lambda params: (), lambda updates, state, params=None: (updates, state))
+    some = [
+        ya.optim.adamw(rate, mask=lambda path, param: True),
+        ya.optim.as_transformation(pair),
+        ya.optim.GradientTransformation(*pair),
+        ya.optim.assume_elementwise(pair),
+        ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.muon(0.02, others=ya.optim.adamw(3e-4))),
+        ya.optim.contrib.schedule_free_adamw(1e-3),
+    ]
+    for tx in some:
+        assert repr(tx).startswith("GradientTransformation(") and " at 0x" not in repr(tx), repr(tx)
+    assert "ClipByGlobalNorm(max_norm=1.0)" in repr(some[-2])
+
+
+def test_a_schedule_is_called_as_before() -> None:
+    schedule = ya.schedules.zero3(prefetch=2)
+    assert schedule(PROGRAM.trace) == schedule(trace=PROGRAM.trace)  # type: ignore[call-arg]
+    assert ya.schedules.zero3.__name__ == "zero3" and (ya.schedules.zero3.__doc__ or "").startswith("ZeRO-3")
+    with pytest.raises(TypeError, match="prefetsch"):
+        ya.schedules.zero3(prefetsch=2)  # type: ignore[call-arg]
+
+
+def test_a_step_prints_its_arguments() -> None:
+    step = ya.train_step(failing.loss, ya.optim.sgd(0.1), schedule=ya.schedules.zero3(prefetch=2), microbatches=4)
+    tx = "GradientTransformation(Scale(by=-0.1))"
+    assert repr(step) == f"train_step({failing.loss.__name__}, {tx}, schedule=zero3(prefetch=2), microbatches=4)"
+    assert "schedule=default_schedule, " in repr(ya.train_step(failing.loss, ya.optim.sgd(0.1)))
+
+
+def test_a_program_is_a_sequence_of_its_ops() -> None:
+    assert (len(PROGRAM), list(PROGRAM), PROGRAM[-1]) == (len(PROGRAM.ops), list(PROGRAM.ops), PROGRAM.ops[-1])
+    pipeline = ya.schedules.one_f_one_b()(cut(measured(model(4, 2)), (0, 1)))
+    assert len(pipeline) == sum(map(len, pipeline.stages)) and repr(pipeline).startswith("<program of 2 stages, ")
+    with pytest.raises(TypeError, match=r"program\.parts\[0\]"):
+        _ = pipeline[3]
+
+
+def test_a_proof_is_said_of_the_program_that_was_proved_and_of_no_other() -> None:
+    program = PROGRAM.with_ops(PROGRAM.ops)
+    assert "proved" not in repr(program)
+    assert re.fullmatch(r"<program of \d+ ops: .*; proved: \d+ ops, \d+ rules>", repr(ya.verify(program)))
+    assert program == PROGRAM and hash(program) == hash(PROGRAM) and str(program) == str(PROGRAM)
+    assert "proved" not in repr(program.with_ops(program.ops[1:])) + repr(program.with_trace(program.trace))
+    assert "proved" not in repr(ya.Program.from_json(program.to_json()))
+
+
+def printed(mesh: Any) -> tuple[str, str, str]:
+    params = {"layers": ya.Stacked({"w": ya.Param((3, 4, 6)), "b": ya.Param((3, 4))}), "head": ya.Param((5, 4))}
+    state = ya.init(params, ya.optim.adamw(1e-3), mesh=mesh)
+    with pytest.raises(TypeError, match=r"ya\.unshard makes whole tensors of it"):
+        _ = state.params["layers"]["w"].shape
+    return repr(state), repr(state.params["layers"]), repr(state.params["head"])
+
+
+def test_a_state_says_names_shapes_dtypes_and_bytes(pools: dict[int, Pool]) -> None:
+    for state, layers, head in pools[2].run(printed):
+        assert state.splitlines() == [
+            "ShardedState(step=0, seed=0) on the mesh (shard=2)",
+            "  head: head (5, 4); local shards torch.float32 (16,)",
+            "  layers: b (3, 4), w (3, 4, 6); local shards torch.float32 (3, 16)",
+            "  parameters: 256 bytes here, 416 in all; optimizer: 516 here",
+        ]
+        assert layers == "Sharded('layers', b (3, 4), w (3, 4, 6); local shards torch.float32 (3, 16))"
+        assert head == "Sharded('head', head (5, 4); local shards torch.float32 (16,))"
+
+
+@pytest.mark.parametrize("name", ["planner", "schedules", "optim", "timeline", "params", "checkpoint"])
+def test_dir_of_a_namespace_shows_public_names_alone(name: str) -> None:
+    module = importlib.import_module(f"yafsdp_fn.{name}")
+    assert dir(module) == sorted(module.__all__) and all(hasattr(module, each) for each in dir(module))
+
+
+USER = """
+import torch
+import yafsdp_fn as ya
+
+def block(x: torch.Tensor, w: dict[str, torch.Tensor]) -> tuple[torch.Tensor, None]:
+    return ya.linear(x, w["up"]), None
+
+schedule = ya.schedules.zero3(prefetch=2)
+reveal_type(ya.__version__)
+reveal_type(schedule)
+reveal_type(ya.optim.adamw(1e-3))
+reveal_type(ya.init({"w": ya.Param((3, 4))}, ya.optim.adamw(1e-3)))
+ya.schedules.zero3(prefetch="two")
+"""
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(ya.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.nightly
+def test_mypy_sees_the_types_from_outside(tmp_path: Path) -> None:
+    """Of an installed package: not a line of the repository's settings, nor its files as sources."""
+    root = Path(__file__).parents[1]
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "yafsdp_fn").symlink_to(root / "yafsdp_fn")
+    options = ["--strict", "--no-incremental", "--config-file=", "--cache-dir=/dev/null", "user.py"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "MYPYPATH": ""}
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", *options], env=env, cwd=tmp_path, capture_output=True, text=True
+    )
+    said = ran.stdout
+    assert said.count("error:") == 1 and '"prefetch" to "zero3" has incompatible type "str"' in said, said
+    for of_type in ('"str"', "GradientTransformation", "ShardedState", "Program"):
+        assert re.search(rf"Revealed type is .*{of_type}", said), said
