@@ -67,7 +67,7 @@ def test_places_for_deterministic_sums() -> None:
         for rank in range(4 * shards):
             axes = {"context": Axis(2, rank // 2 % 2), "tensor": Axis(2, rank % 2)}
             ranks = Ranks(1, 1, 4 * shards, CPU, rank, axes=axes)
-            ranks.micro_shards = 4
+            ranks.deal(4)
             own = microbatches_on(ranks, None)
             assert own == 4 // shards
             drawn.append((shards, [micro_shard_seed(ranks, microbatch) for microbatch in range(own)]))
