@@ -20,7 +20,7 @@ from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.ops import Backward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import Forward, pipelines
-from yafsdp_fn.schedules.cut import assign
+from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.timeline import Timeline
 
 FORWARD, MICROBATCHES, STEPS = float(os.environ.get("SLEEP", "0.015")), 4, 2

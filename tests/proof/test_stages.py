@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.program.traces import cut, model, on, trace_of, unit
+from tests.proof.listed import refusal
 from tests.proof.stages_reference import expected, right, run
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -41,12 +42,6 @@ def edited(stage: int, edit: Edit, pipeline: Program = PLAIN) -> Program:
     ops = list(pipeline.stages[stage])
     edit(ops)
     return pipeline.with_ops(ops, stage)
-
-
-def refusal(pipeline: Program) -> Refused:
-    with pytest.raises(Refused) as caught:
-        verify(pipeline)
-    return caught.value
 
 
 def check(pipeline: Program, stage: int, rule: str, message: str) -> Refused:

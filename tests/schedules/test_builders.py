@@ -39,13 +39,6 @@ DEPTHS = (1, 2, 3, 4, 7)
 
 
 @pytest.mark.parametrize("L", DEPTHS)
-def test_zero2_has_a_slot_for_each_unit_and_two_for_gradients_of_layers(L: int) -> None:
-    program = zero2()(model(L, 3))
-    assert len(program.slot_bytes()) == L + 2
-    assert len(program.grad_slot_bytes()) == min(L, 2) + 2
-
-
-@pytest.mark.parametrize("L", DEPTHS)
 def test_a_forward_alone_gathers_each_unit_once(L: int) -> None:
     program = zero3()(model(L, backward=False))
     assert program.count(Gather) == L + 2 and program.count(Reduce) == 0
@@ -114,10 +107,12 @@ def test_units_of_one_visit_are_in_different_slots() -> None:
 
 
 @pytest.mark.parametrize("L", DEPTHS)
-def test_deferred_gradients_take_a_slot_each(L: int) -> None:
-    assert len(zero3(defer=True)(model(L, 3)).grad_slot_bytes()) == L + 2
-    assert len(zero1()(model(L, 3)).grad_slot_bytes()) == L + 2
-    assert len(zero3()(model(L, 3)).grad_slot_bytes()) == min(L, 2) + 2
+def test_slots_of_layers_are_two_in_turn_or_one_each(L: int) -> None:
+    """Of weights, and of gradients, which take one each where they stay until the last microbatch."""
+    made = {schedule: schedule(model(L, 3)) for schedule in (zero3(), zero3(defer=True), zero2(), zero1())}
+    two = min(L, 2)
+    assert [len(program.slot_bytes()) - 2 for program in made.values()] == [two, two, L, L]
+    assert [len(program.grad_slot_bytes()) - 2 for program in made.values()] == [two, L, two, L]
 
 
 # ---- the optimizer in the program

@@ -336,8 +336,8 @@ def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action
     for row in rows:
         added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
         for action in row:
-            visits = trace.visits[slice(*split.segments[action.segment])] if action.segment < len(split.homes) else ()
-            if not any(visit.trained for visit in visits):
+            known = action.segment < len(split.homes)
+            if not known or not any(trace.visits[number].trained for number in split.visits(action.segment)):
                 continue
             if action.word in ("B", "W"):
                 added[action.segment] = action
@@ -368,35 +368,29 @@ def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
         call = action.call
         if call is not None:
             for parcel in takes(split, call):
-                source, target = split.ends(parcel.flow, parcel.back)
-                if source == target and parcel not in kept:
-                    action.refuse("flow", "what it takes is made by a later call of its row")
-                if source != target and come.pop(parcel, None) is None:
+                if split.crosses(parcel) and come.pop(parcel, None) is None:
                     word = f"{call.segment}{'RECV_B' if parcel.back else 'RECV_F'}{call.microbatch}"
                     action.refuse("flow", f"what it takes has not come: no {word} before it")
+                if not split.crosses(parcel) and parcel not in kept:
+                    action.refuse("flow", "what it takes is made by a later call of its row")
             for parcel in gives(split, call):
-                source, target = split.ends(parcel.flow, parcel.back)
-                if source == target:
-                    kept.add(parcel)
-                else:
+                if split.crosses(parcel):
                     made[parcel] = action
+                else:
+                    kept.add(parcel)
             yield call
+        elif action.word in ("RECV_F", "RECV_B"):
+            for parcel in filter(split.crosses, takes(split, _of(split, action, calls))):
+                if parcel in come:
+                    action.refuse("flow", "it has been received already")
+                come[parcel] = action
+                yield Receive(parcel.flow, 0, parcel.microbatch, parcel.back)
         elif action.word in MESSAGES:
             own = _of(split, action, calls)
-            parcels = takes(split, own) if action.word.startswith("RECV") else gives(split, own)
-            for parcel in parcels:
-                source, target = split.ends(parcel.flow, parcel.back)
-                if source == target:
-                    continue
-                if action.word.startswith("RECV"):
-                    if parcel in come:
-                        action.refuse("flow", "it has been received already")
-                    come[parcel] = action
-                    yield Receive(parcel.flow, 0, parcel.microbatch, parcel.back)
-                else:
-                    if made.pop(parcel, None) is None:
-                        action.refuse("flow", f"there is nothing to send: no {written(own)} before it, or sent already")
-                    yield Send(parcel.flow, 0, parcel.microbatch, parcel.back)
+            for parcel in filter(split.crosses, gives(split, own)):
+                if made.pop(parcel, None) is None:
+                    action.refuse("flow", f"there is nothing to send: no {written(own)} before it, or sent already")
+                yield Send(parcel.flow, 0, parcel.microbatch, parcel.back)
     for action in made.values():
         way = "SEND_F" if action.word == "F" else "SEND_B"
         action.refuse("flow", f"what it gives is never sent; no {action.segment}{way}{action.microbatch} after it")

@@ -18,6 +18,7 @@ from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, axes, read_by
+from yafsdp_fn.program.cut import cut
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
@@ -26,8 +27,8 @@ from yafsdp_fn.runtime.operation_costs import in_pieces
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.tracer import TraceMode, trace_call
+from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.schedules.builders import AnySchedule
-from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.step_function import StepFunction, default_schedule
 from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.torch_private import transforms_active, without_driver

@@ -22,7 +22,7 @@ from yafsdp_fn.schedules import (
     remat,
     zero3,
 )
-from yafsdp_fn.schedules.cut import Shape
+from yafsdp_fn.schedules.assign import Shape
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.util.mesh_axes import inside_of
 from yafsdp_fn.util.words import counted

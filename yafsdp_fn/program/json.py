@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from yafsdp_fn.program.measured import KERNELS
@@ -31,11 +31,11 @@ def check_trace(trace: Trace) -> None:
 
 
 def _wrong_trace(trace: Trace) -> Iterator[str]:
-    units, visits = set(range(len(trace.units))), range(len(trace.visits))
+    units, visits = range(len(trace.units)), range(len(trace.visits))
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
-        if not set(unit.over) <= dict(trace.inside).keys() or len(set(unit.over)) < len(unit.over):
+        if not _some_of(dict(trace.inside), unit.over):
             yield f"units[{at}].over: expected axes inside blocks, each once, got {', '.join(unit.over)}"
         for field, kind in kinds(UnitSpec).items():
             if kind is int and (size := getattr(unit, field)) < 0:
@@ -43,12 +43,12 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     for at, visit in enumerate(trace.visits):
         if visit.id != at:
             yield f"visits[{at}].id: expected {at}, its place, got {visit.id}"
-        if not set(visit.units) <= units or len(set(visit.units)) < len(visit.units):
+        if not _some_of(units, visit.units):
             yield f"visits[{at}].units: expected different ones of the {len(units)} units"
-        if not set(visit.trained) <= set(visit.units) or len(set(visit.trained)) < len(visit.trained):
+        if not _some_of(visit.units, visit.trained):
             yield f"visits[{at}].trained: expected different ones of its units"
         for place, argument in enumerate(visit.cost.arguments):
-            if not set(argument.made) <= set(visits):
+            if not all(made in visits for made in argument.made):
                 yield f"visits[{at}].cost.arguments[{place}].made: expected some of the {len(visits)} visits"
         yield from _wrong_calls(f"visits[{at}]", (*visit.collectives, *visit.adjoints), trace)
         for number in visit.trained:
@@ -58,7 +58,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         if not -1 <= after < len(visits):
             yield f"between[{at}].after: expected -1 or one of the {len(visits)} visits, got {after}"
         yield from _wrong_calls(f"between[{at}]", (call for each in calls for call in each), trace)
-    if not set(trace.loss_of) <= set(visits):
+    if not all(visit in visits for visit in trace.loss_of):
         yield f"loss_of: expected some of the {len(visits)} visits"
     computes = [compute[:3] for compute in trace.order]
     if not 1 <= trace.microbatches <= max(len(computes), MOST_EMPTY):
@@ -68,7 +68,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     for at, (kind, number, microbatch, closes) in enumerate(trace.order):
         if number not in visits or not 0 <= microbatch < trace.microbatches:
             yield f"order[{at}]: {kind} of visit {number} in microbatch {microbatch}: there is no such"
-        if not set(closes) <= units:
+        if not all(unit in units for unit in closes):
             yield f"order[{at}].closes: expected some of the {len(units)} units"
     if trace.split is not None:
         yield from _wrong_split(trace.split, trace)
@@ -96,6 +96,11 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"lent[{at}].leaves: expected numbers of at least 0"
 
 
+def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:
+    """Says whether all that is given is known, and each of it given once."""
+    return all(each in known for each in given) and len(set(given)) == len(given)
+
+
 def _wrong_calls(place: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
     inside = inside_of([name for name, _ in trace.mesh])
     for call in calls:
@@ -120,9 +125,9 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
             yield f"split.flows[{at}]: expected an earlier and a later segment, and bytes of at least 0"
     if len({flow[:2] for flow in split.flows}) < len(split.flows):
         yield "split.flows: one is there twice"
-    units = set(range(len(trace.units)))
+    units = range(len(trace.units))
     for at, (unit, holders) in enumerate(split.shared):
-        if unit not in units or not set(holders) <= stages or list(holders) != sorted(set(holders)) or len(holders) < 2:
+        if unit not in units or not _some_of(stages, holders) or [*holders] != sorted(holders) or len(holders) < 2:
             yield f"split.shared[{at}]: expected a unit, and two or more stages in their order"
     for at, (unit, stage) in enumerate(split.unused):
         if unit not in units or stage not in stages:

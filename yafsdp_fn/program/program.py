@@ -304,33 +304,32 @@ class Program:
         A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
         optimizer exchanges after a program without updates is in it, where a trace has measured that.
         """
-        replicas = self.trace.replicas
+        trace, split = self.trace, self.trace.split
+        replicas = trace.replicas
         sent: Counter[str] = Counter()
-        after = () if self.has_updates else after_program(self.trace.trained, self.trace.lent)
+        after = () if self.has_updates else after_program(trace.trained, trace.lent)
         for op in (*self.ops, *after):
-            units = [self.trace.units[unit] for unit in getattr(op, "units", ())]
-            each = [(unit, self.trace.ranks_of(unit)) for unit in units]
+            units = [trace.units[unit] for unit in getattr(op, "units", ())]
             match op:
                 case ops.Gather(source="shard"):
-                    sent["gather"] += sum(u.gather_bytes // ranks * (ranks - 1) for u, ranks in each)
+                    sent["gather"] += sum(_others(u.gather_bytes, trace.ranks_of(u)) for u in units)
                 case ops.Gather():
-                    local = [(u, self.trace.local_ranks_of(u)) for u in units]
-                    sent["gather in node"] += sum(u.gather_bytes // ranks * (ranks - 1) for u, ranks in local)
+                    sent["gather in node"] += sum(_others(u.gather_bytes, trace.local_ranks_of(u)) for u in units)
                 case ops.Reduce():
-                    sent["reduce"] += sum(u.reduce_bytes // ranks * (ranks - 1) for u, ranks in each)
+                    sent["reduce"] += sum(_others(u.reduce_bytes, trace.ranks_of(u)) for u in units)
                 case ops.AllReduce(over="stages"):
-                    of = [len(self.trace.split.holders(u.id)) if self.trace.split else 1 for u in units]
-                    pairs = zip(each, of, strict=True)
-                    sums = [2 * u.reduce_bytes // ranks * (k - 1) // k for (u, ranks), k in pairs]
-                    sent["all-reduce over stages"] += sum(sums)
+                    for u in units:
+                        holders = len(split.holders(u.id)) if split else 1
+                        shards = 2 * u.reduce_bytes // trace.ranks_of(u)
+                        sent["all-reduce over stages"] += shards * (holders - 1) // holders
                 case ops.AllReduce():
-                    twice = [(u.reduce_bytes + (u.sum_bytes or u.reduce_bytes), ranks) for u, ranks in each]
-                    sent["all-reduce"] += sum(b // ranks * (replicas - 1) // replicas for b, ranks in twice)
-                case ops.Send(flow, back=back) if self.trace.split:
-                    of_flow = self.trace.split.flows[flow]
-                    sent["message"] += of_flow.grad_bytes if back else of_flow.nbytes
+                    for u in units:
+                        shards = (u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)) // trace.ranks_of(u)
+                        sent["all-reduce"] += shards * (replicas - 1) // replicas
+                case ops.Send(flow, back=back) if split:
+                    sent["message"] += split.flows[flow].grad_bytes if back else split.flows[flow].nbytes
                 case ops.Exchange(ids):
-                    sent["exchange"] += lent_bytes(self.trace, ids)
+                    sent["exchange"] += lent_bytes(trace, ids)
         return sent
 
     # ---- as text
@@ -410,6 +409,11 @@ def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, in
         if unit in size:
             out[slot] = max(out.get(slot, 0), size[unit])
     return dict(sorted(out.items()))
+
+
+def _others(nbytes: int, ranks: int) -> int:
+    """The parts of a vector that are other ranks'."""
+    return nbytes // ranks * (ranks - 1)
 
 
 def _mib(sizes: dict[int, int]) -> str:

@@ -151,6 +151,11 @@ class Split(NamedTuple):
         source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
         return (target, source) if back else (source, target)
 
+    def crosses(self, parcel: Parcel) -> bool:
+        """Tells whether a parcel goes to another stage."""
+        source, target = self.ends(parcel.flow, parcel.back)
+        return source != target
+
 
 class Assignment(NamedTuple):
     """The stages that hold each unit: what a state on a mesh with stages is made with.

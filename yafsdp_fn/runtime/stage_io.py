@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.program.cut import crossing, cut
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import LINE, Parcel
@@ -22,7 +23,6 @@ from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
 from yafsdp_fn.runtime.tracer import Result, Traced, traced
-from yafsdp_fn.schedules.cut import crossing, cut
 from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
 

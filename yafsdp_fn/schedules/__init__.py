@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from yafsdp_fn.program.cut import cut
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -34,9 +35,9 @@ from yafsdp_fn.program.trace import Compute, Lent, Trace, UnitSpec, UpdateWhen, 
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import remat
+from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
 from yafsdp_fn.schedules.builders import Schedule, ddp, hpz, hsdp, zero1, zero2, zero3
-from yafsdp_fn.schedules.cut import assign, cut
 from yafsdp_fn.schedules.fsdp2 import fsdp2
 from yafsdp_fn.schedules.pipelines import (
     gpipe,

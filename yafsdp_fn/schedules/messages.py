@@ -81,7 +81,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     travels: list[Event] = []
     if pace.message and not messages:
         for parcel, source in comes.items():
-            if len({*split.ends(parcel.flow, parcel.back)}) > 1:
+            if split.crosses(parcel):
                 comes[parcel] = never + 1 + len(travels)
                 travels.append(Event(-1, f"{parcel}", [source], (("latency", pace.message),)))
     before: dict[int, int] = {}  # stage -> its last call
@@ -117,7 +117,7 @@ def _sources(
     sends: defaultdict[Parcel, list[int]] = defaultdict(list)
     receives: defaultdict[Parcel, list[int]] = defaultdict(list)
     for number, (stage, item, given) in enumerate(places):
-        inside = [p for p in given if not messages or split.ends(p.flow, p.back) == (stage, stage)]
+        inside = [parcel for parcel in given if not (messages and split.crosses(parcel))]
         comes.update(dict.fromkeys(inside, number))
         if isinstance(item, Send):
             sends[item.parcel].append(number)
@@ -138,8 +138,8 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
-        arriving = [(made[parcel], at, parcel) for at, call in enumerate(row) for parcel in takes(split, call)]
-        arriving = sorted(one for one in arriving if split.ends(one[2].flow, one[2].back)[0] != stage)
+        taken = [(at, parcel) for at, call in enumerate(row) for parcel in takes(split, call)]
+        arriving = sorted((made[parcel], at, parcel) for at, parcel in taken if split.crosses(parcel))
         # what stages send at one time is in the order of stages
         ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
         before: defaultdict[int, list[Parcel]] = defaultdict(list)
@@ -149,8 +149,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
             items.append(call)
-            sent = [p for p in gives(split, call) if split.ends(p.flow, p.back)[1] != stage]
-            items += [Send(p.flow, 0, p.microbatch, p.back) for p in sent]
+            items += [Send(p.flow, 0, p.microbatch, p.back) for p in gives(split, call) if split.crosses(p)]
         out.append(items)
     return out
 
@@ -217,8 +216,7 @@ class _Slots:
                 self.free[self._kind(left[1], True)].append(left[2])
                 self.leaving.remove(left)
         for parcel in gives(self.split, call):
-            source, target = self.split.ends(parcel.flow, parcel.back)
-            self.given[parcel] = self._fill(parcel, source != target)
+            self.given[parcel] = self._fill(parcel, self.split.crosses(parcel))
         self.messages.append([])
 
     def _kind(self, parcel: Parcel, leaves: bool) -> Kind:

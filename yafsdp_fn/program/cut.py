@@ -1,112 +1,13 @@
-"""Cuts a step into pipeline stages: which units go where, and what travels between them.
+"""Cuts a step into pipeline stages, and finds what travels between them.
 
-assignment = assign(trace, stages=4)           # even by cost; or written by hand
-state = ya.init(params, tx, mesh=ya.mesh(stage=4), stages=assignment)
 whole = cut(trace, assignment)                 # the same step with its segments and flows
 """
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
 
 from yafsdp_fn.program.split import Argument, Assignment, Flow, Split
 from yafsdp_fn.program.trace import Trace, Visit
-
-Shape = Literal["loop", "v"]
-"""The way segments lie on stages: 0 1 2 3 0 1 2 3, or 0 1 2 3 3 2 1 0."""
-
-
-def assign(
-    trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loop", at: Sequence[str] | None = None
-) -> Assignment:
-    """Units on `stages` stages, so that the dearest of `stages * per_stage` segments is as cheap as it can be; or by
-    hand.
-
-    trace: of the loss, from `ya.planner.trace`; visits cost their floating-point operations, or one each where nothing
-        has measured them
-    shape: "v" has the first and the last segment on one stage; it needs `per_stage` 2
-    at: names of the units whose first visits begin all segments but the first, such as `["layers[8]", "layers[24]"]`
-
-    Raises ValueError where there are fewer visits than segments, or where the names in `at` do not begin segments.
-
-    >>> assignment = ya.schedules.assign(trace, stages=2)
-    >>> assignment.stages, assignment.held(0)
-    (2, frozenset({0, 2, 3}))
-    """
-    if type(stages) is not int or type(per_stage) is not int or stages < 1 or per_stage < 1:
-        raise ValueError(f"assign(stages={stages!r}, per_stage={per_stage!r}): expected integers >= 1")
-    if shape not in ("loop", "v") or (shape == "v" and per_stage != 2):
-        raise ValueError(f"assign(shape={shape!r}, per_stage={per_stage}): expected 'loop', or 'v' with per_stage=2")
-    count = stages * per_stage
-    if count > len(trace.visits):
-        raise ValueError(f"assign: {count} segments of {len(trace.visits)} visits; take fewer stages, or per_stage")
-    begins = _even(_costs(trace.visits), count) if at is None else _named(trace, at, count)
-    bounds = [*begins, len(trace.visits)]
-    used: list[list[int]] = [[] for _ in trace.units]
-    for segment in range(count):
-        for visit in trace.visits[bounds[segment] : bounds[segment + 1]]:
-            for unit in visit.units:
-                used[unit] += [segment] * (segment not in used[unit])
-    order = range(stages)
-    homes = (*order, *reversed(order)) if shape == "v" else tuple(order) * per_stage
-    return Assignment(tuple(tuple(segments) for segments in used), homes)
-
-
-def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
-    """The first visit of each of `count` segments that begin at the units of these names."""
-    first: dict[str, int] = {}
-    for number, visit in enumerate(trace.visits):
-        for unit in visit.units:
-            first.setdefault(trace.units[unit].name, number)
-    if isinstance(at, str) or (unknown := [name for name in at if name not in first]):
-        what = repr(at) if isinstance(at, str) else unknown[0]
-        raise ValueError(f"assign: at: expected a list of names of units, got {what}; visited are {', '.join(first)}")
-    begins = [0, *(first[name] for name in at)]
-    if len(begins) != count or any(b <= a for a, b in itertools.pairwise(begins)):
-        raise ValueError(
-            f"assign: at={list(at)} begins at visits {begins[1:]}: expected {count - 1} units, one for each of {count} "
-            "segments but the first, whose first visits come one after the other, behind visit 0"
-        )
-    return begins
-
-
-def _costs(visits: Sequence[Visit]) -> list[int]:
-    """The cost of each visit, 1 where nothing has measured them."""
-    costs = [visit.cost for visit in visits]
-    found = [cost.flops + cost.bwd_flops + cost.attention_flops + cost.bwd_attention_flops for cost in costs]
-    return found if any(found) else [1] * len(found)
-
-
-def _even(costs: Sequence[int], count: int) -> list[int]:
-    """The first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
-    low, high = max(costs), sum(costs)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(costs, count, middle) else (middle + 1, high)
-    return _filled(costs, count, low)
-
-
-def _fits(costs: Sequence[int], count: int, most: int) -> bool:
-    segments, held = 1, 0
-    for cost in costs:
-        segments, held = (segments + 1, cost) if held + cost > most else (segments, held + cost)
-    return segments <= count
-
-
-def _filled(costs: Sequence[int], count: int, most: int) -> list[int]:
-    """Segments of at most `most`, each as near to an even share of what is left as that lets it be."""
-    starts, at = [0], 0
-    for left in range(count - 1, 0, -1):
-        share, held = sum(costs[at:]) / (left + 1), costs[at]
-        at += 1
-        while len(costs) - at > left and held + costs[at] <= most:
-            enough = _fits(costs[at:], left, most)
-            if enough and held + costs[at] / 2 > share:
-                break
-            held += costs[at]
-            at += 1
-        starts.append(at)
-    return starts
 
 
 def cut(trace: Trace, assignment: Assignment) -> Trace:
@@ -140,7 +41,7 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
 def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
     """The first visit of each segment: of all cuts that leave visits where the assignment has their units, one in which
     segments use as many as they can of the units that it has there; of these, one whose dearest segment is cheapest."""
-    visits, costs = trace.visits, _costs(trace.visits)
+    visits, costs = trace.visits, costs_of(trace.visits)
     found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}  # up to a visit: how good, starts
     for segment in range(len(assignment.homes)):
         may = {unit for unit, segments in enumerate(assignment.units) if segment in segments}
@@ -226,3 +127,10 @@ def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], li
                 takers = found.setdefault((sources[0], target), {}).setdefault(argument.number, [])
                 takers.append((visit.id, argument))
     return {ends: list(tensors.values()) for ends, tensors in sorted(found.items())}
+
+
+def costs_of(visits: Sequence[Visit]) -> list[int]:
+    """The cost of each visit, 1 where nothing has measured them."""
+    costs = [visit.cost for visit in visits]
+    found = [cost.flops + cost.bwd_flops + cost.attention_flops + cost.bwd_attention_flops for cost in costs]
+    return found if any(found) else [1] * len(found)
