@@ -184,11 +184,13 @@ def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
     for field, name, unit, scale in kinds:
         first, second = getattr(one, field), getattr(two, field)
         comparable = alike or field not in by_token
-        each = zip((first, second), ("", "") if unit else own, strict=True)
-        shown = ["none" if value is None else number(value / scale) + beside for value, beside in each]
+        shown, other = (
+            "none" if value is None else number(value / scale) + beside
+            for value, beside in zip((first, second), ("", "") if unit else own, strict=True)
+        )
         ratio = f"{second / first:.3f}" if comparable and first and second is not None else ""
         if first is not None or second is not None:
-            rows.append((name, unit, *shown, ratio))
+            rows.append((name, unit, shown, other, ratio))
     return rows
 
 
