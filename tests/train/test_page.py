@@ -214,17 +214,23 @@ def without_its_first_gather(text: str) -> str:
         (spoilt("config.json", lambda text: text[:-9]), "config.json cannot be read as the config of a run"),
         (spoilt("metrics.jsonl", lambda text: "{\n" + text), "metrics.jsonl, line 1, is no JSON"),
         (spoilt("metrics.jsonl", lambda text: "[1]\n" + text), "line 1: expected an object, got [1]"),
-        (spoilt("metrics.jsonl", lambda text: text.replace('"step": 3', '"step": "3"', 1)), "a whole number, got '3'"),
+        (
+            spoilt("metrics.jsonl", lambda text: text.replace('"step": 3', '"step": "3"', 1)),
+            "line 4.step: expected an int of 64 bits, got '3'",
+        ),
         (
             spoilt("metrics.jsonl", lambda text: re.sub(r'"lr": [^,]*', '"lr": [1]', text)),
-            "lr is [1], expected a number",
+            "line 2.lr: expected a finite number, got [1]",
         ),
-        (spoilt("events.jsonl", lambda text: text.replace('"event"', '"what"', 1)), "expected an event and its time"),
+        (spoilt("events.jsonl", lambda text: text.replace('"event"', '"what"', 1)), "line 1: no event"),
         (
             spoilt("events.jsonl", lambda text: text.replace('"ranks": 2', '"ranks": "2"')),
-            "ranks is '2', expected a count",
+            "line 1.ranks: expected an int of 64 bits, got '2'",
         ),
-        (spoilt("metrics.jsonl", lambda text: text.replace('"loss": ', '"loss": 9' + 400 * "9")), "expected a number"),
+        (
+            spoilt("metrics.jsonl", lambda text: text.replace('"loss": ', '"loss": 9' + 400 * "9")),
+            "expected a finite number",
+        ),
         (spoilt("events.jsonl", lambda text: text.replace("matmul_flops", "flops")), "is not what a run leaves there"),
         (spoilt("timeline.json", lambda text: text[:-30]), "timeline.json is not what a run leaves there"),
         (spoilt("timeline.json", lambda text: text.replace('"compute"', '"gather"', 1)), "runs on compute"),

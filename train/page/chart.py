@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -20,6 +20,10 @@ WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 16, 26, 26
 DOTS, BANDS, COLUMNS = 24, 120, 400
 """Points with a dot each at most; bands that show numbers; columns of which lines show the lowest and the highest."""
+
+TICKS = 5
+LINEAR = MaxNLocator(TICKS, steps=[1, 2, 5, 10])
+"""Finds round ticks, about so many."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -131,11 +135,11 @@ def thinned(points: Points) -> Points:
     return [point for both in ends for point in sorted(both)]
 
 
-def medians(points: Points, parts: int = 40) -> Points:
-    """The running median over a window of an `n`-th part of the points, at some hundred of them."""
-    half = max(1, len(points) // parts // 2)
+def medians(points: Points) -> Points:
+    """The running median over a window of a fortieth of the points, at some hundred of them."""
+    half = max(1, len(points) // 80)
     found = []
-    for at in range(0, len(points), max(1, len(points) // (3 * parts))):
+    for at in range(0, len(points), max(1, len(points) // 120)):
         window = [value for _, value in points[max(0, at - half) : at + half + 1]]
         found.append((points[at][0], statistics.median(window)))
     return found
@@ -151,18 +155,20 @@ class Axis(NamedTuple):
 
     def at(self, value: float) -> float:
         """The place of `value`, from 0 at the low end to 1."""
-        low, high, value = (math.log(x) for x in (self.low, self.high, value)) if self.log else (*self[:2], value)
-        return min(1.0, max(0.0, (value - low) / (high - low)))
+        scaled: Callable[[float], float] = math.log if self.log else float
+        low, high = scaled(self.low), scaled(self.high)
+        return min(1.0, max(0.0, (scaled(value) - low) / (high - low)))
 
 
-def axis(values: list[float], *, log: bool = False, count: int = 5) -> Axis:
-    """An axis that holds all `values`, with some `count` round ticks. log: of positive values"""
+def axis(values: list[float], *, log: bool = False) -> Axis:
+    """An axis that holds all `values`, with some round ticks. log: of positive values"""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
         low = low - (abs(low) or 1.0) / 2
         high = high + (abs(high) or 1.0) / 2
-    narrow = log and high / low <= 1e3
-    locator = LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=count + 1) if log else _linear(count)
+    locator: Any = LINEAR
+    if log:
+        locator = LogLocator(subs=(1.0, 2.0, 5.0) if high / low <= 1e3 else (1.0,), numticks=TICKS + 1)
     ticks = tuple(float(f"{tick:.12g}") for tick in locator.tick_values(low, high))
     inside = tuple(tick for tick in ticks if low * 0.999 <= tick <= high * 1.001)
     if log and len(inside) > 1:
@@ -170,14 +176,10 @@ def axis(values: list[float], *, log: bool = False, count: int = 5) -> Axis:
     return Axis(min(ticks[0], low), max(ticks[-1], high), ticks, log)
 
 
-def _linear(count: int) -> MaxNLocator:
-    return MaxNLocator(count, steps=[1, 2, 5, 10])
-
-
 def steps_axis(last: float) -> Axis:
     """The axis from 0 to `last` itself, which need not be round."""
     last = max(last, 1)
-    ticks = (float(tick) for tick in _linear(5).tick_values(0, last))
+    ticks = (float(tick) for tick in LINEAR.tick_values(0, last))
     return Axis(0, last, tuple(tick for tick in ticks if tick <= last and tick.is_integer()))
 
 

@@ -5,7 +5,6 @@ jinja2 escapes what comes from runs.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,11 +169,10 @@ def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
     one, two = facts.figures(a), facts.figures(b)
     per_ms, time = unit_of(max(one.step_ms or 0.0, two.step_ms or 0.0) / 1000)
     nbytes, memory = in_one_unit(max(one.memory or 0.0, two.memory or 0.0))
-    loss, own, by_token = facts.nats(a), ("", ""), ()
-    if not a.counts_as(b):
-        loss = ""
-        own = (f" {facts.nats(a)}", f" {facts.nats(b)}")
-        by_token = ("speed", "loss", "held")
+    alike = a.counts_as(b)
+    by_token = ("speed", "loss", "held")
+    loss = facts.nats(a) if alike else ""
+    own = (f" {facts.nats(a)}", f" {facts.nats(b)}")
     kinds = (
         ("speed", "speed, median", "tokens/s", 1.0),
         ("step_ms", "step, median", time, 1000 * per_ms),
@@ -186,11 +184,14 @@ def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
     rows = []
     for field, name, unit, scale in kinds:
         first, second = getattr(one, field), getattr(two, field)
-        units = ("", "") if unit else own
-        shown = ["none" if value is None else number(value / scale) for value in (first, second)]
-        ratio = f"{second / first:.3f}" if first and second is not None and field not in by_token else ""
+        comparable = alike or field not in by_token
+        shown, other = (
+            "none" if value is None else number(value / scale) + beside
+            for value, beside in zip((first, second), ("", "") if unit else own, strict=True)
+        )
+        ratio = f"{second / first:.3f}" if comparable and first and second is not None else ""
         if first is not None or second is not None:
-            rows.append((name, unit, *map(operator.add, shown, units), ratio))
+            rows.append((name, unit, shown, other, ratio))
     return rows
 
 

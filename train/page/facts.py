@@ -100,9 +100,14 @@ class Figures(NamedTuple):
 def figures(run: Run) -> Figures:
     losses = [value for _, value in run.series("loss")[-LAST:]]
     held = [value for _, value in run.series("eval_loss")]
-    typicals = [typical(run, key) for key in ("tokens_per_s", "step_ms", "mfu")]
-    memory = max((nbytes for _, nbytes in run.series("mem_bytes")), default=None)
-    return Figures(statistics.median(losses) if losses else None, held[-1] if held else None, *typicals, memory)
+    return Figures(
+        statistics.median(losses) if losses else None,
+        held[-1] if held else None,
+        typical(run, "tokens_per_s"),
+        typical(run, "step_ms"),
+        typical(run, "mfu"),
+        max((nbytes for _, nbytes in run.series("mem_bytes")), default=None),
+    )
 
 
 def tiles(run: Run) -> list[Tile]:

@@ -11,21 +11,49 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yafsdp_fn as ya
 from train.config import ConfigError, Settings, require
 from train.config_json import from_json
 from train.running.run import TOKENIZER, command_of
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.schema import Within, typed_at
 
 Row = dict[str, Any]
 T = TypeVar("T")
-MOST = 2**62
-"""Numbers and counts are smaller."""
-COUNTS = ("step", "attempt", "ranks", "machines", "threads", "parameters", "tokens")
-"""Fields of events that are counts."""
-NUMBERS = ("loss", "eval_loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "mem_bytes", "mfu")
+Count = Annotated[int, Within(0, 2**62)]
+Figure = Annotated[float, Within(-(2.0**62), 2.0**62)]
+
+
+class Numbers(NamedTuple):
+    """The numbers that the page takes from a line of metrics.jsonl."""
+
+    step: Count
+    loss: Figure | None = None
+    eval_loss: Figure | None = None
+    grad_norm: Figure | None = None
+    lr: Figure | None = None
+    tokens_per_s: Figure | None = None
+    step_ms: Figure | None = None
+    mem_bytes: Figure | None = None
+    mfu: Figure | None = None
+
+
+class Event(NamedTuple):
+    """An event of events.jsonl, without the words that the page shows as they are."""
+
+    event: str
+    time: str
+    kind: Literal["cpu", "cuda"] = "cpu"
+    unit: Literal["byte", "token"] = "byte"
+    step: Count = 0
+    attempt: Count = 0
+    ranks: Count = 1
+    machines: Count = 1
+    threads: Count = 1
+    parameters: Count = 0
+    tokens: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +113,8 @@ def read(folder: Path) -> Run:
     config = from_json(folder / "config.json", kind_of(folder / "config.json"))
     metrics = folder / "metrics.jsonl"
     require(metrics.is_file(), f"{metrics} does not exist: the run has not come to its first step")
-    rows = [_checked(row, f"{metrics}, line {at}") for at, row in _lines(metrics)]
-    events = [row for at, row in _lines(folder / "events.jsonl") if _is_event(row, folder / "events.jsonl", at)]
+    rows = _lines(metrics, Numbers)
+    events = _lines(folder / "events.jsonl", Event)
     recorded, timeline, program = _timeline(folder / "timeline.json")
     return Run(
         folder.resolve().name,
@@ -122,48 +150,25 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-def _lines(path: Path) -> list[tuple[int, Row]]:
-    """`(number, object)` of every line; the last one may be cut short, by a kill."""
-    found: list[tuple[int, Row]] = []
+def _lines(path: Path, kind: Any) -> list[Row]:
+    """The object of every line, whose fields are as a `kind` says; the last may be cut short, by a kill."""
+    found: list[Row] = []
     lines = _text(path).splitlines() if path.exists() else []
     for at, line in enumerate(lines, 1):
+        where = f"{path}, line {at}"
         try:
             row = strict_json.loads(line)
         except ValueError as error:
             if at == len(lines):
                 break
-            raise ConfigError(f"{path}, line {at}, is no JSON: {error}") from None
-        require(isinstance(row, dict), f"{path}, line {at}: expected an object, got {row!r:.60}")
-        found.append((at, row))
+            raise ConfigError(f"{where}, is no JSON: {error}") from None
+        require(isinstance(row, dict), f"{where}: expected an object, got {row!r:.60}")
+        try:
+            typed_at(where, kind, {field: row[field] for field in kind._fields if field in row})
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        found.append(row)
     return found
-
-
-def _checked(row: Row, where: str) -> Row:
-    require(_is_count(row.get("step")), f"{where}: expected a step, a whole number, got {row.get('step')!r:.60}")
-    for key in NUMBERS:
-        value = row.get(key)
-        number = type(value) in (int, float) and abs(value or 0) < MOST
-        require(value is None or number, f"{where}: {key} is {value!r:.60}, expected a number")
-    return row
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
-
-
-def _is_event(row: Row, path: Path, at: int) -> bool:
-    words = isinstance(row.get("event"), str) and isinstance(row.get("time"), str)
-    require(words, f"{path}, line {at}: expected an event and its time")
-    require(
-        row.get("kind", "cpu") in ("cpu", "cuda"), f"{path}, line {at}: kind is {row.get('kind')!r:.60}: cpu or cuda"
-    )
-    unit = row.get("unit", "byte")
-    require(unit in ("byte", "token"), f"{path}, line {at}: unit is {unit!r:.60}: byte or token")
-    for key in COUNTS if row["event"] != "machine" else ():
-        require(
-            key not in row or _is_count(row[key]), f"{path}, line {at}: {key} is {row.get(key)!r:.60}, expected a count"
-        )
-    return True
 
 
 def _timeline(path: Path) -> tuple[int, ya.timeline.Timeline | None, ya.Program | None]:

@@ -52,7 +52,7 @@ class Range(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a GPU ran. launched: when the host did it"""
+    """A kernel that a GPU ran. launched: when the host did it"""
 
     launched: float
     start: float
@@ -72,7 +72,7 @@ class Recording(NamedTuple):
 Key = tuple[str, str]
 """Word and module of ranges."""
 Window = tuple[float, float]
-"""From when to when the host did something."""
+"""The times from which and to which the host did something."""
 
 
 def read_kineto(path: str | Path, program: Program, *, step: int | None = None) -> Timeline:
@@ -247,9 +247,9 @@ def _windows(found: Recording, program: Program) -> dict[int, Window]:
         if each.word in COLLECTIVES.values():
             did[each.word, each.module].append((each.start, each.end))
     gaps = [(a, (a.end, b.start)) for a, b in itertools.pairwise(_outermost(found.ranges)) if b.start > a.end]
-    for before, gap in gaps:
-        if before.word.startswith("pre_") and (before.word, before.module) in wanted:
-            did[before.word, before.module].append(gap)
+    for side, gap in gaps:
+        if side.word.startswith("pre_") and (side.word, side.module) in wanted:
+            did[side.word, side.module].append(gap)
 
     windows: dict[int, Window] = {}
     for word, of in [*wanted, *did]:
