@@ -135,7 +135,7 @@ def compared(
         depth: {name: statistics.median(each) for name, each in samples.items()} for depth, samples in times.items()
     }
     for depth, samples in times.items():
-        best = _best(medians[depth])
+        best = _fastest(medians[depth], "fsdp2")
         out[f"{depth} layers"] = verdict(medians[depth], compute[depth], comm[depth]) | {
             "step_ms": {name: shown(each) for name, each in samples.items()},
             "over best of fsdp2, by round": {name: ratios(each, samples[best]) for name, each in samples.items()},
@@ -154,7 +154,7 @@ def compared(
 
 def verdict(steps: dict[str, float], compute: float, comm: float) -> dict[str, Any]:
     """Ours, the floor and FSDP2's settings, over each other. Seconds of a step by contender."""
-    floor, best, mine = max(compute, comm), _best(steps), _ours(steps)
+    floor, best, mine = max(compute, comm), _fastest(steps, "fsdp2"), _fastest(steps, "zero3")
     return {
         "best of fsdp2": best,
         "best of ours": mine,
@@ -181,13 +181,9 @@ def goals(found: dict[str, Any], row: Row, mode: str) -> dict[str, bool]:
     return out
 
 
-def _best(seconds: dict[str, float]) -> str:
-    """The fastest setting of FSDP2."""
-    return min((name for name in seconds if name.startswith("fsdp2")), key=seconds.__getitem__)
-
-
-def _ours(seconds: dict[str, float]) -> str:
-    return min((name for name in seconds if name.startswith("zero3")), key=seconds.__getitem__)
+def _fastest(seconds: dict[str, float], whose: str) -> str:
+    """The fastest setting of "fsdp2", or of "zero3"."""
+    return min((name for name in seconds if name.startswith(whose)), key=seconds.__getitem__)
 
 
 @contextlib.contextmanager

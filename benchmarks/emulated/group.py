@@ -118,16 +118,15 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         work = [
             partial(self._rows("all_to_all", out, mine.numel() // self._ranks).copy_, mine.data.view(self._ranks, -1))
         ]
-        phases = self._cluster.all_to_all(mine.numel() * mine.element_size(), self.place)
+        phases = self._cluster.all_to_all(mine.nbytes, self.place)
         return self._run("all_to_all", phases, work, [out], [mine], opts)
 
     def alltoall(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
         """Copies each of `mine` to that of `outs` in its place. Raises ValueError if their shapes differ."""
         if [x.shape for x in outs] != [x.shape for x in mine]:
             raise ValueError("all_to_all: what the emulated ranks send has the shapes of what this rank sends to them")
-        work = [partial(data(out).copy_, data(part)) for out, part in zip(outs, mine, strict=True)]
-        phases = self._cluster.all_to_all(sum(x.numel() * x.element_size() for x in mine), self.place)
-        return self._run("all_to_all", phases, work, outs, mine, opts)
+        phases = self._cluster.all_to_all(sum(x.nbytes for x in mine), self.place)
+        return self._run("all_to_all", phases, copies(outs, mine), outs, mine, opts)
 
     def gather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any) -> dist.Work:
         """Gathers at the root as an all-gather; elsewhere `outs` is empty."""
@@ -143,7 +142,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         """Copies this rank's part of what it sends itself. Raises NotImplementedError if another rank is the root."""
         if opts.rootRank != self._rank:
             raise NotImplementedError(f"scatter: nobody knows what rank {opts.rootRank} would send; emulate that rank")
-        work = [partial(data(out).copy_, data(parts[self._rank])) for out, parts in zip(outs, mine, strict=True)]
+        work = copies(outs, [parts[self._rank] for parts in mine])
         every = [part for parts in mine for part in parts]
         return self._run("scatter", self._ring(every), work, outs, every, opts)
 
@@ -168,15 +167,15 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     # ---- how
 
     def _ring(self, tensors: Sequence[Tensor]) -> tuple[Phase, ...]:
-        return self._cluster.ring(sum(x.numel() * x.element_size() for x in tensors), self.place)
+        return self._cluster.ring(sum(x.nbytes for x in tensors), self.place)
 
     def _lists(
         self, outs: list[list[Tensor]], mine: list[Tensor]
     ) -> tuple[tuple[Phase, ...], list[Callable[[], object]], list[Tensor], list[Tensor]]:
         """Returns phases, work, outputs and inputs of a gather of `mine` into lists of tensors."""
         every = [(out, part) for row, part in zip(outs, mine, strict=False) for out in row]
-        work: list[Callable[[], object]] = [partial(data(out).copy_, data(part)) for out, part in every]
-        return self._ring([*mine] * self._ranks), work, [out for out, _ in every], mine
+        filled = [out for out, _ in every]
+        return self._ring([*mine] * self._ranks), copies(filled, [part for _, part in every]), filled, mine
 
     def _rows(self, name: str, whole: Tensor, n: int) -> Tensor:
         """Returns `whole` as [R, n]. Raises ValueError for another size."""
@@ -213,6 +212,11 @@ def place(members: Sequence[int], per_node: int) -> Group:
 def data(tensor: Tensor) -> Tensor:
     """Returns the same memory, whose writes autograd does not see, as with any backend."""
     return tensor.data
+
+
+def copies(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Callable[[], object]]:
+    """Returns work that copies each of `parts` to that of `outs` in its place."""
+    return [partial(data(out).copy_, data(part)) for out, part in zip(outs, parts, strict=True)]
 
 
 def flat(tensor: Tensor) -> Tensor:

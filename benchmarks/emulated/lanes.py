@@ -132,7 +132,7 @@ class Collective(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the whole vector, which travels in every phase."""
-        return max(sum(x.numel() * x.element_size() for x in tensors) for tensors in (self.outs, self.inputs))
+        return max(sum(x.nbytes for x in tensors) for tensors in (self.outs, self.inputs))
 
 
 class Lane(Protocol):

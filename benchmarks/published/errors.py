@@ -37,29 +37,27 @@ def left_out(
     slower: seconds of each of `found` at a rate of products that is a tenth lower (`_slower`), of those with a time
     """
     factors: dict[str, dict[str, float]] = {}
-    errors: dict[int, float] = {}
+    errors = [one.error for one in found]
     for family, kinds in FAMILIES.items():
         chosen = [at for at, one in enumerate(found) if one.run.gpu in kinds and one.run.measured_s is not None]
         if not chosen:
             continue
-        own = [found[at] for at in chosen]
-        measured = np.array([one.run.measured_s for one in own])
-        now = np.array([one.seconds for one in own])
+        measured = np.array([found[at].run.measured_s for at in chosen])
+        now = np.array([found[at].seconds for at in chosen])
         then = np.array([slower[at] for at in chosen])
         times = now + (then - now) * 10 * (1 / FACTORS[:, None] - 1)  # [factors, rows]: straight in the reciprocal
-        sources = [one.run.source for one in own]
+        sources = [found[at].run.source for at in chosen]
         weights = np.array([1 / sources.count(source) for source in sources])
         factors[family] = {}
         for source in ["", *dict.fromkeys(sources)]:
             kept = weights * np.array([other != source for other in sources])
             cost = np.abs(np.log(times / measured)) @ kept
-            at = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
-            factors[family][source] = round(float(FACTORS[at]), 4)
-            for each, of, seen in zip(own, times[at], measured, strict=True):
-                if each.run.source == source:
-                    errors[id(each)] = 100 * (seen / of - 1)
-    rest = {id(one): one.error for one in found if one.error is not None}
-    return factors, [(one, errors.get(id(one), rest[id(one)])) for one in found if id(one) in rest]
+            best = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
+            factors[family][source] = round(float(FACTORS[best]), 4)
+            for at, other, of, seen in zip(chosen, sources, times[best], measured, strict=True):
+                if other == source:
+                    errors[at] = 100 * (seen / of - 1)
+    return factors, [(one, error) for one, error in zip(found, errors, strict=True) if error is not None]
 
 
 def _slower(cluster: Cluster) -> Cluster:

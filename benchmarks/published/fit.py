@@ -12,9 +12,9 @@ from __future__ import annotations
 import csv
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -55,17 +55,8 @@ class Row(NamedTuple):
 def rows(table: Path = TABLE) -> list[Row]:
     """The rows of the table."""
     lines = [line for line in table.read_text().splitlines() if not line.startswith("#")]
-    return [
-        Row(
-            row["model"],
-            int(row["gpus"]),
-            int(row["seq_len"]),
-            int(row["ckpt_layers"]),
-            float(row["yafsdp_s"]),
-            float(row["fsdp_s"]),
-        )
-        for row in csv.DictReader(lines)
-    ]
+    kinds = get_type_hints(Row)
+    return [Row(**{name: kinds[name](row[name]) for name in Row._fields}) for row in csv.DictReader(lines)]
 
 
 @functools.cache
@@ -100,10 +91,7 @@ Vector = NDArray[np.float64]
 def fit(model: Model, seconds: Mapping[Row, float], start: Figures) -> dict[str, float]:
     """The positive figures that minimise the squared logarithms of predicted over measured seconds."""
     names = list(start)
-
-    def residuals(x: Vector) -> Vector:
-        return _residuals(model, seconds, dict(zip(names, np.exp(x).tolist(), strict=True)))
-
+    residuals = _residuals(model, seconds, names)
     x, damping = np.log([start[name] for name in names]), 1e-2
     now = residuals(x)
     for _ in range(8):
@@ -122,8 +110,14 @@ def fit(model: Model, seconds: Mapping[Row, float], start: Figures) -> dict[str,
     return dict(zip(names, np.exp(x).tolist(), strict=True))
 
 
-def _residuals(model: Model, seconds: Mapping[Row, float], figures: Figures) -> Vector:
-    return np.array([math.log(model(row, figures) / measured) for row, measured in seconds.items()])
+def _residuals(model: Model, seconds: Mapping[Row, float], names: Sequence[str]) -> Callable[[Vector], Vector]:
+    """Returns the function from logarithms of figures to those of predicted over measured seconds."""
+
+    def residuals(x: Vector) -> Vector:
+        figures = dict(zip(names, np.exp(x).tolist(), strict=True))
+        return np.array([math.log(model(row, figures) / measured) for row, measured in seconds.items()])
+
+    return residuals
 
 
 def _slopes(function: Callable[[Vector], Vector], x: Vector, now: Vector, step: float = 1e-3) -> Vector:
@@ -132,11 +126,8 @@ def _slopes(function: Callable[[Vector], Vector], x: Vector, now: Vector, step: 
 
 def spread(model: Model, seconds: Mapping[Row, float], figures: Figures) -> tuple[Vector, Vector]:
     """Standard errors, relative, of fitted figures, and the correlations among them."""
-    names, x = list(figures), np.log(list(figures.values()))
-
-    def residuals(x: Vector) -> Vector:
-        return _residuals(model, seconds, dict(zip(names, np.exp(x).tolist(), strict=True)))
-
+    x = np.log(list(figures.values()))
+    residuals = _residuals(model, seconds, list(figures))
     now = residuals(x)
     slopes = _slopes(residuals, x, now)
     covariance = np.linalg.inv(slopes.T @ slopes) * (now @ now) / (len(now) - len(x))

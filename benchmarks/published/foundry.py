@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 
-from benchmarks.published.runs import Line, Refused, Run
+from benchmarks.published.runs import Line, Refused, Run, number
 from models import gpt2
 from train.machine import ROOT
 from yafsdp_fn.planner import CLUSTERS, Cluster
@@ -127,7 +127,9 @@ def read(line: Line, at: str) -> Run:
 
 
 def _read(line: Line) -> Run:
-    gpus, seq_len, micro_batch, accumulation = (_number(line, column) for column in COLUMNS[2:6])
+    gpus, seq_len, micro_batch, accumulation = (
+        number(line, column, f"{column} is not stated") for column in COLUMNS[2:6]
+    )
     model, gpu = _one_of(line, "Model", SIZES), _one_of(line, "GPU", KINDS)
     strategy = line.get("Sharding Strategy") and _one_of(line, "Sharding Strategy", STRATEGIES)
     if line.get("Activation CPUOffload"):
@@ -162,13 +164,6 @@ def _measured(line: Line, tokens: float) -> float | None:
     if not 0 < rate < 1e12:
         raise Refused(f"{MEASURED} is {value!r}, expected a positive number, or nothing")
     return tokens / rate
-
-
-def _number(line: Line, column: str) -> int:
-    value = line[column] or ""
-    if not value.isdecimal() or not int(value):
-        raise Refused(f"{column} is {value!r}, expected a positive integer")
-    return int(value)
 
 
 def _one_of(line: Line, column: str, known: Mapping[str, object]) -> str:

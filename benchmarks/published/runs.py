@@ -184,9 +184,9 @@ def _read(line: Line, at: str) -> Run:
     scheme = line["parallelism"].lower()
     if re.search(r"\b(tp|cp|ep)\s*=?\s*[2-9]|ptd-p|\btp\d", scheme):
         raise Refused("tensor, context or expert parallelism: published_axes.csv has such rows (--axes)")
-    gpus = _number(line, "gpus", "the number of GPUs is not stated")
-    micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
-    seq_len = _number(line, "seq_len", "the length of sequences is not stated")
+    gpus = number(line, "gpus", "the number of GPUs is not stated")
+    micro_batch = number(line, "microbatch_per_gpu", "the batch is not stated")
+    seq_len = number(line, "seq_len", "the length of sequences is not stated")
     name, config = model_of(line)
     per_node = _count(line, "gpus_per_node") or 8
     if gpus > per_node and gpus % per_node:
@@ -243,7 +243,8 @@ def _one_of(line: Line, column: str) -> str:
     return said or allowed[0]
 
 
-def _number(line: Line, column: str, why: str) -> int:
+def number(line: Line, column: str, why: str) -> int:
+    """A whole number, at least 1. why: the error where the column says nothing"""
     found = _count(line, column)
     if not found:
         raise Refused(why)

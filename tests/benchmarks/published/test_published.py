@@ -388,6 +388,19 @@ def test_what_a_row_ran_is_in_its_columns_and_no_words_of_its_source_tell() -> N
         read(kernels="quick")
 
 
+def test_an_optimizer_of_several_kernels_moves_more_than_one() -> None:
+    plain, slow = (read(optimizer=said, model="Llama 3.2 1B", seq_len="512") for said in ("", "foreach"))
+    cluster = steps.cluster_of(plain)
+    elements = plain.config.num_parameters / plain.gpus
+    more = steps.seconds(slow, cluster) - steps.seconds(plain, cluster)
+    assert more == pytest.approx(60 * elements / cluster.memory_bandwidth)  # 90 bytes each, and 30
+    bf16 = slow._replace(param="bfloat16")
+    less = steps.seconds(bf16, cluster) - steps.seconds(bf16._replace(foreach=False), cluster)
+    assert less == pytest.approx(more / 4)
+    with pytest.raises(runs.Refused, match="optimizer is 'quick', expected one of foreach"):
+        read(optimizer="quick")
+
+
 def test_ethernet_is_congested_and_infiniband_is_not() -> None:
     far = the_run(source="internlm_zero1", gpus=1024)
     assert far.roce and steps.cluster_of(far).congestion > 0
