@@ -142,8 +142,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = config.extra["paths"][page.file.src_uri]
     if path == "README.md":
         page.meta["hide"] = ["navigation"]  # it has no neighbours, and wide code
-    elif not path.endswith((".md", ".ipynb")):
-        page.meta["hide"] = ["navigation", "toc"]
+    elif not path.endswith((".md", ".ipynb")) or path.startswith("docs/coming_from/"):
+        page.meta["hide"] = ["toc"]  # wide code, and tables of it
     elif path.startswith("docs/api/"):
         page.meta["search"] = {"boost": 4}  # a name's own entry before all that mention it
     text = rewritten(markdown, path)
@@ -199,6 +199,15 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return f'<a href="{to}#{name}">{match[0]}</a>'
 
     return PICTURE.sub(r'<a href="\2"><img loading="lazy" \1src="\2"\3></a>', NAMED.sub(link, html))
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Adds a way home to the page of addresses that are not there."""
+    if template_name != "404.html":
+        return output_content
+    home = re.search(r'<a href="([^"]*index\.html)"', output_content)
+    assert home is not None, "the theme's header leads to the first page"
+    return output_content.replace("</h1>", f'</h1>\n<p><a href="{home[1]}">To the first page</a></p>', 1)
 
 
 FIELD = re.compile(r"^([a-z_]\w*(?:, [a-z_]\w*)*): ", re.M)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 from html.parser import HTMLParser
@@ -16,6 +17,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from docs.gallery import make
+from tests.harness.browser import CHROMIUM, Browser, served
 from train.subcommands import SUBCOMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +99,60 @@ def test_every_link_leads_to_a_file_and_an_anchor_that_are_there(site: Site) -> 
             if not there or (anchor and target in site.pages and anchor not in site.pages[target].anchors):
                 dead.append(f"{name}: {link}")
     assert not dead, "\n".join(dead)
+
+
+def test_every_page_has_the_navigation(site: Site) -> None:
+    """But the playground, which leads home."""
+    for name, page in site.pages.items():
+        home = posixpath.relpath("index.html", posixpath.dirname(name) or ".")
+        assert home in page.links or name == "404.html", name
+        quickstart = posixpath.relpath("tutorial.html", posixpath.dirname(name) or ".")
+        assert {quickstart, "/tutorial.html"} & set(page.links) or name == "playground/index.html", name
+
+
+def test_the_page_of_an_address_that_is_not_there_leads_home(site: Site) -> None:
+    assert '<a href="/index.html">To the first page</a>' in (site.folder / "404.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("word", "page"),
+    [
+        ("pmap", "coming_from/jax.html"),
+        ("jit", "coming_from/jax.html"),
+        ("orbax", "coming_from/jax.html"),
+        ("fully_shard", "coming_from/fsdp2.html"),
+        ("deepspeed", "coming_from/deepspeed.html"),
+        ("peft", "coming_from/transformers.html"),
+        ("quickstart", "tutorial.html"),
+        ("install", "index.html"),
+    ],
+)
+def test_search_finds_what_one_knows_from_elsewhere(word: str, page: str, site: Site) -> None:
+    entries = json.loads((site.folder / "search" / "search_index.json").read_text())["docs"]
+    found = [entry["location"] for entry in entries if word in f"{entry['title']} {entry['text']}".lower()]
+    assert page in {location.partition("#")[0] for location in found}
+
+
+CLIPPED = """[...document.querySelectorAll("article pre > code")]
+    .filter(code => code.scrollWidth > code.clientWidth + 1)
+    .flatMap(code => code.textContent.split("\\n"))
+    .map(line => line.length)"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) -> None:
+    """At 1400 pixels, lines of up to 120 columns are seen whole; what is wider (a program, printed) scrolls. At 400, a
+    page as a whole does not."""
+    seen = ("index", "tutorial", "from_scratch", "coming_from/jax", "api/training", "examples/from_scratch.py", "axes")
+    with served(site.folder) as url, Browser(1400, 1000) as browser:
+        for name in seen:
+            for width in (1400, 400):
+                browser.size(width, 1000)
+                browser.open(f"{url}{name}.html")
+                assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (name, width)
+            browser.size(1400, 1000)
+            lines = browser.evaluate(CLIPPED)
+            assert not lines or max(lines) > 120, (name, max(lines))
 
 
 def test_every_page_is_reached_from_the_first(site: Site) -> None:

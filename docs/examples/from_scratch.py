@@ -143,7 +143,7 @@ class Model:
         slot.reduced = self.reduces.run(lambda: reduce_scatter(unit.grad, whole, self.reduces.group))
 
     def finish(self) -> None:
-        """Waits for all gradients; after the update, no slot holds weights of the next step."""
+        """Waits for all gradients, and forgets what the slots hold: the update that follows changes the weights."""
         for slot in {unit.slot for unit in self.units}:
             slot.reduced()
             slot.holds = None

@@ -2,11 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-Given = ParamSpec("Given")
-Taken = ParamSpec("Taken")
-Result = TypeVar("Result")
+Factory = TypeVar("Factory", bound=Callable[..., Any])
 
 
 def counted(number: int, noun: str) -> str:
@@ -15,25 +13,22 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-class Made:
+class Made(functools.partial[Any]):
     """A function that a factory has returned. It prints as the call of the factory."""
 
-    def __init__(self, function: Callable[..., Any], call: str) -> None:
-        self._function, self._call = function, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+    call: str
 
     def __repr__(self) -> str:
-        return self._call
+        return self.call
 
 
-def shown(factory: Callable[Given, Callable[Taken, Result]]) -> Callable[Given, Callable[Taken, Result]]:
+def shown(factory: Factory) -> Factory:
     """Decorates a factory: what it returns prints as the call that made it, not as a function's address."""
 
-    @functools.wraps(factory)
-    def make(*args: Given.args, **kwargs: Given.kwargs) -> Callable[Taken, Result]:
+    def make(*args: Any, **kwargs: Any) -> Made:
+        made = Made(factory(*args, **kwargs))
         given = [*map(repr, args), *[f"{name}={value!r}" for name, value in kwargs.items()]]
-        return Made(factory(*args, **kwargs), f"{factory.__name__}({', '.join(given)})")
+        made.call = f"{factory.__name__}({', '.join(given)})"
+        return made
 
-    return make
+    return functools.wraps(factory)(make)  # type: ignore[return-value]
