@@ -124,7 +124,7 @@ def says(mesh: Any) -> tuple[str | None, str]:
     if comms.rank == 0:
         store.wait(["said"])
     else:
-        said.flush = lambda: store.set("said", "")  # type: ignore[method-assign]
+        said.flush = lambda: store.set("said", "")
     with redirect_stderr(said):
         comms.abort("forward of a", ValueError("odd"))
     return comms.lost, said.getvalue()

@@ -116,5 +116,5 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
     slots = SimpleNamespace(bound={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
     slots.contents |= {7: (3, 0), 8: (4, 5)}
-    Interpreter.issue(SimpleNamespace(observer=None, slots=slots, _work=lambda op: None), op)  # type: ignore[arg-type]
+    Interpreter.issue(SimpleNamespace(observer=None, slots=slots, _work=lambda op: None), op)
     assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}

@@ -162,22 +162,22 @@ def check(refused: Refused, op: int, rule: str, message: str) -> None:
         (put(0, Stash((0, 1), (0,))), 0, r"2 units but 1 slots \(0,\)"),
         (put(0, Gather((0, 1), (3, 3))), 0, r"slots \(3, 3\) name one slot twice"),
         (put(0, Norm((1, 1))), 0, r"units \(1, 1\) name one unit twice"),
-        (put(0, Gather((0,), (2,), "rack")), 0, "source 'rack': a gather reads from 'shard' or from 'node'"),  # type: ignore[arg-type]
+        (put(0, Gather((0,), (2,), "rack")), 0, "source 'rack': a gather reads from 'shard' or from 'node'"),
         (replace(10, Backward(4, (3,), ())), 10, "1 units but 0 slots"),
-        (put(0, Compute("forward", 0, 0)), 0, "not an op of a program"),  # type: ignore[arg-type]
-        (put(0, Gather(0, 0)), 0, r"units 0: expected a tuple of ints, such as \(0,\)"),  # type: ignore[arg-type]
-        (put(0, Gather((0,), [0])), 0, r"slots \[0\]: expected a tuple of ints"),  # type: ignore[arg-type]
-        (put(0, Reduce(("0",), (0,))), 0, r"units \('0',\): expected a tuple of ints"),  # type: ignore[arg-type]
-        (put(0, Forward("embed", (0,), True)), 0, "visit 'embed': expected the number of a visit"),  # type: ignore[arg-type]
-        (put(0, Forward(0, (0,), 1)), 0, "keep 1: expected True or False"),  # type: ignore[arg-type]
+        (put(0, Compute("forward", 0, 0)), 0, "not an op of a program"),
+        (put(0, Gather(0, 0)), 0, r"units 0: expected a tuple of ints, such as \(0,\)"),
+        (put(0, Gather((0,), [0])), 0, r"slots \[0\]: expected a tuple of ints"),
+        (put(0, Reduce(("0",), (0,))), 0, r"units \('0',\): expected a tuple of ints"),
+        (put(0, Forward("embed", (0,), True)), 0, "visit 'embed': expected the number of a visit"),
+        (put(0, Forward(0, (0,), 1)), 0, "keep 1: expected True or False"),
         (put(0, Forward(0, (0,), True, carry_slot=0)), 0, "a kept graph holds what it was given; a carry slot is for"),
-        (put(0, Forward(0, (0,), False, carry_slot="0")), 0, "carry_slot '0': expected the number of a carry slot"),  # type: ignore[arg-type]
-        (put(0, Fetch(0, None)), 0, "carry_slot None: expected the number of a carry slot"),  # type: ignore[arg-type]
+        (put(0, Forward(0, (0,), False, carry_slot="0")), 0, "carry_slot '0': expected the number of a carry slot"),
+        (put(0, Fetch(0, None)), 0, "carry_slot None: expected the number of a carry slot"),
         (put(0, Offload(-1, 0)), 0, "there are visits 0 to 4"),
         (put(0, Gather((0,), (-1,))), 0, r"slots \(-1,\): slots are numbered from 0"),
         (put(0, Backward(0, (0,), (-1,))), 0, r"slots \(-1,\): slots are numbered from 0"),
         (put(0, Fetch(0, -1)), 0, "carry_slot -1: slots are numbered from 0"),
-        (put(0, Forward(0, (0,), True, "0")), 0, "microbatch '0': expected the number of a microbatch"),  # type: ignore[arg-type]
+        (put(0, Forward(0, (0,), True, "0")), 0, "microbatch '0': expected the number of a microbatch"),
         (put(0, Forward(0, (0,), True, early=(0, 1))), 0, r"1 units but 2 slots \(0, 1\)"),
         *((put(0, op), 0, "it names no unit; leave the op out") for op in OF_NO_UNITS),
     ],
@@ -368,8 +368,8 @@ def test_early(edit: Edit, op: int, message: str) -> None:
 def test_a_gradient_is_not_begun_where_another_waits() -> None:
     program = zero3(defer=True)(model(1, 2))
     (at,) = [i for i, op in enumerate(program.ops) if isinstance(op, Forward) and op.visit == 2 and op.microbatch == 1]
-    assert not program.ops[at].early  # type: ignore[union-attr]
-    slot = program.ops[at + 1].grad_slots  # type: ignore[union-attr]
+    assert not program.ops[at].early
+    slot = program.ops[at + 1].grad_slots
     begun = replace(at, program.ops[at]._replace(early=slot))
     check(refusal(begun, program), at, "early", f"grad slot {slot[0]} still holds the unreduced gradient of head")
 
@@ -542,13 +542,13 @@ def test_flow(edit: Edit, op: int, message: str) -> None:
     ("op", "message"),
     [
         (Send(3, 0), "there are flows 0 to 0"),
-        (Receive(0, None), "carry_slot None: expected the number of a carry slot"),  # type: ignore[arg-type]
-        (Send(0, 0, 0, 1), "back 1: expected True or False"),  # type: ignore[arg-type]
+        (Receive(0, None), "carry_slot None: expected the number of a carry slot"),
+        (Send(0, 0, 0, 1), "back 1: expected True or False"),
         (Backward(1, (1,), (1,), half="inputs"), r"0 units but 1 slots \(1,\)"),
         (Backward(1, (1,), (1,), half="weights"), r"0 units but 1 slots \(1,\)"),
-        (Backward(1, (), (1,), half="some"), "half 'some': expected 'both', 'inputs' or 'weights'"),  # type: ignore[arg-type]
+        (Backward(1, (), (1,), half="some"), "half 'some': expected 'both', 'inputs' or 'weights'"),
         (Forward(1, (1,), True, gives=(0, 0)), r"gives \(0, 0\): expected different carry slots, numbered from 0"),
-        (AllReduce((0,), "all"), "over 'all': gradients are summed over 'replicas' or over 'stages'"),  # type: ignore[arg-type]
+        (AllReduce((0,), "all"), "over 'all': gradients are summed over 'replicas' or over 'stages'"),
     ],
 )
 def test_the_form_of_what_stages_do(op: Op, message: str) -> None:

@@ -194,8 +194,8 @@ class CudaTensor(Tensor):
         DEVICE.made(host)
         return made
 
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.host.untyped_storage()
