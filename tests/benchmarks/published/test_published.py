@@ -59,7 +59,7 @@ def copies(program: Program, stream: str) -> list[Copy]:
 @pytest.mark.parametrize("mesh", [FLAT, (("replicate", 2), ("shard", 8))], ids=["shards", "replicas"])
 @pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.first(2)], ids=["keep", "recompute"])
 def test_without_copies_a_peer_is_a_correct_program(
-    peer: Callable[..., Schedule], microbatches: int, mesh: object, remat: ya.Remat
+    peer: Callable[..., Schedule], microbatches: int, mesh: object, remat: object
 ) -> None:
     program = peer(remat=remat)(small(mesh, microbatches))
     verify(without_copies(program))
