@@ -134,6 +134,6 @@ def test_a_failure_is_said_before_the_others_are_waited_for(pools: dict[int, Poo
     for rank, (lost, said) in enumerate(pools[2].run(says)):
         assert lost is None
         assert said == (
-            f"rank {rank} of 2, forward of a: ValueError: odd. It waits up to 20 s for the others, to learn whether "
+            f"rank {rank} of 2, forward of a: ValueError: odd. It waits up to 30 s for the others, to learn whether "
             "all failed here\n"
         )
