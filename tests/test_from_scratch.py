@@ -88,7 +88,7 @@ def order_of_work(mesh: Any) -> list[str]:
         begun.append(f"reduce {number[id(unit)]}")
         reduce(unit, grads)
 
-    model.gathers.run, model.whole, model.reduce = gathering, computing, reducing  # type: ignore[method-assign]
+    model.gathers.run, model.whole, model.reduce = gathering, computing, reducing
     plain.train_step(model, plain.loss, plain.adamw(model, lr=0.0, weight_decay=0.0), plain.rows(0, CPU))
     return begun
 

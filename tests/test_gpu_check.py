@@ -255,7 +255,7 @@ def wheel(folder: Path, name: str, text: str = "", file: str | None = None) -> N
 
 
 def test_packages_come_out_of_a_folder_of_wheels(gpu_check: Any, tmp_path: Path) -> None:
-    from wheels import unpack  # type: ignore[import-not-found]
+    from wheels import unpack
 
     wheel(tmp_path, "any_rope-1.0-py3-none-any.whl", "WORDS = 'from a wheel'")
     wheel(tmp_path, "any_rope-1.0-cp27-cp27m-win32.whl", "raise SystemExit")
@@ -385,7 +385,7 @@ def test_every_marked_test_is_in_a_file_that_is_read(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.syspath_prepend(CI)
-    from gpu_tests import marked  # type: ignore[import-not-found]
+    from gpu_tests import marked
 
     collected = request.session.items
     if len({item.path for item in collected}) < 50:

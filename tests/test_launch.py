@@ -235,7 +235,7 @@ def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
     )
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, script], env=environment, **both) as process:  # type: ignore[call-overload]
+    with subprocess.Popen([sys.executable, script], env=environment, **both) as process:
         try:
             assert process.stdout.readline() == "0\n"
             process.stdout.close()

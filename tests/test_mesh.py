@@ -98,7 +98,7 @@ def test_meshes_with_other_axes_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"got axes without names of sizes \(1, 1\)"):
         MeshRanks(init_device_mesh("cpu", (1, 1)))
     with pytest.raises(TypeError, match=r"mesh: expected a DeviceMesh, as ya.mesh\(\) makes, got str"):
-        ya.init({"a": ya.Param((3,))}, ya.optim.sgd(0.1), mesh="cpu")  # type: ignore[arg-type]
+        ya.init({"a": ya.Param((3,))}, ya.optim.sgd(0.1), mesh="cpu")
 
 
 def _named(names: tuple[str, ...] | None) -> DeviceMesh:

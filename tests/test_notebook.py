@@ -57,7 +57,7 @@ def test_the_notebook_runs_and_says_what_it_said(tmp_path: Path, monkeypatch: py
         module = [sys.executable, *command[command.index("-m") :]]
         with (tmp_path / "said").open("w") as said:
             process = Forked(module, env=env, stdout=said, stderr=said, cwd=tmp_path, start_new_session=True)
-        process.stdin = process.stdout = process.stderr = None  # type: ignore[attr-defined]
+        process.stdin = process.stdout = process.stderr = None
         return process
 
     monkeypatch.setattr(local_provisioner, "launch_kernel", forked)

@@ -59,10 +59,10 @@ def test_no_optimizer_prints_an_address() -> None:
 
 def test_a_schedule_is_called_as_before() -> None:
     schedule = ya.schedules.zero3(prefetch=2)
-    assert schedule(PROGRAM.trace) == schedule(trace=PROGRAM.trace)  # type: ignore[call-arg]
+    assert schedule(PROGRAM.trace) == schedule(trace=PROGRAM.trace)
     assert ya.schedules.zero3.__name__ == "zero3" and (ya.schedules.zero3.__doc__ or "").startswith("ZeRO-3")
     with pytest.raises(TypeError, match="prefetsch"):
-        ya.schedules.zero3(prefetsch=2)  # type: ignore[call-arg]
+        ya.schedules.zero3(prefetsch=2)
 
 
 def test_a_step_prints_its_arguments() -> None:

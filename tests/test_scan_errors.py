@@ -125,7 +125,7 @@ def test_arguments_in_another_order_are_refused_by_every_verb(sharded: bool) -> 
         r"scan\(f, carry, xs\)": lambda: ya.scan(params, f, torch.ones(2)),
         "train_step, eval_step, grad and planner.trace": lambda: ya.train_step(TX, f),
         "train_step, eval_step, grad and planner": lambda: ya.grad(params),
-        "train_step, eval_step, grad": lambda: ya.planner.trace(params, f, torch.ones(2)),  # type: ignore[arg-type]
+        "train_step, eval_step, grad": lambda: ya.planner.trace(params, f, torch.ones(2)),
     }
     for verb, call in calls.items():
         with pytest.raises(TypeError, match=f"{verb}.*: {got}"):

@@ -61,7 +61,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     """The site, with a gallery of few schedules."""
     folder, warnings = tmp_path_factory.mktemp("site"), list[str]()
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("mkdocs").addHandler(handler)
     few = tuple(entry for entry in make.PUBLISHED if entry.name in ("zero3", "hpz", "1f1b"))
     try:

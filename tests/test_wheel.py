@@ -99,9 +99,9 @@ def test_the_first_code_of_the_readme_runs_on_the_wheel_and_what_it_asks_for(
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     alone = {"cwd": tmp_path, "env": environment | {"CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True}
     look = "import importlib.util, yafsdp_fn; print(yafsdp_fn.__file__, importlib.util.find_spec('pytest'))"
-    where, other = subprocess.run([python, "-c", look], **alone).stdout.split()  # type: ignore[call-overload]
+    where, other = subprocess.run([python, "-c", look], **alone).stdout.split()
     assert Path(where).is_relative_to(site) and other == "None"
-    ran = subprocess.run([python, "first.py"], **alone)  # type: ignore[call-overload]
+    ran = subprocess.run([python, "first.py"], **alone)
     assert ran.returncode == 0, ran.stderr
     losses = re.findall(r"^(\d) ranks: (\d+\.\d+)$", ran.stdout, re.M)
     assert [ranks for ranks, _ in losses] == ["1", "2"] and 4 < float(losses[0][1]) < 7

@@ -280,4 +280,4 @@ def test_a_backward_does_not_know_the_mesh() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"a collective over 'tensor' in a backward pass .* remat= of a schedule"):
-        Own.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+        Own.apply(x).sum().backward()

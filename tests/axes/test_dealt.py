@@ -143,7 +143,7 @@ def mixed(_: Any, ranks: int, apart: str) -> list[str]:
     state = ya.init({"a": {"w": ya.Param((ranks,), split={"tensor": -1})}}, ya.optim.sgd(0.1), mesh=mesh)
 
     def loss(p: Any, x: Tensor) -> Tensor:
-        return ya.apply(lambda w, x: ya.psum(w["w"].sum() * x.sum(), "tensor"), p["a"], x)  # type: ignore[no-any-return]
+        return ya.apply(lambda w, x: ya.psum(w["w"].sum() * x.sum(), "tensor"), p["a"], x)
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

@@ -286,7 +286,7 @@ def uneven(_: Any) -> list[float]:
         return back, None
 
     def loss(p: Any, x: Tensor) -> Tensor:
-        return ya.scan(block, x, p["layers"])[0].sum()  # type: ignore[no-any-return]
+        return ya.scan(block, x, p["layers"])[0].sum()
 
     state = ya.shard(tree, ya.optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
     step, found = ya.train_step(loss, ya.optim.sgd(0.0)), list[float]()

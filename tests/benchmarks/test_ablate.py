@@ -28,7 +28,7 @@ def test_one_lever_at_a_time(lever: str, name: str, within: bool) -> None:
 
 def test_the_usual_sets_can_be_ablated() -> None:
     for config in ablate.FULL:
-        found = Ablate(config=config).variants  # type: ignore[arg-type]
+        found = Ablate(config=config).variants
         assert len({each.name for each in found}) == len(ablate.LEVERS), config
 
 
@@ -44,7 +44,7 @@ def test_the_usual_sets_can_be_ablated() -> None:
 )
 def test_what_cannot_be_ablated_is_refused(options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Ablate(**options)  # type: ignore[arg-type]
+        Ablate(**options)
 
 
 def test_groups_fit_into_memory_and_begin_with_the_full_set() -> None:

@@ -88,5 +88,5 @@ def test_a_profiled_run() -> None:
     one_rank()
     task = SimpleNamespace(contenders=("zero3",), shape=SHAPES["tiny"], seed=0, warmup=2, steps=1)
     task.batches = lambda device: make_batches(SHAPES["tiny"], 1, seed=0, rank=0, device=device)
-    found = growth.profiled(task, CPU)  # type: ignore[arg-type]
+    found = growth.profiled(task, CPU)
     assert found["parts/layers.py layer"][0] == SHAPES["tiny"].layers

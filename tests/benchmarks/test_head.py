@@ -23,4 +23,4 @@ def test_a_small_run(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("wrong", [{"steps": 1}, {"rows": 0}, {"vocab": (0,)}])
 def test_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
-        Head(**wrong)  # type: ignore[arg-type]
+        Head(**wrong)

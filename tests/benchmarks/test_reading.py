@@ -60,7 +60,7 @@ def test_a_folder_over_its_budget_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_counts_a_step(capfd, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_command_counts_a_step(capfd, tmp_path: Path) -> None:
     out = tmp_path / "reading.json"
     assert main(["reading", "--ranks", "1", "--save", str(out)]) == 0
     found = json.loads(out.read_text())

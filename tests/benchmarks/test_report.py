@@ -64,7 +64,7 @@ from train import schedule_names
 )
 def test_options_are_refused_with_the_reason(options: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        Bench(**options)  # type: ignore[arg-type]
+        Bench(**options)
 
 
 @pytest.mark.parametrize("names", [["ours", "fsdp2"], ["ours", "fsdp2", "ddp"], ["ours", "a", "b", "c"]])

@@ -45,7 +45,7 @@ def test_shown() -> None:
     found = {"ranks": {"2": {"1f1b": {**each, "over_peer": spread, "peak_over_peer": 1.5}, "torch-1f1b": each}}}
     console = Console(file=io.StringIO(), width=150)
     console.print(*stages.show(Stages(), found))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "1.250 MISSED" in text and "1.000 - 2.000" in text and "2 ranks" in text
 
 

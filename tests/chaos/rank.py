@@ -60,5 +60,5 @@ def mortal(handle: int) -> None:
 
 if __name__ == "__main__":
     models.CONFIGS["tiny"] = TINY
-    Meter.push, os.fsync, Reader.next = noted, mortal, reads  # type: ignore[method-assign,assignment]
+    Meter.push, os.fsync, Reader.next = noted, mortal, reads
     sys.exit(command.flushed(sys.argv[1:]))

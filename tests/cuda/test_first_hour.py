@@ -153,7 +153,7 @@ def captured_collective() -> list[tuple[str]]:
     """Returns what the watchdog looks at, after a collective inside a capture."""
     with watched() as (_, mesh):
         comms = communicators(mesh)
-        comms._watch._pending.clear()  # type: ignore[union-attr]
+        comms._watch._pending.clear()
         with graph(CUDAGraph()):
             comms.all_reduce_sum(torch.zeros(1, device=CUDA))
         return comms.under_way()

@@ -67,7 +67,7 @@ def day(run: Run, rank: int, plant: Plant | None = None) -> Log:
         if "stage" in run.axes:
             precision = PRECISIONS[run.precision]
             trace = ya.planner.trace(problem.loss, params, batch_of(0, rows=rows), precision=precision)
-            stages = s.assign(trace, run.axes["stage"], per_stage=run.per_stage, shape=run.shape)  # type: ignore[arg-type]
+            stages = s.assign(trace, run.axes["stage"], per_stage=run.per_stage, shape=run.shape)
         state = ya.init(params, run.tx, mesh=mesh, precision=PRECISIONS[run.precision], stages=stages)
         options: dict[str, Any] = {"microbatches": run.microbatches, "graphs": run.graphs}
         step = ya.train_step(problem.loss, run.tx, schedule=run.schedule, **options)

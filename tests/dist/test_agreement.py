@@ -124,7 +124,7 @@ def says(mesh: Any) -> tuple[str | None, str]:
     if comms.rank == 0:
         store.wait(["said"])
     else:
-        said.flush = lambda: store.set("said", "")  # type: ignore[method-assign]
+        said.flush = lambda: store.set("said", "")
     with redirect_stderr(said):
         comms.abort("forward of a", ValueError("odd"))
     return comms.lost, said.getvalue()
@@ -134,6 +134,6 @@ def test_a_failure_is_said_before_the_others_are_waited_for(pools: dict[int, Poo
     for rank, (lost, said) in enumerate(pools[2].run(says)):
         assert lost is None
         assert said == (
-            f"rank {rank} of 2, forward of a: ValueError: odd. It waits up to 20 s for the others, to learn whether "
+            f"rank {rank} of 2, forward of a: ValueError: odd. It waits up to 30 s for the others, to learn whether "
             "all failed here\n"
         )

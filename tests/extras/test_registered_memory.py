@@ -68,7 +68,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_pool_is_registered_once_when_all_is_there_with_each_group_in_order(log: list[Any]) -> None:
     first, second = Group(Backend(log, "a")), Group(Backend(log, "b"))
-    registered = Registered(lambda: [first, first, second], CUDA)  # type: ignore[list-item]
+    registered = Registered(lambda: [first, first, second], CUDA)
     assert log == [("connect", "a"), ("connect", "b")]  # a group with two names counts once
     log.clear()
     with registered.memory():
@@ -86,7 +86,7 @@ def test_a_pool_is_registered_once_when_all_is_there_with_each_group_in_order(lo
 def test_groups_that_come_later_register_what_is_allocated_then(log: list[Any]) -> None:
     """Those of units that are split over axes inside blocks, with the first state that has some."""
     groups = [Group(Backend(log, "a"))]
-    registered = Registered(lambda: groups, CUDA)  # type: ignore[return-value, arg-type]
+    registered = Registered(lambda: groups, CUDA)
     groups.append(Group(Backend(log, "b")))
     log.clear()
     with registered.memory():
@@ -95,16 +95,16 @@ def test_groups_that_come_later_register_what_is_allocated_then(log: list[Any]) 
 
 
 def test_a_torch_without_symmetric_windows_registers_plainly(log: list[Any]) -> None:
-    with Registered(lambda: [Group(Backend(log, "a", symmetric=False))], CUDA).memory():  # type: ignore[list-item]
+    with Registered(lambda: [Group(Backend(log, "a", symmetric=False))], CUDA).memory():
         pass
     assert log[-1] == ("register", "a", "pool of NCCL's")
 
 
 def test_refusals_say_why(log: list[Any]) -> None:
     with pytest.raises(RuntimeError, match=r"Without of torch .* has no mem_allocator and no register_mem_pool"):
-        Registered(lambda: [Group(Without())], CUDA)  # type: ignore[list-item]
+        Registered(lambda: [Group(Without())], CUDA)
     with pytest.raises(RuntimeError, match="NCCL cannot allocate on Old GPU"):
-        Registered(lambda: [Group(Backend(log, "a", alloc=False))], CUDA)  # type: ignore[list-item]
+        Registered(lambda: [Group(Backend(log, "a", alloc=False))], CUDA)
     with pytest.raises(RuntimeError, match="this mesh is on cpu"):
         Registered(list, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="one rank has no communicator"):

@@ -84,7 +84,7 @@ def tapped(fault: Fault | None, what: str, x: Tensor) -> Tensor:
     if fault is None:
         return x
     fault.event(f"forward {what}")
-    return _Tap.apply(x, fault, what)  # type: ignore[no-any-return,no-untyped-call]
+    return _Tap.apply(x, fault, what)
 
 
 def embed(w: Any, tokens: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def loss_with(fault: Fault | None = None) -> LossFn:
     def loss(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed_block, tree["embed"], data["tokens"])
         x, _ = ya.scan(layer_block, x, tree["layers"])
-        return ya.apply(head_block, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+        return ya.apply(head_block, tree["head"], x, data["targets"])
 
     return loss
 

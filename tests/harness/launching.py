@@ -102,8 +102,8 @@ def by_forks() -> None:
             said = (Path(folder, name).read_text() for name in ("out", "err"))
             return subprocess.CompletedProcess(args, status, *said)
 
-    subprocess.run = run  # type: ignore[assignment]
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    subprocess.run = run
+    server: Any = forkserver._forkserver
     if server._forkserver_address is not None:  # this is a fork, too, of which Python says that its server serves it;
         server.ensure_running = lambda: None  # but it would start another
 
@@ -112,5 +112,5 @@ if __name__ == "__main__":
     from train import __main__ as command
     from train.launch import command as launch
 
-    launch.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)  # type: ignore[assignment]
+    launch.subprocess = SimpleNamespace(Popen=Fork, TimeoutExpired=subprocess.TimeoutExpired)
     sys.exit(command.flushed(sys.argv[1:]))

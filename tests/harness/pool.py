@@ -146,10 +146,10 @@ def _share_one_device() -> None:
     gloo: Any = distributed_c10d.ProcessGroupGloo
     device = gloo.create_default_device()
 
-    class OnSharedDevice(gloo):  # type: ignore[misc]
+    class OnSharedDevice(gloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
             super().__init__(store, rank, size, options)
 
-    distributed_c10d.ProcessGroupGloo = OnSharedDevice  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = OnSharedDevice

@@ -85,7 +85,7 @@ def test_torchs_rows_come_back(family: str) -> None:
 def test_torch_loads_the_rows(tmp_path: Path) -> None:
     """Its parser and its checks, without ranks."""
     for of in ("compute_only", "compute_comms"):
-        actions = to_actions(v_shaped()(traced((0, 1, 1, 0))), of)  # type: ignore[arg-type]
+        actions = to_actions(v_shaped()(traced((0, 1, 1, 0))), of)
         actions.save(tmp_path / "rows.csv")
         runtime: Any = object.__new__(_PipelineScheduleRuntime)
         runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches, runtime._stages = 2, 4, 3, []
@@ -145,7 +145,7 @@ def test_what_torch_cannot_run() -> None:
     with pytest.raises(ValueError, match="the step has none"):
         to_actions(zero3()(model(4)))
     with pytest.raises(ValueError, match="expected 'compute_only' or 'compute_comms'"):
-        to_actions(one_f_one_b()(traced((0, 1))), "csv")  # type: ignore[arg-type]
+        to_actions(one_f_one_b()(traced((0, 1))), "csv")
     with pytest.raises(ValueError, match="forwards alone"):
         to_actions(one_f_one_b()(traced((0, 1), backward=False)))
     skips = cut(model(6, 1), (0, 1, 2), ((0, 2),))

@@ -74,4 +74,4 @@ def test_ranks_that_do_not_fill_nodes(pools: dict[int, Pool]) -> None:
 
 def test_a_device_with_an_index() -> None:
     with pytest.raises(ValueError, match="device='cuda:1', expected 'cuda' or 'cpu'"):
-        calibrate(device="cuda:1")  # type: ignore[arg-type]
+        calibrate(device="cuda:1")

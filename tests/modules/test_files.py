@@ -32,11 +32,11 @@ class Reads:
 
     def __enter__(self) -> Reads:
         self._before = Stored.read
-        Stored.read = lambda stored: self._read(stored)  # type: ignore[method-assign]
+        Stored.read = lambda stored: self._read(stored)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Stored.read = self._before  # type: ignore[method-assign]
+        Stored.read = self._before
 
     def _read(self, stored: Stored) -> Tensor:
         tensor = self._before(stored)
@@ -119,8 +119,7 @@ def test_ties_frozen_leaves_buffers_and_dtypes_are_as_in_the_module(tmp_path: Pa
     right.load_state_dict(safetensors_torch.load_file(tmp_path / "model.safetensors"), strict=False)
     for dtype in (torch.float32, torch.bfloat16):
         (ours, model), (theirs, function) = (
-            ya.functionalize(of.to(dtype), "layers", **how)  # type: ignore[arg-type]
-            for of, how in ((module, {"files": tmp_path}), (right, {}))
+            ya.functionalize(of.to(dtype), "layers", **how) for of, how in ((module, {"files": tmp_path}), (right, {}))
         )
         assert optree.tree_structure(ours) == optree.tree_structure(theirs)
         a, b = ya.materialize(ours), ya.materialize(theirs)

@@ -137,7 +137,7 @@ TIED = torch.randn(4, 5)
     ("make", "error", "text"),
     [
         (lambda: ya.lora(model(), 0), ValueError, "lora: rank=0: expected an integer of at least 1"),
-        (lambda: ya.lora(model(), 2.0), ValueError, "lora: rank=2.0: expected an integer"),  # type: ignore[arg-type]
+        (lambda: ya.lora(model(), 2.0), ValueError, "lora: rank=2.0: expected an integer"),
         (lambda: ya.lora(model(), 2, alpha=0.0), ValueError, "lora: alpha=0.0: expected a positive number, or None"),
         (lambda: ya.lora(model(), 2, dtype=torch.int32), TypeError, r"lora: dtype=torch.int32: expected None, or one"),
         (

@@ -44,7 +44,7 @@ class Bug:
         thread = re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/(?:issues|pull)/(\d+)", self.url)
         file = re.fullmatch(r"https://github\.com/[^/]+/([^/]+)/blob/\w+/(?:[^#]*/)?([^/#]+?)(?:#(.*))?", self.url)
         assert thread or file, self.url
-        return f"{thread[1]}#{thread[2]}" if thread else f"{file[1]} {file[3] or file[2]}"  # type: ignore[index]
+        return f"{thread[1]}#{thread[2]}" if thread else f"{file[1]} {file[3] or file[2]}"
 
     def says(self) -> str:
         """The verdict: what is said to it here."""
@@ -70,12 +70,12 @@ class Refusal(Bug):
 
     def refusal(self) -> str:
         with pytest.raises(Refused) as caught:
-            verify(self.wrong())  # type: ignore[type-var]
+            verify(self.wrong())
         assert caught.value.rule == self.rule, caught.value
         return str(caught.value)
 
     def check(self) -> None:
-        verify(self.right)  # type: ignore[type-var]
+        verify(self.right)
         self.refusal()
         assert computes(self.right)
         try:

@@ -70,7 +70,7 @@ def memory_is_not_judged() -> None:
     for op in DEFERRED.ops:
         if isinstance(op, Forward | Backward):
             field = "early" if isinstance(op, Forward) else "grad_slots"
-            op = op._replace(**{field: tuple(slot + 10 * op.microbatch for slot in getattr(op, field))})  # type: ignore
+            op = op._replace(**{field: tuple(slot + 10 * op.microbatch for slot in getattr(op, field))})
         if isinstance(op, Reduce):
             made.append(op._replace(grad_slots=tuple(slot + 10 for slot in op.grad_slots)))
         made.append(op)

@@ -37,7 +37,7 @@ def nth(program: Program, kind: type[Op], number: int) -> int:
 
 def given_again(program: Program, sent: int) -> int:
     """The next forward that gives into the carry slot of a send."""
-    slot = program.ops[sent].carry_slot  # type: ignore[union-attr]
+    slot = program.ops[sent].carry_slot
     return next(at for at, op in enumerate(program.ops) if at > sent and isinstance(op, Forward) and slot in op.gives)
 
 
@@ -46,7 +46,7 @@ def received_too_early() -> Program:
     program = THREE.parts[1]
     sent = nth(program, Send, 1)  # the first gradient to stage 0 is between two of these
     sent = next(at for at, op in enumerate(program.ops) if isinstance(op, Send) and op.back)
-    slot = program.ops[sent].carry_slot  # type: ignore[union-attr]
+    slot = program.ops[sent].carry_slot
     at = next(at for at, op in enumerate(program.ops) if at > sent and isinstance(op, Receive) and op.back)
     receive = program.ops[at]
     assert isinstance(receive, Receive)

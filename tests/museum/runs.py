@@ -100,7 +100,7 @@ def other_counts(mesh: Any) -> str:
 
 def headless(params: Any, data: Any) -> Tensor:
     x = ya.apply(embed, params["embed"], data["tokens"])
-    return ya.scan(layer, x, params["layers"])[0].sum()  # type: ignore[no-any-return]
+    return ya.scan(layer, x, params["layers"])[0].sum()
 
 
 def other_parameters(mesh: Any) -> str:

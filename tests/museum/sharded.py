@@ -69,7 +69,7 @@ def finished_each_time() -> Program:
 def begun_anew() -> Program:
     """The forward of the second microbatch begins the gradient, as that of the first one did."""
     first = DEFERRED.ops[find(DEFERRED, Forward, "head", 0)]
-    begun = DEFERRED.ops[find(DEFERRED, Backward, "head", 1)].grad_slots  # type: ignore[union-attr]
+    begun = DEFERRED.ops[find(DEFERRED, Backward, "head", 1)].grad_slots
     assert isinstance(first, Forward)
     return changed(DEFERRED, with_(find(DEFERRED, Forward, "head", 1), early=begun))
 
@@ -97,7 +97,7 @@ def updated_after_one_visit() -> Program:
 
 def gathered_before_it_is_there() -> Program:
     inside = next(at for at, op in enumerate(NODES.ops) if isinstance(op, Gather) and op.source == "node")
-    unit = NODES.trace.units[NODES.ops[inside].units[0]].name  # type: ignore[union-attr]
+    unit = NODES.trace.units[NODES.ops[inside].units[0]].name
     return changed(NODES, move(find(NODES, Stash, unit), inside))
 
 

@@ -222,7 +222,7 @@ def _not(mask: dict[str, bool]) -> dict[str, bool]:
 def optax_names() -> Any:
     """Optax and its contrib in one, with `MultiSteps` as a transformation, and `lookahead` on the fast parameters, with
     the slow ones in its state."""
-    import optax  # type: ignore[import-not-found, unused-ignore]
+    import optax
 
     def multi_steps(tx: Any, every_k: Any, **options: Any) -> Any:
         return optax.MultiSteps(tx, every_k, **options).gradient_transformation()
@@ -245,8 +245,8 @@ def optax_names() -> Any:
 
 def run(case: Case, dtype: str) -> dict[str, dict[str, list[float]]]:
     """`{step: {leaf: digest}}` of Optax."""
-    import jax  # type: ignore[import-not-found, unused-ignore]
-    import jax.numpy as jnp  # type: ignore[import-not-found, unused-ignore]
+    import jax
+    import jax.numpy as jnp
 
     o = optax_names()
     tx, out = case.make(o), {}

@@ -129,4 +129,4 @@ def test_a_vector_is_refused() -> None:
         with pytest.raises(ValueError, match=r"orthogonalize: a leaf of shape \(7,\) is no matrix; .*`partition`"):
             create(model(), tx)
     with pytest.raises(ValueError, match="adjust='rms'; expected one of original, match_rms_adamw, none"):
-        optim.orthogonalize(adjust="rms")  # type: ignore[arg-type]
+        optim.orthogonalize(adjust="rms")

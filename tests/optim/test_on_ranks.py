@@ -103,7 +103,7 @@ def slow(mesh: Any) -> None:
         compare(found, halfway if number else first, 1e-6, "slow parameters")
         compare(ya.unshard(state.params), halfway if number else ahead, 1e-6, "fast parameters")
     with pytest.raises(TypeError, match="expected a LookaheadState, got tuple; of a chain pass the part"):
-        optim.contrib.lookahead_eval_params((state.opt_state,), state.params)  # type: ignore[arg-type]
+        optim.contrib.lookahead_eval_params((state.opt_state,), state.params)
 
 
 @pytest.mark.parametrize("world", [1, 2])

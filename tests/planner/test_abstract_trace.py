@@ -193,7 +193,7 @@ def attended(**how: Any) -> Any:
         return 2 * F.scaled_dot_product_attention(q, k, k.clone(), **call)
 
     def run(p: Any, b: Any) -> Tensor:
-        return ya.apply(wrap(attend), p["a"], b).float().sum()  # type: ignore[no-any-return]
+        return ya.apply(wrap(attend), p["a"], b).float().sum()
 
     q = torch.empty(B, H, S, D, dtype=dtype, device="meta")
     return trace(run, {"a": {"w": param(D)}}, q, precision=ya.Precision(compute=dtype)).visits[0].cost
@@ -256,7 +256,7 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
         return out
 
     def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+        return ya.apply(attend, p["a"], b).sum()
 
     weights = {
         "gain": param(width),
@@ -279,10 +279,10 @@ def test_flex_attention_is_counted() -> None:
 
     def attend(w: Any, q: Tensor) -> Tensor:
         out: Any = flex_attention(q, q, q)
-        return out * w["w"]  # type: ignore[no-any-return]
+        return out * w["w"]
 
     def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+        return ya.apply(attend, p["a"], b).sum()
 
     cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, 128, D, device="meta")).visits[0].cost
     assert cost.attention_flops == 2 * B * H * 128**2 * 2 * D and cost.flops == 0
@@ -294,7 +294,7 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
         return torch.softmax(q @ q.mT, -1) @ q
 
     def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()  # type: ignore[no-any-return]
+        return ya.apply(attend, p["a"], b).sum()
 
     cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, S, D, device="meta")).visits[0].cost
     assert cost.flops == 2 * 2 * B * H * S * S * D and cost.attention_flops == 0

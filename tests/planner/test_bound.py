@@ -56,7 +56,7 @@ def expect_below(program: Program, cluster: Cluster, memory: int | None = None) 
 
 @settings(max_examples=60)
 @given(traces(), choices(), st.randoms(use_true_random=False))
-def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: random.Random) -> None:  # type: ignore[type-arg]
+def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: random.Random) -> None:
     visits = [
         v._replace(cost=Cost(flops=rng.choice([0, 10**9]), bwd_flops=rng.choice([10**9, 10**10]))) for v in trace.visits
     ]

@@ -89,7 +89,7 @@ def _held(mesh: Any, precision: str, schedule: str, microbatches: int) -> tuple[
         scratch._made.clear()  # of other states on this mesh
     for number in range(2):
         state, _ = step(state, batch(number))
-    assert step.program(state).ops == program.ops  # type: ignore[union-attr]
+    assert step.program(state).ops == program.ops
     found, real = predict_memory(program, device="cpu").itemised(), held_by(state)
     return {name: found[name] for name in real}, real
 

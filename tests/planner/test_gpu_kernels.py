@@ -23,7 +23,7 @@ def normalised(device: Any) -> Trace:
 
     def loss(params: Any, batch: Tensor) -> Tensor:
         x = ya.apply(lambda w, x: x + w["bias"], params["first"], batch)
-        return ya.scan(block, x, params["layers"])[0].float().sum()  # type: ignore[no-any-return]
+        return ya.scan(block, x, params["layers"])[0].float().sum()
 
     params = {"first": {"bias": ya.Param((E,))}, "layers": ya.Stacked({"gain": ya.Param((3, E))})}
     return trace(loss, params, torch.empty(B, S, E, dtype=torch.bfloat16), precision=BF16, device=device)

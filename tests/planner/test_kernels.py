@@ -25,7 +25,7 @@ def loss(params: Any, batch: Tensor) -> Tensor:
     def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
         return F.silu(F.linear(x, w["w"]) + 1.0) * 2.0, None
 
-    return ya.scan(block, batch, params["layers"])[0].sum()  # type: ignore[no-any-return]
+    return ya.scan(block, batch, params["layers"])[0].sum()
 
 
 def traced() -> Trace:
@@ -72,7 +72,7 @@ def test_checkpoints_stop_before_the_last_product() -> None:
         def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
             return x + F.linear(F.silu(F.linear(x, w["up"])), w["down"]), None
 
-        return ya.scan(block, batch, params["layers"])[0].sum()  # type: ignore[no-any-return]
+        return ya.scan(block, batch, params["layers"])[0].sum()
 
     layers = ya.Stacked({"up": ya.Param((3, 2 * E, E)), "down": ya.Param((3, E, 2 * E))})
     whole = trace(gated, {"layers": layers}, torch.empty(S, E), ranks=2)
@@ -108,7 +108,7 @@ def test_a_plan_counts_the_kernels_of_its_device(device: Literal["cpu", "cuda"])
 
     def normed(params: Any, batch: Tensor) -> Tensor:
         out = ya.apply(lambda w, x: F.rms_norm(F.linear(x, w["w"]), (E,), w["gain"]), params["x"], batch)
-        return out.sum()  # type: ignore[no-any-return]
+        return out.sum()
 
     given: Any = {"tx": ya.optim.sgd(0.1), "ranks": 2, "device": device}
     made = plan(normed, params, torch.empty(S, E), cluster=A100, kernels="eager", **given)

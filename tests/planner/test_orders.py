@@ -38,7 +38,7 @@ DAILY = rows()[::3]
     "row", [row if row in DAILY[:2] else pytest.param(row, marks=pytest.mark.nightly) for row in rows()], ids=str
 )
 def test_the_bubbles_that_the_paper_gives(row: object) -> None:
-    for name, (paper, ours) in published(row).items():  # type: ignore[arg-type]
+    for name, (paper, ours) in published(row).items():
         exact = name in ("1F1B", "1F1B_I*", "ZB_H1", "ZB_H2", "ZB_1p")
         assert ours == pytest.approx(paper, abs=1e-4 if exact else 0.005), name
 

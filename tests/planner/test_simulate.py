@@ -204,7 +204,7 @@ def program_of(schedule: str, gathers: list[int], microbatches: int = 1) -> Prog
     costs = (Cost(flops=n * 10**10, bwd_flops=n * 2 * 10**10) for n in gathers[::-1])
     visits = tuple(visit._replace(cost=cost) for visit, cost in zip(trace.visits, costs, strict=True))
     trace = trace._replace(visits=visits, mesh=(("shard", 4),), update_when="after norm")
-    return SCHEDULES[schedule](trace)  # type: ignore[no-any-return]
+    return SCHEDULES[schedule](trace)
 
 
 PROGRAMS = st.builds(

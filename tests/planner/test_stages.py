@@ -137,7 +137,7 @@ def test_stages_that_wait_for_each_other() -> None:
     made = pipeline(chain(2, 2), 2, gpipe())
     sends = [op for op in made.stages[0] if isinstance(op, Send)]
     swapped = {sends[0]: sends[1], sends[1]: sends[0]}
-    ops = tuple(swapped.get(op, op) for op in made.stages[0])  # type: ignore[arg-type, call-overload]
+    ops = tuple(swapped.get(op, op) for op in made.stages[0])
     with pytest.raises(ValueError, match="the stages wait for each other for ever"):
         simulate(made.with_ops(ops), NO_LINKS)
 
@@ -209,7 +209,7 @@ def traced(ranks: int = 16, microbatches: int = 1) -> Trace:
     tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
     batch = {"tokens": tokens, "targets": tokens}
     more = {"ranks": ranks, "microbatches": microbatches, "precision": MIXED, "tx": TX}
-    return ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, **more)  # type: ignore[arg-type]
+    return ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, **more)
 
 
 def test_a_plan_has_its_stages() -> None:

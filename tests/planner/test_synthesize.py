@@ -69,7 +69,7 @@ def test_changes_of_any_stage_can_be_built() -> None:
 
 def written(microbatches: int = 2, moves: int = 20, **options: object) -> Written:
     trace = traced(microbatches=microbatches)
-    found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)  # type: ignore[arg-type]
+    found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)
     assert found.written is not None and found.program == found.written.program == found(found.program.trace)
     assert str(found.written) in str(found)
     both = found.compared(tokens=512)

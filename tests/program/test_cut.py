@@ -94,11 +94,11 @@ def test_segments_begin_at_units_by_name() -> None:
         (["u4"], {"stages": 2}, ((0, 4), (4, 6))),
         (["u1", "u2", "u4"], {"stages": 2, "per_stage": 2, "shape": "v"}, ((0, 1), (1, 2), (2, 4), (4, 6))),
     ):
-        assignment = assign(trace, at=at, **options)  # type: ignore[arg-type]
+        assignment = assign(trace, at=at, **options)
         whole = cut(trace, assignment)
         assert whole.split is not None and whole.split.segments == segments
         assert assignment.units[0] == ((0, len(segments) - 1))
-        assert assignment.homes == (assign(trace, **options).homes)  # type: ignore[arg-type]
+        assert assignment.homes == (assign(trace, **options).homes)
     units = r"visited are u0, u1, u2, u3, u4"
     for wrong, told in (
         ([], r"at=\[\] begins at visits \[\]: expected 1 units, one for each of 2 segments but the first"),

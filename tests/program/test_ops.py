@@ -118,5 +118,5 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
     slots = SimpleNamespace(bound={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
     slots.contents |= {7: (3, 0), 8: (4, 5)}
-    Session.issue(SimpleNamespace(step_hooks=StepHooks(), slots=slots, _work=lambda op: None), op)  # type: ignore[arg-type]
+    Session.issue(SimpleNamespace(step_hooks=StepHooks(), slots=slots, _work=lambda op: None), op)
     assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}

@@ -373,7 +373,7 @@ def test_carries_take_room_in_their_slots_and_on_the_host() -> None:
 
 
 def test_a_wrong_program_can_be_printed() -> None:
-    program = Program(model(2), (Gather((9,), (0,)), Forward(9, (0,), True), Gather(0, 0)))  # type: ignore[arg-type]
+    program = Program(model(2), (Gather((9,), (0,)), Forward(9, (0,), True), Gather(0, 0)))
     assert "Gather(units=(9,), slots=(0,), source='shard')" in str(program)
     assert "Forward(visit=9" in Program(model(2), ()).diff(program)
 

@@ -123,7 +123,7 @@ def _moved(program: Program, span: range, unit: int, field: str, new: int) -> Pr
         if not isinstance(op, kinds):
             continue
         visit = program.trace.visits[op.visit] if isinstance(op, Forward | Backward) else None
-        ids = op.units if visit is None else visit.units if field == "slots" else visit.trained  # type: ignore[union-attr]
+        ids = op.units if visit is None else visit.units if field == "slots" else visit.trained
         if unit not in ids or not getattr(op, field):  # a half of a backward has slots of one kind
             continue
         if k != span.start and isinstance(op, Gather | Reduce):

@@ -91,7 +91,7 @@ class SmtTerms:
 
     def beginning(self, buffer: Buffer) -> str:
         if buffer[0] == "shard":
-            return weights(int(buffer[1]), 0)  # type: ignore[call-overload]
+            return weights(int(buffer[1]), 0)
         if buffer[0] == "optimizer":
             return turn(0, 0)
         return self.spoilt if self.sort(buffer) == "G" else NOTHING

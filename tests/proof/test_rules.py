@@ -79,7 +79,7 @@ WRONG: dict[str, Program] = {
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_refuses_a_program_with_its_sentence(rule: object) -> None:
-    name, sentence = rule.name, rule.sentence  # type: ignore[attr-defined]
+    name, sentence = rule.name, rule.sentence
     with pytest.raises(Refused, match=f"rule '{name}': ") as refused:
         verify(WRONG[name])
     assert refused.value.rule == name

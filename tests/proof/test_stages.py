@@ -67,7 +67,7 @@ def test_a_right_pipeline_comes_back() -> None:
     assert verify(PLAIN) is PLAIN
     assert verify(PLAIN.parts[0]) is PLAIN.parts[0]
     with pytest.raises(TypeError, match="expected a Program"):
-        verify(WHOLE)  # type: ignore[type-var]
+        verify(WHOLE)
 
 
 def test_part() -> None:
@@ -93,7 +93,7 @@ def test_shared() -> None:
     check(twice, 0, "shared", "embed was summed over stages already")
     alone = edited(0, lambda ops: ops.insert(at[0], AllReduce((1,), "stages")), tied)
     check(alone, 0, "shared", r"no other stage has a\[0\]")
-    hidden = trace._replace(split=trace.split._replace(shared=()))  # type: ignore[union-attr]
+    hidden = trace._replace(split=trace.split._replace(shared=()))
     assert "stages share units {0: (0, 1)}, the split says {}" in str(refusal(tied.with_trace(hidden)))
 
 

@@ -139,7 +139,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_no_wrong_neighbour_of_a_pipeline_is_accepted(case: str) -> None:
     order, sharding, mesh, updates, microbatches = CASES[case]
-    trace = cut(on(model(2, microbatches), mesh, updates), homes(order, 2))  # type: ignore[arg-type]
+    trace = cut(on(model(2, microbatches), mesh, updates), homes(order, 2))
     start = FACTORIES[order](sharding)(trace)
     assert right(verify(start))
     verdicts: Counter[str] = Counter()
@@ -164,7 +164,7 @@ def test_no_wrong_pipeline_of_an_odd_step_is_accepted(seed: int) -> None:
     while sum(verdicts.values()) < (10000 if EVERY else 60) // SEEDS:
         pipeline = a_pipeline(rng, lambda update: builder(rng, update, ON_STAGES), in_form, odd_step_of, any_change, 1)
         if pipeline is not None:
-            judged(lambda made=pipeline: made, verdicts, rng.randrange(2**32))  # type: ignore[misc]
+            judged(lambda made=pipeline: made, verdicts, rng.randrange(2**32))
     shown(f"odd steps, seed {seed}", verdicts)
     assert verdicts["accepted, right"] and verdicts["flow"]
 

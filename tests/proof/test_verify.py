@@ -193,21 +193,21 @@ OF_NO_UNITS = Gather((), ()), Stash((), ()), Reduce((), ()), AllReduce(()), Norm
         (Stash((0, 1), (0,)), r"2 units but 1 slots \(0,\)"),
         (Gather((0, 1), (3, 3)), r"slots \(3, 3\) name one slot twice"),
         (Norm((1, 1)), r"units \(1, 1\) name one unit twice"),
-        (Gather((0,), (2,), "rack"), "source 'rack': a gather reads from 'shard' or from 'node'"),  # type: ignore[arg-type]
-        (Compute("forward", 0, 0), "not an op of a program"),  # type: ignore[arg-type]
-        (Gather(0, 0), r"units 0: expected a tuple of ints, such as \(0,\)"),  # type: ignore[arg-type]
-        (Gather((0,), [0]), r"slots \[0\]: expected a tuple of ints"),  # type: ignore[arg-type]
-        (Reduce(("0",), (0,)), r"units \('0',\): expected a tuple of ints"),  # type: ignore[arg-type]
-        (Forward("embed", (0,), True), "visit 'embed': expected the number of a visit"),  # type: ignore[arg-type]
-        (Forward(0, (0,), 1), "keep 1: expected True or False"),  # type: ignore[arg-type]
+        (Gather((0,), (2,), "rack"), "source 'rack': a gather reads from 'shard' or from 'node'"),
+        (Compute("forward", 0, 0), "not an op of a program"),
+        (Gather(0, 0), r"units 0: expected a tuple of ints, such as \(0,\)"),
+        (Gather((0,), [0]), r"slots \[0\]: expected a tuple of ints"),
+        (Reduce(("0",), (0,)), r"units \('0',\): expected a tuple of ints"),
+        (Forward("embed", (0,), True), "visit 'embed': expected the number of a visit"),
+        (Forward(0, (0,), 1), "keep 1: expected True or False"),
         (Forward(0, (0,), True, carry_slot=0), "a kept graph holds what it was given; a carry slot is for"),
-        (Forward(0, (0,), False, carry_slot="0"), "carry_slot '0': expected the number of a carry slot"),  # type: ignore[arg-type]
-        (Fetch(0, None), "carry_slot None: expected the number of a carry slot"),  # type: ignore[arg-type]
+        (Forward(0, (0,), False, carry_slot="0"), "carry_slot '0': expected the number of a carry slot"),
+        (Fetch(0, None), "carry_slot None: expected the number of a carry slot"),
         (Offload(-1, 0), "there are visits 0 to 4"),
         (Gather((0,), (-1,)), r"slots \(-1,\): slots are numbered from 0"),
         (Backward(0, (0,), (-1,)), r"slots \(-1,\): slots are numbered from 0"),
         (Fetch(0, -1), "carry_slot -1: slots are numbered from 0"),
-        (Forward(0, (0,), True, "0"), "microbatch '0': expected the number of a microbatch"),  # type: ignore[arg-type]
+        (Forward(0, (0,), True, "0"), "microbatch '0': expected the number of a microbatch"),
         (Forward(0, (0,), True, early=(0, 1)), r"1 units but 2 slots \(0, 1\)"),
         *((op, "it names no unit; leave the op out") for op in OF_NO_UNITS),
     ],
@@ -679,13 +679,13 @@ def test_flow(edit: Edit, at: str | int, message: str) -> None:
     ("op", "message"),
     [
         (Send(3, 0), "there are flows 0 to 0"),
-        (Receive(0, None), "carry_slot None: expected the number of a carry slot"),  # type: ignore[arg-type]
-        (Send(0, 0, 0, 1), "back 1: expected True or False"),  # type: ignore[arg-type]
+        (Receive(0, None), "carry_slot None: expected the number of a carry slot"),
+        (Send(0, 0, 0, 1), "back 1: expected True or False"),
         (Backward(1, (1,), (1,), half="inputs"), r"0 units but 1 slots \(1,\)"),
         (Backward(1, (1,), (1,), half="weights"), r"0 units but 1 slots \(1,\)"),
-        (Backward(1, (), (1,), half="some"), "half 'some': expected 'both', 'inputs' or 'weights'"),  # type: ignore[arg-type]
+        (Backward(1, (), (1,), half="some"), "half 'some': expected 'both', 'inputs' or 'weights'"),
         (Forward(1, (1,), True, gives=(0, 0)), r"gives \(0, 0\): expected different carry slots, numbered from 0"),
-        (AllReduce((0,), "all"), "over 'all': gradients are summed over 'replicas' or over 'stages'"),  # type: ignore[arg-type]
+        (AllReduce((0,), "all"), "over 'all': gradients are summed over 'replicas' or over 'stages'"),
     ],
 )
 def test_the_form_of_what_stages_do(op: Op, message: str) -> None:

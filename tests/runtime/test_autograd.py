@@ -184,7 +184,7 @@ def closing(outside: Callable[[Any, Tensor], Tensor]) -> LossFn:
         x = ya.apply(embed, tree["embed"], data["tokens"])
         x, _ = ya.scan(layer, x, tree["layers"])
         factor = outside(tree, x)
-        return ya.apply(lambda w, x: (head(w, x, data["targets"]) * factor).sum(), tree["head"], x)  # type: ignore[no-any-return]
+        return ya.apply(lambda w, x: (head(w, x, data["targets"]) * factor).sum(), tree["head"], x)
 
     return total
 
@@ -265,7 +265,7 @@ def test_no_closure_at_all() -> None:
             return head(w, x * (lambda: inner)(), data["targets"])
 
         x = ya.apply(embed, tree["embed"], data["tokens"])
-        return ya.apply(block, tree["head"], x)  # type: ignore[no-any-return]
+        return ya.apply(block, tree["head"], x)
 
     now, expected = state(), plain()
     step, oracle = ya.train_step(total, TX), ya.train_step(total, TX)

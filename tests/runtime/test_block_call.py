@@ -87,7 +87,7 @@ def test_an_argument_that_passes_through() -> None:
     def total(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed, tree["embed"], data["tokens"])
         x, ys = ya.scan(lambda x, w: (x, (w["b"] * 2).sum()), x, tree["layers"])
-        return ya.apply(head, tree["head"], x, data["targets"]) + ys.square().sum()  # type: ignore[no-any-return]
+        return ya.apply(head, tree["head"], x, data["targets"]) + ys.square().sum()
 
     now, expected = state(), plain()
     step, oracle = ya.train_step(total, TX), ya.train_step(total, TX)
@@ -127,7 +127,7 @@ CARRIES: dict[str, tuple[Carry, str]] = {
 def scanning(f: Carry, **options: Any) -> LossFn:
     def total(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed, tree["embed"], data["tokens"])
-        return ya.scan(f, x, tree["layers"], **options)[0].sum()  # type: ignore[no-any-return]
+        return ya.scan(f, x, tree["layers"], **options)[0].sum()
 
     return total
 
@@ -155,7 +155,7 @@ def test_a_carry_names_the_leaf_that_changes(make: Callable[[], Any]) -> None:
     def total(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed, tree["embed"], data["tokens"])
         carry, _ = ya.scan(lambda c, w: ({**c, "b": c["b"][:, :1]}, None), {"a": x, "b": x}, tree["layers"])
-        return carry["a"].sum()  # type: ignore[no-any-return]
+        return carry["a"].sum()
 
     with pytest.raises(TypeError, match=r"the carry.b came in as torch.float32 \(4, 3, 5\) and left as .* \(4, 1, 5\)"):
         ya.train_step(total, TX)(make(), batch())
@@ -168,15 +168,13 @@ def nested(tree: Any, data: Any) -> Tensor:
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
         return x * ya.apply(lambda other: other["w"].sum(), tree["head"]), None
 
-    return ya.scan(block, x, tree["layers"])[0].sum()  # type: ignore[no-any-return]
+    return ya.scan(block, x, tree["layers"])[0].sum()
 
 
 def scan_inside(tree: Any, data: Any) -> Tensor:
     """A scan inside a block."""
     x = ya.apply(embed, tree["embed"], data["tokens"])
-    return ya.apply(  # type: ignore[no-any-return]
-        lambda w, x: head(w, ya.scan(layer, x, tree["layers"])[0], data["targets"]), tree["head"], x
-    )
+    return ya.apply(lambda w, x: head(w, ya.scan(layer, x, tree["layers"])[0], data["targets"]), tree["head"], x)
 
 
 def nesting(mesh: Any) -> None:
@@ -218,7 +216,7 @@ def catching(mesh: Any) -> None:
         x = ya.apply(embed, tree["embed"], data["tokens"])
         with contextlib.suppress(ZeroDivisionError):
             ya.apply(lambda w: 1 / 0, tree["head"])
-        return x.sum() if stops else ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+        return x.sum() if stops else ya.apply(head, tree["head"], x, data["targets"])
 
     for stops in (False, True):  # noqa: B007 (read by `total`)
         now = state(mesh)

@@ -16,7 +16,7 @@ from tests.harness.pool import Pool
 
 def skipping(tree: Any, data: Any) -> Tensor:
     """No layers."""
-    return ya.apply(head, tree["head"], ya.apply(embed, tree["embed"], data["tokens"]), data["targets"])  # type: ignore[no-any-return]
+    return ya.apply(head, tree["head"], ya.apply(embed, tree["embed"], data["tokens"]), data["targets"])
 
 
 def headless(tree: Any, data: Any) -> Tensor:
@@ -29,14 +29,14 @@ def longer(tree: Any, data: Any) -> Tensor:
 
 def backwards(tree: Any, data: Any) -> Tensor:
     x = ya.apply(embed, tree["embed"], data["tokens"])
-    return ya.apply(head, tree["head"], ya.scan(layer, x, tree["layers"], reverse=True)[0], data["targets"])  # type: ignore[no-any-return]
+    return ya.apply(head, tree["head"], ya.scan(layer, x, tree["layers"], reverse=True)[0], data["targets"])
 
 
 def together(tree: Any, data: Any) -> Tensor:
     """The same units in the same order, two of them in one visit."""
     x = ya.apply(embed, tree["embed"], data["tokens"])
     x, _ = ya.scan(layer, x, tree["layers"], unroll=2)
-    return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+    return ya.apply(head, tree["head"], x, data["targets"])
 
 
 def nothing(tree: Any, data: Any) -> Tensor:

@@ -220,7 +220,7 @@ def test_the_users_autocast_keeps_its_cache_or_has_none(enabled: bool) -> None:
 
     def cast() -> Any:
         """The node of the cast of their own weights."""
-        return torch.mm(torch.ones(2, 2), theirs).grad_fn.next_functions[1][0]  # type: ignore[union-attr]
+        return torch.mm(torch.ones(2, 2), theirs).grad_fn.next_functions[1][0]
 
     def watched(params: Model, data: Any) -> Any:
         mean = with_block(block)(params, data)

@@ -82,4 +82,4 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
 def program(trace: Trace, schedule: str) -> Program:
     """The program of `trace` on the mesh and with the optimizer that the schedule is for."""
     build, mesh, updates = SCHEDULES[schedule]
-    return build(on(trace, mesh, updates, parts=3 if "in parts" in schedule else 1))  # type: ignore[arg-type]
+    return build(on(trace, mesh, updates, parts=3 if "in parts" in schedule else 1))

@@ -27,5 +27,5 @@ def homes(order: str, stages: int) -> tuple[int, ...]:
 def whole(order: str, stages: int, microbatches: int, *, mesh: str = "ranks", updates: str = "never") -> Trace:
     """A step of uneven segments, with a skip connection from the first to the last where that is not the next."""
     places = homes(order, stages)
-    trace = on(model(2 * len(places) + 1, microbatches), mesh, updates)  # type: ignore[arg-type]
+    trace = on(model(2 * len(places) + 1, microbatches), mesh, updates)
     return cut(trace, places, ((0, len(places) - 1),) if len(places) > 2 else ())

@@ -76,14 +76,14 @@ def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None
     """The next step's first gathers take the place of this step's: with `update` there are as many."""
     factory, mesh, form = FORMS[name]
     for L, M in itertools.product((1, 2, 3, 4, 7), (1, 2, 3)):
-        trace = regular(L, M, mesh, update or "never")  # type: ignore[arg-type]
+        trace = regular(L, M, mesh, update or "never")
         program = verify(factory(update=bool(update))(trace))
         gathers, reductions = form(L, M)
         assert (program.count(Gather), program.count(Reduce)) == (gathers, reductions), (L, M)
         assert program.count(AllReduce) == (L + U if trace.replicas > 1 else 0)
         in_node = program.count(Gather, "node")
         if name.startswith("hpz"):
-            k, w = factory.args[0], max(2, factory.keywords["prefetch"] + 1)  # type: ignore[attr-defined]
+            k, w = factory.args[0], max(2, factory.keywords["prefetch"] + 1)
             assert in_node == M * max(0, min(k, L - w)) + (M - 1) * max(0, min(k, L) - w), (L, M)
             assert set(program.secondary_bytes().values()) <= {B // trace.local_ranks}
         sent, R, P, K = program.wire_bytes(), trace.ranks, trace.replicas, trace.local_ranks

@@ -147,7 +147,7 @@ def test_flows_between_any_segments_are_proved(seed: int) -> None:
     pairs = itertools.combinations(range(len(places)), 2)
     skips = [pair for pair in pairs if pair[1] - pair[0] > 1 and rng.random() < 0.4]
     sharding, _, when = rng.choice([how for how in SHARDINGS.values() if how[1] == "ranks"])
-    verify(FACTORIES[order](sharding)(cut(on(trace, "ranks", when), places, skips)))  # type: ignore[arg-type]
+    verify(FACTORIES[order](sharding)(cut(on(trace, "ranks", when), places, skips)))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -288,11 +288,11 @@ def test_bad_arguments() -> None:
     with pytest.raises(
         TypeError, match=r"sharding=zero2: that is the factory; call it: sharding=ya.schedules.zero2\(\)"
     ):
-        gpipe(zero2)  # type: ignore[arg-type]
+        gpipe(zero2)
     with pytest.raises(TypeError, match="sharding='zero2': expected a schedule"):
-        gpipe("zero2")  # type: ignore[arg-type]
+        gpipe("zero2")
     with pytest.raises(TypeError, match="sharding: expected a Program of the stage's trace, got NoneType"):
-        gpipe(lambda part: None)(trace)  # type: ignore[arg-type, return-value]
+        gpipe(lambda part: None)(trace)
     with pytest.raises(ValueError, match=r"remat.offload: a pipeline stage has several microbatches under way"):
         gpipe(zero3(remat=remat.offload()))(trace)
 

@@ -127,7 +127,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"remat.offload\(ahead=-1\): expected an integer >= 0"):
         remat.offload(ahead=-1)
     with pytest.raises(TypeError, match=r"remat.offload\(3\): expected a policy"):
-        remat.offload(3)  # type: ignore[arg-type]
+        remat.offload(3)
     with pytest.raises(TypeError, match=r"remat.offload\(recompute=.*: expected a policy"):
         remat.offload(recompute=remat.offload())
 

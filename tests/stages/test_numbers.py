@@ -59,7 +59,7 @@ def optimizers(_: Any, model: str, axes: dict[str, int], names: list[str]) -> No
         states = pair(MODELS[model](), tx, axes)
         same(states[0].opt_state, states[1].opt_state)
         for step in range(2):
-            states = tuple(state.apply_gradients(grads_of(state, step), tx) for state in states)  # type: ignore[assignment]
+            states = tuple(state.apply_gradients(grads_of(state, step), tx) for state in states)
         same(states[0].params, states[1].params, 1e-13, name)
         same(states[0].opt_state, states[1].opt_state, 1e-13, name)
 

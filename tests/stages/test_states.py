@@ -117,7 +117,7 @@ def refused(_: Any, axes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="unit 4 is in segment 7, the assignment has 2 segments"):
         ya.init(params, mesh=mesh, stages=Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1)))
     with pytest.raises(TypeError, match=r"expected an Assignment, as ya.schedules.assign makes"):
-        ya.init(params, mesh=mesh, stages=2)  # type: ignore[arg-type]
+        ya.init(params, mesh=mesh, stages=2)
     with pytest.raises(ya.errors.RanksDisagree, match="stages differs"):
         one, other = scattered(5, 2), Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)

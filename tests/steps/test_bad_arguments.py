@@ -54,7 +54,7 @@ OTHERS: list[Case] = [
     (ValueError, "microbatches=0", raises(base_loss, microbatches=0)),
     (TypeError, "expected a function from a trace", raises(base_loss, schedule="zero3")),
     (ValueError, r"zero3\(prefetch=-1\)", lambda *_: zero3(prefetch=-1)),
-    (ValueError, r"zero3\(resident=1.5\)", lambda *_: zero3(resident=1.5)),  # type: ignore[arg-type]
+    (ValueError, r"zero3\(resident=1.5\)", lambda *_: zero3(resident=1.5)),
     (ValueError, r"zero2\(prefetch=-1\)", lambda *_: zero2(prefetch=-1)),
     (ValueError, r"first\(-1\)", lambda *_: ya.schedules.remat.first(-1)),
     (ValueError, r"every\(0\)", lambda *_: ya.schedules.remat.every(0)),

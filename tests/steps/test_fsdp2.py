@@ -221,7 +221,7 @@ def recorded(module: Model, tokens: Tensor, targets: Tensor) -> tuple[list[Event
         mock.patch(f"{INSIDE}.foreach_reduce", noted("Reduce", group.foreach_reduce)),
     ):
         for rows in zip(tokens.chunk(M), targets.chunk(M), strict=True):
-            loss_of(module(rows[0]), rows[1]).backward()  # type: ignore[no-untyped-call]
+            loss_of(module(rows[0]), rows[1]).backward()
     return found, frozenset(freed), most
 
 
@@ -242,7 +242,7 @@ def test_what_is_refused() -> None:
         ya.schedules.fsdp2(Model())
     for wrong in ({"prefetch": -1}, {"prefetch": "2"}, {"reshard_after_forward": None}, {"wrap": "none"}):
         with pytest.raises(ValueError, match=r"fsdp2\((reshard_after_forward|wrap)="):
-            ya.schedules.fsdp2(**wrong)  # type: ignore[arg-type]
+            ya.schedules.fsdp2(**wrong)
     tokens = torch.zeros(2, 2, dtype=torch.int64)
     params, model = ya.functionalize(Model(), "layers")
     trace = ya.planner.trace(lambda p, b: model(p, b).sum(), params, tokens, ranks=4)

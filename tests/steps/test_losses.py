@@ -34,7 +34,7 @@ def gradient_only(tree: Any, data: Any) -> Tensor:
         return value + (value.detach() - value).clamp(0, 0).add(0 * value).abs().sqrt() if data["bad"] else value
 
     x, _ = ya.scan(layer, x, tree["layers"])
-    return ya.apply(block, tree["head"], x)  # type: ignore[no-any-return]
+    return ya.apply(block, tree["head"], x)
 
 
 BAD: dict[str, LossFn] = {
@@ -207,7 +207,7 @@ def test_wrong_divisions_of_a_batch() -> None:
         with pytest.raises(ValueError, match=rf"microbatches={number}: expected .* at least 1|>= 1"):
             ya.train_step(loss, TX, microbatches=number)
     with pytest.raises((TypeError, ValueError), match=r"microbatches=2.0: expected an integer"):
-        ya.train_step(loss, TX, microbatches=2.0)  # type: ignore[arg-type]
+        ya.train_step(loss, TX, microbatches=2.0)
     mesh = ya.mesh(device="cpu")
     assert ya.shard_batch(batch(), mesh)["tokens"].shape == (4, 3)
 
@@ -241,11 +241,11 @@ def test_arguments_of_steps() -> None:
     with pytest.raises(TypeError, match="train_step takes a ShardedState or a PlainState, got dict"):
         ya.train_step(loss, TX)(now.params, batch())
     with pytest.raises(TypeError, match=r"schedule: expected a function .* or a Program, got 'zero3'"):
-        ya.train_step(loss, TX, schedule="zero3")  # type: ignore[arg-type]
+        ya.train_step(loss, TX, schedule="zero3")
     with pytest.raises(TypeError, match=r"schedule.*zero3\(\)"):  # the call forgotten
-        ya.train_step(loss, TX, schedule=ya.schedules.zero3)(now, batch())  # type: ignore[arg-type]
+        ya.train_step(loss, TX, schedule=ya.schedules.zero3)(now, batch())
     with pytest.raises(TypeError, match="the schedule returned NoneType, expected a Program"):
-        ya.train_step(loss, TX, schedule=lambda trace: None)(state(), batch())  # type: ignore[arg-type, return-value]
+        ya.train_step(loss, TX, schedule=lambda trace: None)(state(), batch())
     for factory in (ya.schedules.zero3, ya.schedules.zero2):
         with pytest.raises(ValueError, match=rf"{factory.__name__}\(prefetch=-1\): expected an integer >= 0"):
             factory(prefetch=-1)

@@ -222,10 +222,10 @@ class NoisyBackward(torch.autograd.Function):
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_a_backward_draws_by_step_and_microbatch(remat: str) -> None:
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        return dropout_block(NoisyBackward.apply(x), w)  # type: ignore[no-untyped-call]
+        return dropout_block(NoisyBackward.apply(x), w)
 
     def loss(params: Params, batch: Batch) -> ya.Mean:
-        x = NoisyBackward.apply(ya.apply(embed, params.embed, batch["tokens"]))  # type: ignore[no-untyped-call]
+        x = NoisyBackward.apply(ya.apply(embed, params.embed, batch["tokens"]))
         x, _ = ya.scan(block, x, params.layers)
         mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
         return mean

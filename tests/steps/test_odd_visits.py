@@ -218,7 +218,7 @@ def depths(mesh: Any) -> None:
         compare(metrics["loss"], expected["loss"], 1e-12, f"loss of step {number}, depth {depth}")
         compare(ya.unshard(state.params), alone.params, 1e-9, f"step {number}, depth {depth}")
     assert [len(trace.visits) for trace in traces] == [7, 3, 5]
-    assert [steps[depth].program(state).trace.visits for depth in (5, 1, 3)] == [trace.visits for trace in traces]  # type: ignore[union-attr]
+    assert [steps[depth].program(state).trace.visits for depth in (5, 1, 3)] == [trace.visits for trace in traces]
 
 
 @WORLDS
@@ -227,8 +227,8 @@ def test_a_depth_may_vary_from_step_to_step(pools: dict[int, Pool], world: int) 
 
 
 ODD = {
-    "nested": Problem(nested_params, nested_loss),  # type: ignore[arg-type]
-    "flat": Problem(flat_params, flat_loss),  # type: ignore[arg-type]
+    "nested": Problem(nested_params, nested_loss),
+    "flat": Problem(flat_params, flat_loss),
     "odd": Problem(base_params, odd_loss),
     "identity": Problem(base_params, identity_loss),
     "recurrent": Problem(base_params, recurrent_loss),

@@ -43,7 +43,7 @@ def with_item(tree: Any, data: Any) -> Tensor:
         return layer(x, w)[0] * (1.0 if x.isfinite().all() else 0.0), None
 
     x, _ = ya.scan(reading, x, tree["layers"])
-    return scale * ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+    return scale * ya.apply(head, tree["head"], x, data["targets"])
 
 
 def with_mask(tree: Any, data: Any) -> Tensor:
@@ -51,7 +51,7 @@ def with_mask(tree: Any, data: Any) -> Tensor:
     x = ya.apply(embed, tree["embed"], data["tokens"])
     keep = data["tokens"][:, 0] >= 0
     x, _ = ya.scan(layer, x[keep], tree["layers"])
-    return ya.apply(head, tree["head"], x, data["targets"][keep])  # type: ignore[no-any-return]
+    return ya.apply(head, tree["head"], x, data["targets"][keep])
 
 
 def mixture(tree: Any, data: Any) -> Tensor:
@@ -68,7 +68,7 @@ def mixture(tree: Any, data: Any) -> Tensor:
 
     x = ya.apply(embed, tree["embed"], data["tokens"])
     x, _ = ya.scan(routed, x, tree["layers"])
-    return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+    return ya.apply(head, tree["head"], x, data["targets"])
 
 
 def tabled(table: Table, *, in_block: bool) -> LossFn:
@@ -78,7 +78,7 @@ def tabled(table: Table, *, in_block: bool) -> LossFn:
     def total(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed, tree["embed"], data["tokens"])
         x, _ = ya.scan(body if in_block else layer, x, tree["layers"])
-        return ya.apply(head, tree["head"], x * table(x.shape[-1]), data["targets"])  # type: ignore[no-any-return]
+        return ya.apply(head, tree["head"], x * table(x.shape[-1]), data["targets"])
 
     return total
 
@@ -88,7 +88,7 @@ def without_grad(tree: Any, data: Any) -> Tensor:
     with torch.no_grad():
         x = ya.apply(embed, tree["embed"], data["tokens"])
         x, _ = ya.scan(layer, x, tree["layers"])
-    return loss(tree, data) * (1 + x.square().mean())  # type: ignore[no-any-return]
+    return loss(tree, data) * (1 + x.square().mean())
 
 
 LOSSES: dict[str, Callable[[], LossFn]] = {
@@ -143,7 +143,7 @@ def test_a_table_from_a_trace_is_refused_by_name(in_block: bool) -> None:
     for use in (step, ya.eval_step(total), ya.train_step(total, TX).lower):
         with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) .* made while the loss was traced .* cache"):
             use(now, batch())
-    table.cache_clear()  # type: ignore[attr-defined]
+    table.cache_clear()
     now, _ = step(now, batch())
     step.lower(now, batch())  # the program's; and a trace takes the real table
     ya.train_step(total, TX).lower(now, batch())
@@ -169,7 +169,7 @@ def test_the_loss_runs_once_more_with_the_same_random_numbers() -> None:
         numbers.append(x.detach().sum().item())
         x, _ = ya.scan(layer, x, tree["layers"])
         drawn.append(tuple(numbers))
-        return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+        return ya.apply(head, tree["head"], x, data["targets"])
 
     step, now = ya.train_step(noisy, TX), state()
     before = torch.get_rng_state()
@@ -195,7 +195,7 @@ def test_no_outputs_are_kept_while_a_call_is_recorded() -> None:
     def total(tree: Any, data: Any) -> Tensor:
         x = ya.apply(embed, tree["embed"], data["tokens"])
         x, _ = ya.scan(counting, x, tree["layers"])
-        return ya.apply(head, tree["head"], x, data["targets"])  # type: ignore[no-any-return]
+        return ya.apply(head, tree["head"], x, data["targets"])
 
     gc.disable()
     try:
@@ -258,7 +258,7 @@ def test_a_recording_is_closed() -> None:
         kept.append(tree)
         if len(kept) == 1:
             raise OSError("planned")
-        return loss(tree, data)  # type: ignore[no-any-return]
+        return loss(tree, data)
 
     step, now = ya.train_step(keeping, TX), state()
     with pytest.raises(OSError, match="planned"):
@@ -274,7 +274,7 @@ def test_a_recorded_block_that_writes_into_its_weights_is_refused(grad: bool) ->
     def total(tree: Any, data: Any) -> Tensor:
         with torch.set_grad_enabled(grad):
             ya.apply(lambda w: w["w"].mul_(2.0).sum(), tree["head"])
-        return loss(tree, data)  # type: ignore[no-any-return]
+        return loss(tree, data)
 
     with pytest.raises(RuntimeError, match="head: the block writes into its weights in place"):
         ya.train_step(total, TX)(state(), batch())
@@ -284,13 +284,13 @@ def test_a_recorded_block_that_writes_into_its_weights_is_refused(grad: bool) ->
 
 
 def regularised(tree: Any, data: Any) -> Tensor:
-    return loss(tree, data) + tree["head"].leaves[0].square().sum()  # type: ignore[no-any-return]
+    return loss(tree, data) + tree["head"].leaves[0].square().sum()
 
 
 def teaching(tree: Any, data: Any) -> Tensor:
     with torch.no_grad():
         ya.apply(lambda w: w["w"].sum(), tree["head"])
-    return loss(tree, data)  # type: ignore[no-any-return]
+    return loss(tree, data)
 
 
 def with_aux(tree: Any, data: Any, aux: Any) -> Any:
@@ -301,7 +301,7 @@ OTHERS: dict[str, tuple[LossFn, str, bool]] = {
     "regularised": (regularised, "leaves read outside visits", False),
     "without grad": (teaching, "forward of head (without grad, microbatch 0, step 0)", False),
     "aux": (
-        functools.partial(with_aux, aux={"a": torch.ones(3)}),  # type: ignore[dict-item]
+        functools.partial(with_aux, aux={"a": torch.ones(3)}),
         "what the function returns",
         True,
     ),

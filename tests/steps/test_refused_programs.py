@@ -166,7 +166,7 @@ def replaced(kind: type[Any], **fields: Any) -> Mutation:
 
     def mutation(ops: list[Op]) -> list[Op]:
         index = next(k for k, op in enumerate(ops) if isinstance(op, kind))
-        return [*ops[:index], ops[index]._replace(**fields), *ops[index + 1 :]]  # type: ignore[call-arg]
+        return [*ops[:index], ops[index]._replace(**fields), *ops[index + 1 :]]
 
     return mutation
 
@@ -179,7 +179,7 @@ FORM: dict[str, tuple[Mutation, str]] = {
     "no slot": (replaced(Forward, slots=()), r"op \d+ \(forward embed.*\): .*1 units? but 0 slots"),
     "no gradient slot": (replaced(Backward, grad_slots=()), r"op \d+ \(backward head.*\): .*1 units? but 0 slots"),
     "one slot twice": (replaced(Gather, units=(0, 1), slots=(2, 2)), r"op 0 .*slots \(2, 2\) name one slot twice"),
-    "no op": (lambda ops: [*ops, "gather embed"], r"op \d+ \('gather embed'\).*not an op"),  # type: ignore[list-item]
+    "no op": (lambda ops: [*ops, "gather embed"], r"op \d+ \('gather embed'\).*not an op"),
     "an unknown source": (replaced(Gather, source="disk"), r"op 0 .*source 'disk'"),
     "an update of nobody": (lambda ops: [*ops, ya.schedules.Update((99,))], r"op \d+ .*the trace has units 0 to 4"),
 }

@@ -58,11 +58,11 @@ def pauses(mesh: Any, pipes: dict[str, Path]) -> dict[str, str]:
     for name, pipe in pipes.items():
         with printed(pipe if ranks.rank == 0 else None) as said:
             if ranks.rank == LAST and name in PAUSES:
-                ranks.fault.event = paused(PAUSES[name], pipe)  # type: ignore[method-assign]
+                ranks.fault.event = paused(PAUSES[name], pipe)
             elif ranks.rank == LAST:
                 in_python(pipe)
             ranks.take(ranks.step)
-            ranks.fault.event = lambda what: None  # type: ignore[method-assign]
+            ranks.fault.event = lambda what: None
         found[name] = said.getvalue()
     return {**found, "cost": str(cost(communicators(ranks.mesh).watchdog))}
 

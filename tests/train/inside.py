@@ -96,7 +96,7 @@ def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook
         read.append(["".join(map(chr, row.tolist())) for row in batch["tokens"]])
         return batch
 
-    patch.setitem(models.CONFIGS, "tiny", TINY)  # type: ignore[arg-type]
+    patch.setitem(models.CONFIGS, "tiny", TINY)
     patch.setattr(Reader, "next", next_of)
     error = ""
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):

@@ -23,5 +23,5 @@ def signalling(push: Callable[..., None], number: signal.Signals, at: int) -> Ca
 
 if __name__ == "__main__":
     name, step, *argv = sys.argv[1:]
-    Meter.push = signalling(Meter.push, signal.Signals[name], int(step))  # type: ignore[method-assign]
+    Meter.push = signalling(Meter.push, signal.Signals[name], int(step))
     sys.exit(command.main(argv))

@@ -191,7 +191,7 @@ class Quiet(Talks):
 
 def test_few_rows_are_held_out_as_one_batch() -> None:
     config = Tuning(eval_every=1, data=Chats(batch=4))
-    seen = loop.Evaluation(config, lambda *_: None, Numbered("r", 3), Place(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
+    seen = loop.Evaluation(config, lambda *_: None, Numbered("r", 3), Place(0, 1, torch.device("cpu")))
     (batch,) = [batch for batch, _ in itertools.islice(seen._read(), seen._batches)]
     assert sorted(batch["tokens"][:, 1].tolist()) == [0, 1, 2]
 

@@ -170,7 +170,7 @@ def test_memory(in_child: InChild) -> None:
 def of_order(folder: str) -> tuple[dict[str, Any], Timeline]:
     kept: list[Timeline] = []
     compared = order.compared
-    order.compared = lambda one, two: compared(kept.append(one) or one, two)  # type: ignore[func-returns-value]
+    order.compared = lambda one, two: compared(kept.append(one) or one, two)
     return last(order.run, dataclasses.replace(CPU, pictures=folder)), kept[0]
 
 

@@ -36,7 +36,7 @@ class Clock:
 
     def Condition(self) -> threading.Condition:
         condition = threading.Condition()
-        condition.wait = self.passes  # type: ignore[assignment,method-assign]
+        condition.wait = self.passes
         return condition
 
 

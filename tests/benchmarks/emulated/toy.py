@@ -61,7 +61,7 @@ class Loss:
         self.seconds = seconds
 
     def _matmul(self, w: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(Sleep.apply(x, self.seconds, 2 * self.seconds) @ w)  # type: ignore[no-untyped-call]
+        return torch.tanh(Sleep.apply(x, self.seconds, 2 * self.seconds) @ w)
 
     def _block(self, x: Tensor, w: Tensor) -> tuple[Tensor, None]:
         return x + self._matmul(w, x), None

@@ -84,7 +84,7 @@ def test_recomputation_fp8_and_traffic_cost_what_they_should() -> None:
     assert 0.65 * plain < again < 0.9 * plain
     assert plain < fp8 < 2 * plain
     program = steps.program(SMALL, 1)
-    moved = sum(op.nbytes for op in program.ops if isinstance(op, Copy) and op.stream == "compute")  # type: ignore[unreachable]
+    moved = sum(op.nbytes for op in program.ops if isinstance(op, Copy) and op.stream == "compute")
     elements = sum(program.trace.units[unit].numel for visit in program.trace.visits for unit in visit.trained)
     assert moved == pytest.approx((4 + steps.TRAFFIC) * elements, rel=1e-3)  # of each backward
 

@@ -36,7 +36,7 @@ def small(mesh: object = FLAT, microbatches: int = 1, **precision: torch.dtype) 
         llama.loss(CONFIG),
         llama.params(CONFIG),
         {"tokens": tokens, "targets": tokens},
-        mesh=mesh,  # type: ignore[arg-type]
+        mesh=mesh,
         precision=ya.Precision(compute=torch.bfloat16, **precision),
         microbatches=microbatches,
         tx=ya.optim.adamw(1e-3),
@@ -59,13 +59,13 @@ def copies(program: Program, stream: str) -> list[Copy]:
 @pytest.mark.parametrize("mesh", [FLAT, (("replicate", 2), ("shard", 8))], ids=["shards", "replicas"])
 @pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.first(2)], ids=["keep", "recompute"])
 def test_without_copies_a_peer_is_a_correct_program(
-    peer: Callable[..., Schedule], microbatches: int, mesh: object, remat: ya.Remat
+    peer: Callable[..., Schedule], microbatches: int, mesh: object, remat: object
 ) -> None:
     program = peer(remat=remat)(small(mesh, microbatches))
     verify(without_copies(program))
     assert program.count(Reduce) == microbatches * (L + U)
     assert program.count(AllReduce) == (0 if mesh == FLAT else L + U)
-    kept = [op for op in program.ops if type(op).__name__ == "Forward" and not op.keep]  # type: ignore[union-attr]
+    kept = [op for op in program.ops if type(op).__name__ == "Forward" and not op.keep]
     assert len(kept) == microbatches * (0 if remat is ya.schedules.remat.none else 2)
 
 

@@ -104,7 +104,7 @@ class Generator(torch.Generator):
 
     def __init__(self, device: Any = "cpu") -> None: ...
 
-    device = property(lambda self: self.where)  # type: ignore[assignment]
+    device = property(lambda self: self.where)
 
 
 @contextlib.contextmanager

@@ -85,7 +85,7 @@ class NcclGroup(EmulatedGroup):
     def _run(self, name: str, phases: Any, work: Any, outs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
         if any(isinstance(x, CudaTensor) for x in (*outs, *inputs)) and len(self._members) > 1:
             self._launch(name, tuple(self._members))
-        return super()._run(name, phases, work, outs, inputs, opts)  # type: ignore[no-any-return]
+        return super()._run(name, phases, work, outs, inputs, opts)
 
     def alltoall(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
         """Zeros, of other lengths than what is sent."""

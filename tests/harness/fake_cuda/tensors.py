@@ -53,6 +53,7 @@ class Device:
         self.tape: Any = None
         self.syncs: list[str] = []
         self.pinned: set[int] = set()
+        self._lock = threading.RLock()  # of memory: threads of streams and watchdogs look, too
         self._alive: dict[int, StorageWeakRef] = {}
         self._bases: dict[int, tuple[int, int, int]] = {}  # storage -> its address, block and stream
         self._owners: dict[int, int] = {}  # address -> storage
@@ -105,29 +106,31 @@ class Device:
 
     def made(self, host: Tensor, stream: int | None = None) -> None:
         """`host` is new memory, of the current stream; in a capture, of the graph, and nobody had it before."""
-        key = address(host)
-        if key not in self._alive:
-            self._alive[key] = StorageWeakRef(host.untyped_storage())
-            owner = self.stream if stream is None else stream
-            block = -(-host.untyped_storage().nbytes() // PAGE)
-            free = self._blocks.setdefault((owner, block), [])
-            if not free:
-                free.append(self._end)
-                self._end += PAGE * max(1, block)
-            self._bases[key] = base, *_ = free.pop(), block, owner
-            self._owners[base] = key
-            if self.tape is None:
-                self.log.add("make", self.stream if stream is None else stream, key)
+        with self._lock:
+            key = address(host)
+            if key not in self._alive:
+                self._alive[key] = StorageWeakRef(host.untyped_storage())
+                owner = self.stream if stream is None else stream
+                block = -(-host.untyped_storage().nbytes() // PAGE)
+                free = self._blocks.setdefault((owner, block), [])
+                if not free:
+                    free.append(self._end)
+                    self._end += PAGE * max(1, block)
+                self._bases[key] = base, *_ = free.pop(), block, owner
+                self._owners[base] = key
+                if self.tape is None:
+                    self.log.add("make", self.stream if stream is None else stream, key)
 
     def look(self) -> None:
         """Tells the log of what has been freed; before anything else is said to it."""
-        gone = [key for key, storage in self._alive.items() if storage.expired()]
-        for key in gone:
-            del self._alive[key]
-            base, block, stream = self._bases.pop(key)
-            del self._owners[base]
-            self._blocks[stream, block].append(base)
-            self.log.add("free", HOST, key)
+        with self._lock:
+            gone = [key for key, storage in self._alive.items() if storage.expired()]
+            for key in gone:
+                del self._alive[key]
+                base, block, stream = self._bases.pop(key)
+                del self._owners[base]
+                self._blocks[stream, block].append(base)
+                self.log.add("free", HOST, key)
 
     def base(self, host: Tensor) -> int:
         """The address of a tensor's storage."""
@@ -191,8 +194,8 @@ class CudaTensor(Tensor):
         DEVICE.made(host)
         return made
 
-    device = property(lambda self: CUDA)  # type: ignore[assignment]
-    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.host.untyped_storage()

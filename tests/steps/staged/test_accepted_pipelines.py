@@ -114,7 +114,7 @@ class Case(NamedTuple):
         trace = ya.planner.trace(self.loss, params, batch, precision=F64)
         trace = trace._replace(visits=tuple(v._replace(cost=Cost()) for v in trace.visits))
         _, per_stage, shape = ORDERS[self.order]
-        found = ya.schedules.assign(trace, self.stages, per_stage=per_stage, shape=shape)  # type: ignore[arg-type]
+        found = ya.schedules.assign(trace, self.stages, per_stage=per_stage, shape=shape)
         units = list(found.units)
         if self.spare is not None:
             units[-1] = (found.homes.index(self.spare),)

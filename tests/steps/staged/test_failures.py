@@ -73,7 +73,7 @@ def pauses(_: Any, pause: Path) -> str:
             left.pop().open().close()
 
     if ranks.rank == LAST:
-        ranks.fault.event = event  # type: ignore[method-assign]
+        ranks.fault.event = event
     if ranks.rank == 0:
         return ranks.see(pause).printed
     ranks.take()

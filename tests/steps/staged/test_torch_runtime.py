@@ -168,7 +168,7 @@ def plain(segments: int, ranks: int, microbatches: int) -> tuple[list[dict[str, 
             for segment in whole:
                 x = segment(x)
             loss = loss_of(x, target) / (microbatches * ranks)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += ranks * loss.item()
         losses.append(total)
     return [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in whole], losses
@@ -192,7 +192,7 @@ def check(_: Any, ranks: int, cases: list[Case]) -> None:
         group = mesh["stage"].get_group()
         stages = [PipelineStage(own[n], n, len(places), torch.device("cpu"), group=group) for n in own]
         divided = {"loss_fn": lambda x, t, m=microbatches: loss_of(x, t) / m, "scale_grads": False}
-        schedule = _PipelineScheduleRuntime(stages, microbatches, **divided)  # type: ignore[no-untyped-call]
+        schedule = _PipelineScheduleRuntime(stages, microbatches, **divided)
         schedule._load_csv(path, of)
         x, target = batch_of(shard, microbatches)
         losses: list[Tensor] = []

@@ -60,7 +60,7 @@ def said(chat: Chat, decode: Any, messages: Messages = TALK) -> str:
 def test_bytes_have_a_turn_for_each_role() -> None:
     chat = ByteChat()
     assert bytes(chat.encode(TALK).tokens) == b"\1Be short.\0\2One?\0\3Yes, one.\0\2Two?\0\3No.\0"
-    assert said(chat, bytes) == b"Yes, one.\0No.\0"  # type: ignore[comparison-overlap]
+    assert said(chat, bytes) == b"Yes, one.\0No.\0"
     assert bytes(chat.prompt(TALK[1:2])) == b"\2One?\0\3" and chat.stops == {0}
     with pytest.raises(ConfigError, match=r"role 'tool': conversations in bytes have system, user, assistant"):
         chat.encode([{"role": "tool", "content": "x"}])

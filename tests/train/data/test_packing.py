@@ -46,7 +46,7 @@ def test_tokens_are_made_once_for_each_content(tmp_path: Path) -> None:
     class Counted(Bytes):
         calls = 0
 
-        def encode(self, found):  # type: ignore[no-untyped-def]
+        def encode(self, found):
             self.calls += 1
             return super().encode(found)
 

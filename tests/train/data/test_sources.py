@@ -99,7 +99,7 @@ def test_a_stream_and_a_store_hold_out_the_same_documents(tmp_path: Path) -> Non
     stored, streamed = opened(tmp_path, **settings), opened(tmp_path, streaming=True, **settings)
     assert streamed[1].describe().startswith("4 rows of a stream of ")
     first = epoch(stored[1])
-    assert set(text_of([streamed[1].row(i) for i in range(4)]).split("\0")[:-1]) <= first  # type: ignore[attr-defined]
+    assert set(text_of([streamed[1].row(i) for i in range(4)]).split("\0")[:-1]) <= first
     with pytest.raises(ConfigError, match=r"held-out text: .*: only \d rows?: an evaluation needs 5;"):
         streamed[1].require(5, "an evaluation")
     assert {each[0].fingerprint() for each in (stored, streamed)} != {stored[0].fingerprint()}
@@ -195,7 +195,7 @@ def test_a_tokenizer_that_was_learnt_reads_any_text(bpe: Path, tmp_path: Path) -
     assert setup.vocabulary("debug", 0, learnt) % 64 == 0 <= setup.vocabulary("debug", 0, learnt) - learnt.vocab < 64
     assert setup.vocabulary("debug", 0, Bytes()) == 256 and setup.model_config("debug", 512).vocab == 512
     training, _ = opened(tmp_path, files=(f"{bpe}/*.txt",), tokenizer=str(bpe / "bpe"), packing="documents")
-    assert int(max(row["tokens"].max() for row in map(training.row, range(3)))) < learnt.vocab  # type: ignore[attr-defined]
+    assert int(max(row["tokens"].max() for row in map(training.row, range(3)))) < learnt.vocab
     bare = tokenizers.load(str(bpe / "bpe" / "tokenizer.json"))
     assert bare.end == learnt.end and bare.encode(["a text"])[0].tolist() == learnt.encode(["a text"])[0].tolist()
 

@@ -37,7 +37,7 @@ def folder(learnt: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_code_beside_a_tokenizer_never_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str):  # type: ignore[no-untyped-def]
+def test_code_beside_a_tokenizer_never_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str):
     planted = {"AutoTokenizer": ["theirs.Theirs", None], "AutoConfig": "theirs.Theirs"}
     path = folder / file
     values = json.loads(path.read_text()) if path.exists() else {"model_type": "theirs"}

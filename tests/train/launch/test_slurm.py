@@ -164,11 +164,11 @@ def test_an_agent_that_is_told_to_end_waits_as_long_as_it_was_told(monkeypatch: 
     monkeypatch.setattr(PContext, "close", lambda context, number, timeout: waited.append((number, timeout)))
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "270")
     slurm.waits_as_told()
-    PContext.close(None)  # type: ignore[arg-type]  # a rank has failed, and the others are to begin again
+    PContext.close(None)  # a rank has failed, and the others are to begin again
     try:
         raise SignalException("told to end", signal.SIGTERM)
     except SignalException as told:
-        PContext.close(None, told.sigval)  # type: ignore[arg-type]
+        PContext.close(None, told.sigval)
     assert waited == [(None, 30), (signal.SIGTERM, 270)]
 
 
