@@ -150,14 +150,15 @@ class Destination:
         return True
 
     @staticmethod
-    def _in_one(factors: torch.dtype, view: Tensor) -> bool:
-        return factors == view.dtype or multiplies_wider(factors, view.dtype, view.device.type)
+    def _wider(factors: torch.dtype, view: Tensor) -> bool:
+        """Returns whether one kernel multiplies `factors` of another dtype into `view`."""
+        return multiplies_wider(factors, view.dtype, view.device.type)
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""
         view = self.view
         assert view is not None
-        if self._in_one(a.dtype, view):
+        if a.dtype == view.dtype or self._wider(a.dtype, view):
             how: dict[str, Any] = {} if view.dtype == a.dtype else {"out_dtype": view.dtype}
             if self.state == "written":
                 torch.addmm(view, a, b, out=view, **how)

@@ -496,13 +496,19 @@ def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> None:
                     found.offer(view)
 
 
-def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], smooth: Sequence[bool]) -> list[Tensor]:
-    """Returns the token and tensors as the outputs of a node, of which those that are not smooth are constants. Its
-    backward gets None for those that the loss does not use."""
+def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], depends: bool | None = None) -> list[Tensor]:
+    """Returns the token and tensors as the outputs of a node. Its backward gets None for those that the loss does not
+    use.
+
+    depends: whether they have gradients, as far as their dtype has; None: those that require grad
+    """
     ctx.set_materialize_grads(False)
     outs, constants = [token.detach()], []
-    for tensor, varies in zip(tensors, smooth, strict=True):  # on the way of every visit: no further calls
+    for tensor in tensors:  # on the way of every visit: no further calls
         outs.append(tensor.detach())
+        varies = tensor.requires_grad
+        if depends is not None:
+            varies = depends and (tensor.is_floating_point() or tensor.is_complex())
         if not varies:
             constants.append(outs[-1])
     ctx.mark_non_differentiable(*constants)
@@ -517,7 +523,7 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
         ctx: Any, running: Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.opens, ctx.arguments = running, len(arguments)
-        return *_passed_on(ctx, token, arguments, [x.requires_grad for x in arguments]), *weights
+        return *_passed_on(ctx, token, arguments), *weights
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -533,7 +539,7 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, running: Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
         ctx.closes = running
-        return tuple(_passed_on(ctx, token, outs, [x.requires_grad for x in outs]))
+        return tuple(_passed_on(ctx, token, outs))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -557,8 +563,7 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         ctx.running = running
         ctx.save_for_backward(*saved)
         depends = bool(running.visit.trained) or any(ctx.needs_input_grad[3:])
-        smooth = [depends and (out.is_floating_point() or out.is_complex()) for out in outs]
-        return tuple(_passed_on(ctx, token, outs, smooth))
+        return tuple(_passed_on(ctx, token, outs, depends))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
