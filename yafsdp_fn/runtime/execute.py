@@ -22,7 +22,7 @@ from yafsdp_fn.dist import flat
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.dist.watchdog import RankPosition
-from yafsdp_fn.nn.linear import GradViews, Later, Place
+from yafsdp_fn.nn.linear import GradViews, Place
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import (
@@ -49,7 +49,7 @@ from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, acquire, fills_of
-from yafsdp_fn.runtime.visit import BlockCall, Running
+from yafsdp_fn.runtime.visit import BlockCall, Later, Running
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.watchdog import RankPosition
-from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward, kind_of
@@ -32,7 +31,7 @@ from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
-from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.runtime.visit import BlockCall, Later
 from yafsdp_fn.util.torch_private import asks_for_values
 
 
