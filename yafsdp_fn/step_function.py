@@ -317,6 +317,7 @@ class Calls:
         last = max((at for at, call in enumerate(calls) if call.kind == "forward"), default=-1)
         for at, call in enumerate(calls):
             if call.kind == "weights":
+                assert isinstance(session, StageSession)
                 session.weights(call)
             elif call.kind != "forward":
                 self._backward(call)

@@ -299,6 +299,10 @@ class Session(Visits):
         running = Running(self, call, self.new_visit(call.name, call.units))
         return call.outputs(running.forward() if self.differentiates else running.evaluated())
 
+    def named(self, call: Call) -> str:
+        """Names a call, for errors."""
+        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
+
     def later_half(self, visit: Visit, microbatch: int) -> Later:
         """Returns where the first half of a visit's backward leaves what the second is to do."""
         raise NotImplementedError("backwards in halves are of stages")
@@ -638,5 +642,5 @@ WORKS: dict[type[Any], Callable[[Session, Any], Work | None]] = {
     AllReduce: Session._all_reduce,
     Exchange: Session._exchange,
 }
-"""Kind of op -> its work. Unbound functions: a cycle through the interpreter would keep a step's memory until the
+"""Kind of op -> its work. Unbound functions: a cycle through the session would keep a step's memory until the
 garbage collector runs."""

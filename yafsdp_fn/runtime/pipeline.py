@@ -87,9 +87,6 @@ class StageSession(Session):
                 self.slots.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
         self.follow()
 
-    def named(self, call: Call) -> str:
-        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
-
     def abort(self, error: BaseException) -> None:
         self.segment = None
         super().abort(error)

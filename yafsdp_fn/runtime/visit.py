@@ -22,7 +22,7 @@ from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
-from yafsdp_fn.runtime.protocols import Outs
+from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.util.randomness import Replay, next_visit_seed
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, transforms_active
@@ -594,7 +594,8 @@ class Running:
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
         if self._later is not None:
             return self._differentiate(self._again(op, tensors, needs), grads)
-        if (replays := self.session.replays) is not None:
+        replays: Replays | None = self.session.replays
+        if replays is not None:
             return replays.gradients(self, op, self._places, tensors, needs, grads)
         return self.gradients(op, self._places, tensors, needs, grads)
 
