@@ -193,10 +193,18 @@ class StepFunction:
             observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
             carries = MessageBuffers if comms.stages > 1 else _activation_buffers
             step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
-            how = {"differentiates": track, "microbatches": arguments.parts, "watch": track and not verified.ran}
             kind = StageSession if comms.stages > 1 else Session
             with comms.guarded(f"the slots of step {seed.step}"):
-                session = kind(memory, verified, seed.step, shards, step_hooks, **how)
+                session = kind(
+                    memory,
+                    verified,
+                    seed.step,
+                    shards,
+                    step_hooks,
+                    differentiates=track,
+                    microbatches=arguments.parts,
+                    watch=track and not verified.ran,
+                )
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
                 results = Calls(session, arguments, self.has_aux, seed).run()
