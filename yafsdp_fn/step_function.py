@@ -205,11 +205,12 @@ class StepFunction:
                     microbatches=arguments.parts,
                     watch=track and not verified.ran,
                 )
+            learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
                 results = Calls(session, arguments, self.has_aux, seed).run()
                 session.finish()
-            if not verified.ran and comms.axes and comms.stages == 1:
+            if learns:
                 verified.list(session.collectives)
             session.close()
             verified.ran = True
