@@ -30,7 +30,7 @@ from yafsdp_fn.params.tree import (
     stacked,
     without_markers,
 )
-from yafsdp_fn.runtime.pure import visit
+from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, rows_of
 from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 
@@ -95,7 +95,8 @@ def scan(
         name = f"{'+'.join(stacks) or 'layer'}[{_numbers([i for _, i in block])}]"
         body, args = partial(_several, f, name), (carry, [layers[i] for _, i in block], extra)
         if stacks:
-            carry, found = visit(BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True))
+            call = BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True)
+            carry, found = (call.runner() or pure).visit(call)
         else:
             carry, found = run_visit(next_visit_seed(), device_of_leaves((carry, layers)), body, *args)
         for (place, _), y in zip(block, found, strict=True):
@@ -124,7 +125,8 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
     rows = optree.tree_unflatten(spec, [rows_of(node)[0] if isinstance(node, Sharded) else node for node in nodes])
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
-    return visit(BlockCall(name, f, (rows, *args), first=True, signature=f))
+    call = BlockCall(name, f, (rows, *args), first=True, signature=f)
+    return (call.runner() or pure).visit(call)
 
 
 def _numbers(block: list[int]) -> str:

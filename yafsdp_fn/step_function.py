@@ -194,15 +194,24 @@ class StepFunction:
             observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
             carries = MessageBuffers if comms.stages > 1 else _activation_buffers
             step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
-            how = {"differentiates": track, "microbatches": arguments.parts, "watch": track and not verified.ran}
             kind = StageSession if comms.stages > 1 else Session
             with comms.guarded(f"the slots of step {seed.step}"):
-                session = kind(memory, verified, seed.step, shards, step_hooks, **how)
+                session = kind(
+                    memory,
+                    verified,
+                    seed.step,
+                    shards,
+                    step_hooks,
+                    differentiates=track,
+                    microbatches=arguments.parts,
+                    watch=track and not verified.ran,
+                )
+            learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
                 results = Calls(session, arguments, self.has_aux, seed).run()
                 session.finish()
-            if not verified.ran and comms.axes and comms.stages == 1:
+            if learns:
                 verified.list(session.collectives)
             session.close()
             verified.ran = True
@@ -318,6 +327,7 @@ class Calls:
         last = max((at for at, call in enumerate(calls) if call.kind == "forward"), default=-1)
         for at, call in enumerate(calls):
             if call.kind == "weights":
+                assert isinstance(session, StageSession)
                 session.weights(call)
             elif call.kind != "forward":
                 self._backward(call)

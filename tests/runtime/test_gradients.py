@@ -14,7 +14,8 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
-from yafsdp_fn.nn.linear import GradViews, Later, Place, Task, uses_of, weight_leaf
+from yafsdp_fn.nn.linear import GradViews, Place, Task, weight_leaf
+from yafsdp_fn.runtime.visit import Later, uses_of
 
 ROWS = 6
 Block = Callable[[Tensor, Layer], Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state
-from tests.harness.groups import breakable, outcome
+from tests.harness.groups import breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
 from tests.harness.pool import Pool
 from yafsdp_fn.errors import RanksDisagree
@@ -155,6 +155,31 @@ def test_a_table_that_the_planner_has_made_is_refused_by_name() -> None:
     ya.planner.trace(total, params(), batch())
     with pytest.raises(RuntimeError, match="made while the loss was traced"):
         ya.train_step(total, TX)(state(), batch())
+
+
+def across_stages(_: Any, there_before: bool) -> tuple[str, float]:
+    """A step across stages is always traced first."""
+    table, found = cached(), [float("nan")]
+    mesh, assignment = breakable_stages(2), ya.schedules.assign(ya.planner.trace(loss, params(), batch()), 2)
+    now, total = ya.init(params(), TX, mesh=mesh, stages=assignment), tabled(table, in_block=True)
+    if there_before:
+        table(5)
+
+    def run() -> None:
+        found.append(ya.train_step(total, TX)(now, batch())[1]["loss"].item())
+
+    return outcome(run), found[-1]
+
+
+def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: dict[int, Pool]) -> None:
+    first, _ = pools[2].run(across_stages, False)
+    assert "made while the loss was traced" in first[0], first
+
+
+def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(pools: dict[int, Pool]) -> None:
+    want = ya.train_step(tabled(cached(), in_block=True), TX)(state(), batch())[1]["loss"].item()
+    for said, found in pools[2].run(across_stages, True):
+        assert said == "returned" and found == pytest.approx(want, rel=1e-5)
 
 
 # ---- what the loss may notice of being recorded

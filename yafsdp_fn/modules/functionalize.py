@@ -27,7 +27,7 @@ from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
-from yafsdp_fn.runtime.pure import visit
+from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, Row, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.scan import apply
@@ -226,7 +226,8 @@ def _visit(of: _Visited, units: list[Tree], first: bool, *args: Any, **kwargs: A
             carry = {} if key is None else {key: kwargs.pop(key)}
         name = "{}[{}]".format(*of.name.rsplit(".", 1))
         given = carry, units[0], args[1:], kwargs
-        out, spec = visit(BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True))
+        call = BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True)
+        out, spec = (call.runner() or pure).visit(call)
     else:
         out, spec = apply(of.run, units, args, kwargs)
     _check(out, f"{of.name} returns")

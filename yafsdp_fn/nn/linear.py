@@ -8,8 +8,7 @@ Outside a visit, under torch.func, under autocast and in torch.compile they are 
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from yafsdp_fn.nn.low_rank import LowRank
 from yafsdp_fn.util.on_gpu import vector_kernels
-from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id, transforms_active
+from yafsdp_fn.util.torch_private import SingleLevelFunction, graph_task_id, transforms_active
 
 # ---- The destination of a weight's gradient, an attribute of the weight.
 #
@@ -150,14 +149,15 @@ class Destination:
         return True
 
     @staticmethod
-    def _in_one(factors: torch.dtype, view: Tensor) -> bool:
-        return factors == view.dtype or multiplies_wider(factors, view.dtype, view.device.type)
+    def _wider(factors: torch.dtype, view: Tensor) -> bool:
+        """Returns whether one kernel multiplies `factors` of another dtype into `view`."""
+        return multiplies_wider(factors, view.dtype, view.device.type)
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""
         view = self.view
         assert view is not None
-        if self._in_one(a.dtype, view):
+        if a.dtype == view.dtype or self._wider(a.dtype, view):
             how: dict[str, Any] = {} if view.dtype == a.dtype else {"out_dtype": view.dtype}
             if self.state == "written":
                 torch.addmm(view, a, b, out=view, **how)
@@ -265,7 +265,7 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
         return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
 
 
-# ---- What a visit does with the leaves of its weights: see runtime/visit.py.
+# ---- The leaves of weights that have destinations: runtime/visit.py opens and closes these.
 
 
 def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
@@ -285,128 +285,3 @@ def destination(weight: Tensor) -> Destination | None:
     """The destination of `weight`, or None if autograd gets its gradient: outside a visit, or under a transform."""
     found: Destination | None = getattr(weight, DESTINATION, None)
     return found
-
-
-Use = tuple[Destination, bool]
-"""The destination of a leaf in a visit, and whether gradients go straight there: not where a hook is to see them."""
-
-Uses = Sequence[Sequence[Use | None]]
-"""Uses of the leaves of each trained unit; None for those that have no destination."""
-
-
-def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
-    """Returns the uses of the leaves of each unit, once the block has run on them."""
-    found: list[list[Use | None]] = []
-    for unit in leaves:
-        here: list[Use | None] = []
-        for leaf in unit:
-            to: Destination | None = getattr(leaf, DESTINATION, None)
-            here.append(None if to is None else (to, not leaf._backward_hooks))
-        found.append(here)
-    return found
-
-
-def open_all(uses: Uses, places: Sequence[Place], task: Task) -> None:
-    """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    for unit, place in zip(uses, places, strict=True):
-        for gap in () if place.add else place.views.gaps:
-            gap.zero_()
-        for use, view in zip(unit, place.views.leaves, strict=True):
-            if use is not None:
-                found, direct = use
-                found.view, found._early = view, None
-                found.task = task if direct else None
-                if found.state != "early":
-                    found.state = "written" if place.add else "free"
-
-
-def close_all(uses: Uses, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
-    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
-    found_grads = iter(grads)
-    views: list[Tensor] = []
-    values: list[Tensor] = []
-    for unit, place in zip(uses, places, strict=True):
-        for use, view in zip(unit, place.views.leaves, strict=True):
-            written, grad = place.add, next(found_grads)
-            if use is not None:
-                found = use[0]
-                written = found.state == "written"
-                found.view, found.task, found.state = None, None, "free"
-            if grad is None:
-                if not written:
-                    view.zero_()
-            elif written:
-                view.add_(grad)
-            else:
-                views.append(view)
-                values.append(grad)
-    if views:
-        foreach_copy(views, values)
-
-
-# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
-#
-#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
-#     weights    slot = grad_y^T x       when nobody waits
-#
-# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
-# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
-# another unit by then.
-
-
-class Later:
-    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
-
-    def __init__(self, slots: Collection[int]) -> None:
-        self._slots = slots
-        self._uses: Uses = ()
-        self._writes: list[Callable[[], None]] = []
-        self._fresh: Sequence[Tensor | None] = ()
-
-    def open(self, uses: Uses, task: Task) -> None:
-        """Starts keeping the products that are gradients of leaves, in `task`."""
-        self._uses = uses
-        keep = partial(_keep, self._writes, self._slots)
-        for found, direct in self._all():
-            found.later, found.task = keep, task if direct else None
-
-    def close(self, fresh: Sequence[Tensor | None]) -> None:
-        """Ends the first half. fresh: autograd's gradients of all leaves"""
-        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
-        for found, _ in self._all():
-            found.later = found.task = None
-
-    def write(self, places: Sequence[Place]) -> None:
-        """Runs the second half: writes the gradients to `places`."""
-        open_all(self._uses, places, Task(()))
-        for write in self._writes:
-            write()
-        close_all(self._uses, places, self._fresh)
-
-    def _all(self) -> list[Use]:
-        return [use for unit in self._uses for use in unit if use is not None]
-
-
-def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:
-    factors = [_own(factor, slots) for factor in given]
-    versions = [factor._version for factor in factors]
-
-    def later() -> None:
-        for factor, before in zip(factors, versions, strict=True):
-            if factor._version != before:
-                raise _factor_written(factor)
-        write(*factors)
-
-    writes.append(later)
-
-
-def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
-    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
-
-
-def _factor_written(factor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
-        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
-        "of calls without halves (one_f_one_b)"
-    )

@@ -8,7 +8,7 @@ points to an op issued earlier, and all ranks issue in one order, so nothing tha
 """
 
 from collections.abc import Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from yafsdp_fn.program.ops import Buffer
 
@@ -68,3 +68,43 @@ class Scoreboard(Generic[Key]):
         self._writer.clear()
         self._readers.clear()
         self.open.clear()
+
+
+class Use:
+    """A use of buffers on the compute stream, for `with`: waits for earlier uses on others, and ends with its block.
+
+    event: what its end completes; None where all runs on one stream, in order; run: observes the op, if anything does
+    """
+
+    __slots__ = ("_board", "_event", "_run", "_waits")
+
+    def __init__(
+        self, board: Scoreboard[Any], event: Any, reads: Iterable[Buffer], writes: Iterable[Buffer], run: Any = None
+    ) -> None:
+        self._board, self._event, self._run = board, event, run
+        self._waits: list[Any] = [] if event is None else board.use(event, "compute", reads, writes)
+
+    def __enter__(self) -> None:
+        event, run = self._event, self._run
+        if event is not None:
+            self._board.open.append(event)
+        try:
+            for wait in self._waits:
+                if not wait.over:
+                    wait.wait()
+            if run is not None:
+                run.on("compute", event, self._waits)
+                run.begin()
+        except BaseException as error:
+            self.__exit__(type(error))
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._run is not None and kind is None:
+                self._run.end()
+        finally:
+            if (event := self._event) is not None:
+                event.complete()
+                if event in self._board.open:  # else a failure has cleared the board
+                    self._board.open.remove(event)

@@ -22,8 +22,9 @@ from yafsdp_fn.dist import flat
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.streams import Work
 from yafsdp_fn.dist.watchdog import RankPosition
-from yafsdp_fn.nn.linear import GradViews, Later, Place
+from yafsdp_fn.nn.linear import GradViews, Place
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
@@ -48,7 +49,7 @@ from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, acquire, fills_of
-from yafsdp_fn.runtime.visit import BlockCall, Running
+from yafsdp_fn.runtime.visit import BlockCall, Later, Running
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -84,7 +85,7 @@ class Visits:
         self.closed = False
         self.place = f"before the first visit of step {number}"
         self.collectives: Any = None
-        self._trained = frozenset(unit for unit, spec in enumerate(memory.units) if trains and spec.trainable)
+        self._trained = frozenset(memory.trained if trains else ())
         self._failure: tuple[str, BaseException] | None = None
         self._running: Any = None  # the visit under way
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
@@ -298,6 +299,10 @@ class Session(Visits):
         running = Running(self, call, self.new_visit(call.name, call.units))
         return call.outputs(running.forward() if self.differentiates else running.evaluated())
 
+    def named(self, call: Call) -> str:
+        """Names a call, for errors."""
+        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
+
     def later_half(self, visit: Visit, microbatch: int) -> Later:
         """Returns where the first half of a visit's backward leaves what the second is to do."""
         raise NotImplementedError("backwards in halves are of stages")
@@ -331,7 +336,9 @@ class Session(Visits):
             run = None if observer is None else observer.issue(op)
             if self.collectives is not None:
                 self.collectives.begin(kind_of(op), visit.id, run)
-            use = self.memory.using(bound.reads, bound.writes, run)
+            comms = self.memory.comms
+            event = comms.event() if comms.streams else None
+            use = Use(self.memory.board, event, bound.reads, bound.writes, run)
             use.__enter__()
         except BaseException as error:
             self._failure = self.place, error
@@ -407,7 +414,7 @@ class Session(Visits):
             with torch.no_grad():
                 work()
             return
-        if comms.lost is not None:
+        if comms.steps.lost is not None:
             comms.check()
         label = f"{bound.name} (step {self.number}){why}"
         event = comms.event()
@@ -474,7 +481,7 @@ class Session(Visits):
         wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
         # a sum lands in its shard where it need not be converted or added
         straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
-        receive, wide = memory.receive(straight), memory.sum_dtype
+        receive, wide = memory.nothing if straight else memory.receive(), memory.sum_dtype
 
         def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any) -> None:
             flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=wide)
@@ -635,5 +642,5 @@ WORKS: dict[type[Any], Callable[[Session, Any], Work | None]] = {
     AllReduce: Session._all_reduce,
     Exchange: Session._exchange,
 }
-"""Kind of op -> its work. Unbound functions: a cycle through the interpreter would keep a step's memory until the
+"""Kind of op -> its work. Unbound functions: a cycle through the session would keep a step's memory until the
 garbage collector runs."""

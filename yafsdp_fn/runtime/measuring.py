@@ -138,9 +138,8 @@ class _TracedDestination(Destination):
         return self._held[-1]
 
     @staticmethod
-    def _in_one(factors: torch.dtype, view: Tensor) -> bool:
-        # a trace is the same for all devices: `planner.footprint` knows which of them take scratch
-        return factors == view.dtype
+    def _wider(factors: torch.dtype, view: Tensor) -> bool:
+        return False  # a trace is the same for all devices: `planner.footprint` knows which of them take scratch
 
     def begin(self, task: Task) -> None:
         """Begins the backward."""

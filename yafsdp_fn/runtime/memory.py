@@ -20,11 +20,10 @@ from yafsdp_fn.dist.streams import Event
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.program.hazards import Scoreboard
+from yafsdp_fn.program.hazards import Scoreboard, Use
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.timeline.record import Run
 
 # ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
 #
@@ -110,7 +109,7 @@ class Memory(Placement[Communicators]):
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.idle: list[Any] = []
         self._written = [master._version for master in masters]
-        self._nothing = self._wire_buffer(0)
+        self.nothing = self._wire_buffer(0)  # what receives reductions that go straight into their shards
         self.made([("shard", unit) for unit in self.of_unit])
         for tensor in (*self.master.present, *self.working.present):
             self.comms.keep(tensor)  # gathers for a step that never comes may still read them
@@ -205,10 +204,8 @@ class Memory(Placement[Communicators]):
             self._grads = self.new_grads()
         return self._grads
 
-    def receive(self, straight: bool) -> Tensor:
-        """The buffer that receives reductions, in the reduce dtype; empty if they go straight into the shard."""
-        if straight:
-            return self._nothing
+    def receive(self) -> Tensor:
+        """The buffer that receives reductions, in the reduce dtype."""
         if self._receive is None:
             self._receive = self._wire_buffer(self.receive_numel())
             self.made([("receive",)])
@@ -242,45 +239,6 @@ class Memory(Placement[Communicators]):
         with self.using((), buffers):
             pass
 
-    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Run | None = None) -> "Use":
+    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Any = None) -> Use:
         """Orders a use on the compute stream: waits, and ends when the block ends. run: the op, if observed"""
-        return Use(self, reads, writes, run)
-
-
-class Use:
-    """A use of buffers on the compute stream, for `with`."""
-
-    __slots__ = ("_board", "_event", "_run", "_waits")
-
-    def __init__(self, memory: Memory, reads: Sequence[Buffer], writes: Sequence[Buffer], run: Run | None) -> None:
-        self._board, self._run = memory.board, run
-        self._event: Event | None = None
-        self._waits: list[Event] = []
-        if memory.comms.streams:  # else all runs on one stream, in order
-            self._event = memory.comms.event()
-            self._waits = self._board.use(self._event, "compute", reads, writes)
-
-    def __enter__(self) -> None:
-        event, run = self._event, self._run
-        if event is not None:
-            self._board.open.append(event)
-        try:
-            for wait in self._waits:
-                if not wait.over:
-                    wait.wait()
-            if run is not None:
-                run.on("compute", event, self._waits)
-                run.begin()
-        except BaseException as error:
-            self.__exit__(type(error))
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if self._run is not None and kind is None:
-                self._run.end()
-        finally:
-            if (event := self._event) is not None:
-                event.complete()
-                if event in self._board.open:  # else a failure has cleared the board
-                    self._board.open.remove(event)
+        return Use(self.board, self.comms.event() if self.comms.streams else None, reads, writes, run)

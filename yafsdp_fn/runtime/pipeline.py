@@ -17,7 +17,6 @@ from torch import Tensor
 from yafsdp_fn.dist.agreement import RanksDisagree
 from yafsdp_fn.dist.communicators import Communicators
 from yafsdp_fn.dist.watchdog import RankPosition
-from yafsdp_fn.nn.linear import Later
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward, kind_of
@@ -32,7 +31,7 @@ from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
-from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.runtime.visit import BlockCall, Later
 from yafsdp_fn.util.torch_private import asks_for_values
 
 
@@ -87,9 +86,6 @@ class StageSession(Session):
                 pairs = zip(parcels, op.gives, strict=True)
                 self.slots.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
         self.follow()
-
-    def named(self, call: Call) -> str:
-        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
 
     def abort(self, error: BaseException) -> None:
         self.segment = None

@@ -188,13 +188,12 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
 
 
 def visit(call: BlockCall) -> Tree:
-    """Runs a visit: on the fast path inside a session on its own leaves, else on the pure path."""
-    runner = call.runner()
-    return call.outputs(outputs(call)) if runner is None else runner.visit(call)
+    """Gathers, runs the block, and drops the gathered weights; backward gathers again."""
+    return call.outputs(outputs(call))
 
 
 def outputs(call: BlockCall) -> Sequence[Tensor]:
-    """Gathers, runs the block, and drops the gathered weights; backward gathers again. Returns the block's outputs."""
+    """Returns the tensors among the outputs of `visit`."""
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
     transformed = transforms_active()

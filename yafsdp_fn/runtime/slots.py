@@ -58,7 +58,7 @@ def acquire(memory: Memory) -> "Slots":
 class Slots:
     """The slots of one session, taken from its memory and given back.
 
-    number: names the set on the scoreboard; bound: what the interpreter knows of ops here, until a slot moves; by kind
+    number: names the set on the scoreboard; bound: what is known of ops here, until a slot moves; by kind
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
     carries: the content of carry slots, if the program has any: `StepHooks.carries`

@@ -7,14 +7,14 @@ path (pure.py).
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import Later, Place, Task, Uses, close_all, destination, open_all, uses_of
+from yafsdp_fn.nn.linear import DESTINATION, Destination, Place, Task, destination
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
@@ -22,10 +22,10 @@ from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
-from yafsdp_fn.runtime.protocols import Outs
+from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.util.randomness import Replay, next_visit_seed
-from yafsdp_fn.util.torch_private import SingleLevelFunction, transforms_active
+from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, transforms_active
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
 #
@@ -261,6 +261,133 @@ def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
     ]
 
 
+# ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
+
+Use = tuple[Destination, bool]
+"""The destination of a leaf in a visit, and whether gradients go straight there: not where a hook is to see them."""
+
+Uses = Sequence[Sequence[Use | None]]
+"""Uses of the leaves of each trained unit; None for those that have no destination."""
+
+
+def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
+    """Returns the uses of the leaves of each unit, once the block has run on them."""
+    found: list[list[Use | None]] = []
+    for unit in leaves:
+        here: list[Use | None] = []
+        for leaf in unit:
+            to: Destination | None = getattr(leaf, DESTINATION, None)
+            here.append(None if to is None else (to, not leaf._backward_hooks))
+        found.append(here)
+    return found
+
+
+def open_all(uses: Uses, places: Sequence[Place], task: Task) -> None:
+    """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
+    for unit, place in zip(uses, places, strict=True):
+        for gap in () if place.add else place.views.gaps:
+            gap.zero_()
+        for use, view in zip(unit, place.views.leaves, strict=True):
+            if use is not None:
+                found, direct = use
+                found.view, found._early = view, None
+                found.task = task if direct else None
+                if found.state != "early":
+                    found.state = "written" if place.add else "free"
+
+
+def close_all(uses: Uses, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
+    found_grads = iter(grads)
+    views: list[Tensor] = []
+    values: list[Tensor] = []
+    for unit, place in zip(uses, places, strict=True):
+        for use, view in zip(unit, place.views.leaves, strict=True):
+            written, grad = place.add, next(found_grads)
+            if use is not None:
+                found = use[0]
+                written = found.state == "written"
+                found.view, found.task, found.state = None, None, "free"
+            if grad is None:
+                if not written:
+                    view.zero_()
+            elif written:
+                view.add_(grad)
+            else:
+                views.append(view)
+                values.append(grad)
+    if views:
+        foreach_copy(views, values)
+
+
+# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
+#
+#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
+#     weights    slot = grad_y^T x       when nobody waits
+#
+# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
+# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
+# another unit by then.
+
+
+class Later:
+    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
+
+    def __init__(self, slots: Collection[int]) -> None:
+        self._slots = slots
+        self._uses: Uses = ()
+        self._writes: list[Callable[[], None]] = []
+        self._fresh: Sequence[Tensor | None] = ()
+
+    def open(self, uses: Uses, task: Task) -> None:
+        """Starts keeping the products that are gradients of leaves, in `task`."""
+        self._uses = uses
+        keep = partial(_keep, self._writes, self._slots)
+        for found, direct in self._all():
+            found.later, found.task = keep, task if direct else None
+
+    def close(self, fresh: Sequence[Tensor | None]) -> None:
+        """Ends the first half. fresh: autograd's gradients of all leaves"""
+        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
+        for found, _ in self._all():
+            found.later = found.task = None
+
+    def write(self, places: Sequence[Place]) -> None:
+        """Runs the second half: writes the gradients to `places`."""
+        open_all(self._uses, places, Task(()))
+        for write in self._writes:
+            write()
+        close_all(self._uses, places, self._fresh)
+
+    def _all(self) -> list[Use]:
+        return [use for unit in self._uses for use in unit if use is not None]
+
+
+def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:
+    factors = [_own(factor, slots) for factor in given]
+    versions = [factor._version for factor in factors]
+
+    def later() -> None:
+        for factor, before in zip(factors, versions, strict=True):
+            if factor._version != before:
+                raise _factor_written(factor)
+        write(*factors)
+
+    writes.append(later)
+
+
+def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
+    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
+
+
+def _factor_written(factor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
+        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
+        "of calls without halves (one_f_one_b)"
+    )
+
+
 # ---- A visit in a session: one block on the weights in its slots, and its backward.
 #
 #     forward:   wait for the slots; run the block on views of them; keep its graph, or only its arguments
@@ -467,7 +594,8 @@ class Running:
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
         if self._later is not None:
             return self._differentiate(self._again(op, tensors, needs), grads)
-        if (replays := self.session.replays) is not None:
+        replays: Replays | None = self.session.replays
+        if replays is not None:
             return replays.gradients(self, op, self._places, tensors, needs, grads)
         return self.gradients(op, self._places, tensors, needs, grads)
 
@@ -496,13 +624,19 @@ def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> None:
                     found.offer(view)
 
 
-def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], smooth: Sequence[bool]) -> list[Tensor]:
-    """Returns the token and tensors as the outputs of a node, of which those that are not smooth are constants. Its
-    backward gets None for those that the loss does not use."""
+def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], depends: bool | None = None) -> list[Tensor]:
+    """Returns the token and tensors as the outputs of a node. Its backward gets None for those that the loss does not
+    use.
+
+    depends: whether they have gradients, as far as their dtype has; None: those that require grad
+    """
     ctx.set_materialize_grads(False)
     outs, constants = [token.detach()], []
-    for tensor, varies in zip(tensors, smooth, strict=True):  # on the way of every visit: no further calls
+    for tensor in tensors:  # on the way of every visit: no further calls
         outs.append(tensor.detach())
+        varies = tensor.requires_grad
+        if depends is not None:
+            varies = depends and (tensor.is_floating_point() or tensor.is_complex())
         if not varies:
             constants.append(outs[-1])
     ctx.mark_non_differentiable(*constants)
@@ -517,7 +651,7 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
         ctx: Any, running: Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.opens, ctx.arguments = running, len(arguments)
-        return *_passed_on(ctx, token, arguments, [x.requires_grad for x in arguments]), *weights
+        return *_passed_on(ctx, token, arguments), *weights
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -533,7 +667,7 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, running: Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
         ctx.closes = running
-        return tuple(_passed_on(ctx, token, outs, [x.requires_grad for x in outs]))
+        return tuple(_passed_on(ctx, token, outs))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -557,8 +691,7 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         ctx.running = running
         ctx.save_for_backward(*saved)
         depends = bool(running.visit.trained) or any(ctx.needs_input_grad[3:])
-        smooth = [depends and (out.is_floating_point() or out.is_complex()) for out in outs]
-        return tuple(_passed_on(ctx, token, outs, smooth))
+        return tuple(_passed_on(ctx, token, outs, depends))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
