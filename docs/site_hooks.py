@@ -153,9 +153,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 @functools.cache
 def definitions(package: str) -> dict[str, str]:
     """Returns where the names of a package are defined that it imports, at once or late: name -> dotted path."""
-    file = ROOT / package.replace(".", "/") / "__init__.py"
+    folder = ROOT / package.replace(".", "/")
+    file = next((file for file in map(folder.joinpath, ("__init__.pyi", "__init__.py")) if file.is_file()), None)
     found: dict[str, str] = {}
-    for node in ast.walk(ast.parse(file.read_text() if file.is_file() else "")):
+    for node in ast.walk(ast.parse(file.read_text() if file else "")):
         match node:
             case ast.ImportFrom(module=str(module), names=names):
                 found |= {alias.name: f"{module}.{alias.name}" for alias in names}

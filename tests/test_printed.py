@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.harness import failing
 from tests.harness.pool import Pool
 from tests.program.test_program import measured
-from tests.schedules.traces import cut, model
+from tests.program.traces import cut, model
 
 PROGRAM = ya.schedules.zero3()(measured(model(3, 2)))
 

@@ -117,7 +117,7 @@ def distillation(names: Names, oracle: Plain) -> None:
     close(names["state"], trained(oracle, distil)[-1].params, "the student")
 
 
-def a_step_inside_of_a_step(names: Names, oracle: Plain) -> None:
+def a_step_inside_a_step(names: Names, oracle: Plain) -> None:
     """By autograd, twice. The mean over ranks of losses on their own rows is the loss on all rows."""
     loss, spec = names["loss_fn"], optree.tree_structure(oracle.state.params)
 

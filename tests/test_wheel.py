@@ -40,7 +40,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.nightly
 def test_wheel_and_sdist_hold_the_library_its_licence_and_its_name(built: tuple[Path, Path]) -> None:
     wheel, sdist = built
-    files = {str(file.relative_to(ROOT)) for file in (ROOT / "yafsdp_fn").rglob("*.py")} | {"yafsdp_fn/py.typed"}
+    kinds = (".py", ".pyi", ".typed")
+    files = {str(file.relative_to(ROOT)) for file in (ROOT / "yafsdp_fn").rglob("*") if file.suffix in kinds}
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()
         assert {name for name in names if ".dist-info/" not in name} == files

@@ -1,80 +1,50 @@
-"""yafsdp_fn: sharded training of stacked models as functions, with the schedule as data."""
+"""yafsdp_fn: sharded training of stacked models as functions, with the schedule as data.
 
+`__init__.pyi` lists the public names, each with the module that has it. A name is imported at its first use, so that
+`import yafsdp_fn` costs nothing, and programs are built, proved and simulated without torch (docs/playground).
+"""
+
+import ast
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from yafsdp_fn import planner, schedules, timeline
-from yafsdp_fn.program.program import Program
-from yafsdp_fn.schedules import verify
-
-# Programs are built, proved and simulated without torch: in a browser, say (docs/playground). It is not imported late
-# where it is there: `scan`, `mesh` and five other names are of a function and of its module, which would replace it.
-if TYPE_CHECKING or find_spec("torch"):
-    from yafsdp_fn import optim, params
-    from yafsdp_fn.checksum import checksum
-    from yafsdp_fn.chunk import chunk
-    from yafsdp_fn.dist.axes import (
-        all_gather,
-        all_to_all,
-        axis_index,
-        axis_size,
-        pmax,
-        ppermute,
-        psum,
-        psum_scatter,
-    )
-    from yafsdp_fn.launch import launch
-    from yafsdp_fn.mesh import mesh
-    from yafsdp_fn.modules.functionalize import functionalize, load_into
-    from yafsdp_fn.modules.lora import lora, merge_lora
-    from yafsdp_fn.named_weights import named_weights
-    from yafsdp_fn.nn.cross_entropy import linear_cross_entropy
-    from yafsdp_fn.nn.linear import embedding, linear
-    from yafsdp_fn.nn.low_rank import LowRank
-    from yafsdp_fn.params.algebra import global_norm, normal_like, vdot
-    from yafsdp_fn.params.sharded import Precision, Sharded
-    from yafsdp_fn.params.sources import Lazy, materialize
-    from yafsdp_fn.params.tree import Param, Pinned, Stacked, Unit, frozen
-    from yafsdp_fn.runtime.arguments import shard_batch
-    from yafsdp_fn.runtime.reductions import Max, Mean, Sum
-    from yafsdp_fn.runtime.state import PlainState, ShardedState
-    from yafsdp_fn.runtime.whole_layers import map_whole_layers
-    from yafsdp_fn.scan import apply, scan
-    from yafsdp_fn.sharding import init, shard, unshard
-    from yafsdp_fn.train_step import train_step
-    from yafsdp_fn.transform import eval_step, functional_loss, grad, value_and_grad
-
+_HOMES = {
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
+}
+_MODULES = [name for name, home in _HOMES.items() if home == __name__]
 
 __version__ = "0.1.0"
-
-_MODULES = ("schedules", "planner", "optim", "params", "timeline")
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("checkpoint", "errors"):  # checkpoints take their time to import
-        return import_module(f"yafsdp_fn.{name}")
-    if name in __all__:
-        raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r} without torch, which is not installed")
-    meant = [f"ya.{module}.{name}" for module in _MODULES if name in getattr(globals().get(module), "__all__", ())]
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOMES:
+        try:
+            globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            without = f"without {error.name}, which is not installed"
+            raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r} {without}") from error
+        return found
+    meant = [f"ya.{module}.{name}" for module in _MODULES if name in _public_names(module)]
     meant = meant or [f"ya.{near}" for near in get_close_matches(name, __all__, 1)]
-    hint = f"; did you mean {meant[0]}?" if meant else ""
+    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
     raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}{hint}")
 
 
+def _public_names(module: str) -> Any:
+    """Returns the public names of one of our modules; none if it needs what is not installed."""
+    try:
+        return getattr(import_module(f"{__name__}.{module}"), "__all__", ())
+    except ModuleNotFoundError:
+        return ()
+
+
 def __dir__() -> list[str]:
-    return sorted(__all__)
-
-
-# fmt: off
-__all__ = [
-    "Lazy", "LowRank", "Max", "Mean", "Param", "Pinned", "PlainState", "Precision", "Program", "Sharded",
-    "ShardedState", "Stacked", "Sum", "Unit", "all_gather", "all_to_all", "apply", "axis_index", "axis_size",
-    "checkpoint", "checksum", "chunk", "embedding", "errors", "eval_step", "frozen", "functional_loss", "functionalize",
-    "global_norm", "grad", "init", "launch", "linear", "linear_cross_entropy", "load_into", "lora", "map_whole_layers",
-    "materialize", "merge_lora", "mesh", "named_weights", "normal_like", "optim", "params", "planner", "pmax",
-    "ppermute", "psum", "psum_scatter", "scan", "schedules", "shard", "shard_batch",
-    "timeline", "train_step", "unshard", "value_and_grad", "vdot", "verify",
-]
-# fmt: on
+    return __all__

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from benchmarks.emulated.group import EmulatedGroup
 from benchmarks.emulated.lanes import HostLane, Lane, Wire
-from yafsdp_fn.dist.groups import EMULATED
+from yafsdp_fn.communication.groups import EMULATED
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 

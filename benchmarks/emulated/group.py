@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from benchmarks.emulated.lanes import Collective, Lane
-from yafsdp_fn.dist.groups import EMULATED
+from yafsdp_fn.communication.groups import EMULATED
 from yafsdp_fn.planner.cluster import Cluster, Group, Phase
 
 _ProcessGroup: Any = dist.ProcessGroup  # its declared types differ from version to version

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from yafsdp_fn.dist.streams import HostEvent, HostStream
+from yafsdp_fn.communication.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Phase
 from yafsdp_fn.planner.simulate import LINKS
 

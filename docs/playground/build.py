@@ -58,7 +58,7 @@ def library(path: Path) -> None:
         raise SystemExit(f"the library does not import without torch:\n{ran.stderr}")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(HERE / "playground.py", "playground.py")
-        for file in map(Path, json.loads(ran.stdout)):
+        for file in [ROOT / "yafsdp_fn" / "__init__.pyi", *map(Path, json.loads(ran.stdout))]:
             archive.write(file, file.relative_to(ROOT))
 
 

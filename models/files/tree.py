@@ -32,7 +32,7 @@ from models.files.tensor_writer import Writer
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from models.parts.tree import Parts
-from yafsdp_fn.dist.groups import host_group
+from yafsdp_fn.communication.groups import host_group
 from yafsdp_fn.util.model_folder import CONFIG, GENERATION, Settings, settings
 from yafsdp_fn.util.tensor_files import Stored, save_of, scan_directory
 

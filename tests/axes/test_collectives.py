@@ -14,7 +14,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import mesh_of
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
 
 UNEVEN = [[1, 3], [2, 0]]  # rows from rank to rank

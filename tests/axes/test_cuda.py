@@ -19,8 +19,8 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.fake_cuda.together import troubles
 from tests.harness.marks import by_day
-from yafsdp_fn.dist import communicators as module
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication import communicators as module
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util import squares
 
 s = ya.schedules

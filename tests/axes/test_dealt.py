@@ -16,7 +16,7 @@ from tests.axes.model import mesh_of
 from tests.axes.test_exact import close
 from tests.axes.test_llama import CONTEXT, SEQUENCE, TENSOR, Case, batch_of, config_of
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
 
 

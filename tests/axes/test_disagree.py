@@ -235,7 +235,7 @@ def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how
             "perm": "rank 0 sends 1 rows to rank 1, which takes 0 from it. perm must be the same on all ranks",
         }
     for (error,) in pools[ranks].run(unfit, how, ranks, 0):
-        assert error.startswith("yafsdp_fn.dist.agreement.RanksDisagree: ranks disagree on ")
+        assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
         assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
 
 

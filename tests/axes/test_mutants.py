@@ -24,7 +24,7 @@ import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.groups import SOON, giving_up
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.errors import OrderChanged, RanksDisagree
 
 LAYERS, STEPS, LATER = 3, 4, 2

@@ -20,7 +20,7 @@ from tests.harness.pool import Pool
 from tests.optim.test_leafwise import rows, sizes
 from yafsdp_fn import optim
 from yafsdp_fn.checkpoint import load, save
-from yafsdp_fn.dist.collectives import GlooGroup
+from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
 
 STEPS = 3

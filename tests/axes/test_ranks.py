@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from yafsdp_fn.dist.micro_shards import micro_shard_seed, microbatches_on
-from yafsdp_fn.dist.ranks import Axis, Ranks
+from yafsdp_fn.communication.micro_shards import micro_shard_seed, microbatches_on
+from yafsdp_fn.communication.ranks import Axis, Ranks
 
 CPU = torch.device("cpu")
 SIZES = {"expert": 2, "context": 2, "tensor": 3}

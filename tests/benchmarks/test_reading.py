@@ -48,7 +48,7 @@ def test_no_folder_has_more_nodes_than_its_budget() -> None:
 
 
 def test_a_folder_over_its_budget_is_named(tmp_path: Path) -> None:
-    for file in ("yafsdp_fn/scan.py", "yafsdp_fn/dist/flat.py", "train/clm.py"):
+    for file in ("yafsdp_fn/api/scan.py", "yafsdp_fn/communication/flat.py", "train/clm.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("x = 1\n")
     found = sizes(tmp_path)

@@ -30,7 +30,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.forked import Forked
 from tests.harness.groups import BEAT, SOON, giving_up
-from yafsdp_fn.dist import watchdog
+from yafsdp_fn.communication import watchdog
 from yafsdp_fn.schedules import Schedule
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,9 +21,9 @@ from tests.harness.groups import outcome
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.stalls import until
-from yafsdp_fn.dist import groups
-from yafsdp_fn.dist.collectives import Group
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication import groups
+from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.communicators import communicators
 
 InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)

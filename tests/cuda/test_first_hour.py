@@ -26,10 +26,10 @@ from tests.harness.problems import PROBLEMS
 from tests.harness.readme import on
 from tests.harness.stalls import until
 from yafsdp_fn import checkpoint
-from yafsdp_fn.dist import communicators as module
-from yafsdp_fn.dist import groups, watchdog
-from yafsdp_fn.dist.collectives import Group
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication import communicators as module
+from yafsdp_fn.communication import groups, watchdog
+from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.communicators import communicators
 
 InChild = Callable[..., Any]
 PROBLEM, TX = PROBLEMS["base"], ya.optim.adamw(1e-2)

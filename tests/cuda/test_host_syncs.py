@@ -16,7 +16,7 @@ from tests.harness.fake_cuda.tensors import CUDA, HostSync
 from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
-from yafsdp_fn.dist.micro_shards import mark
+from yafsdp_fn.communication.micro_shards import mark
 
 InChild = Callable[..., Any]
 OPTIMIZERS: dict[str, Any] = {

@@ -20,9 +20,9 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.planner.test_footprint import held_by, tokens
-from yafsdp_fn.dist import flat, micro_shards
-from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.ranks import receive_numel, staging_numel
+from yafsdp_fn.communication import flat, micro_shards
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.nn.linear import DESTINATION, Destination, Task, weight_leaf
 from yafsdp_fn.planner.footprint import predict_memory
 from yafsdp_fn.util import on_gpu

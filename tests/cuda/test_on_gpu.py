@@ -33,7 +33,7 @@ import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from models import llama
 from tests.harness import readme
-from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
+from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.schedules import Schedule
 

@@ -21,7 +21,7 @@ from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wai
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.marks import by_day, nightly
-from yafsdp_fn.dist.cuda_streams import CudaStream
+from yafsdp_fn.communication.cuda_streams import CudaStream
 from yafsdp_fn.nn import linear
 from yafsdp_fn.util import squares
 

@@ -23,7 +23,7 @@ from tests.harness.fake_cuda.together import Trouble, troubles
 from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
-from yafsdp_fn.dist.communicators import Communicators, communicators
+from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
 from yafsdp_fn.optim import muon
 from yafsdp_fn.proof import deadlock

@@ -36,7 +36,7 @@ from tests.harness.problems import (
 )
 from tests.steps.test_delays import delayed
 from tests.steps.test_layer_major import layer_major
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Op, Program, Scoreboard, Trace
 
 zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.schedules.remat

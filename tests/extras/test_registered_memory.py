@@ -11,8 +11,8 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.small import batch, loss, model, one_rank
-from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.dist.cuda_streams import must_differ
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.cuda_streams import must_differ
 from yafsdp_fn.extras import registered_memory
 from yafsdp_fn.extras.registered_memory import Registered
 
@@ -167,7 +167,7 @@ def test_streams_must_differ() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_cuda_streams_have_priority_and_differ() -> None:
-    from yafsdp_fn.dist.cuda_streams import CudaStream
+    from yafsdp_fn.communication.cuda_streams import CudaStream
 
     streams = [CudaStream(torch.device("cuda", 0), rank=0) for _ in range(3)]
     must_differ(streams)

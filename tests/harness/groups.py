@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist import collectives, groups, watchdog
-from yafsdp_fn.dist.collectives import GlooGroup, Group
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication import collectives, groups, watchdog
+from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.communicators import communicators
 
 TIMEOUT = 60.0
 """Seconds after which a collective raises whose peers should come: more than a busy machine sets ranks apart."""

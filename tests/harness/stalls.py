@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.dist import watchdog
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication import watchdog
+from yafsdp_fn.communication.communicators import communicators
 
 PATIENCE = 3.0
 """Seconds that a rank waits before it shows where others are. It may come to its wait so much later than the others,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.kernels.interpreted import kernel
-from yafsdp_fn.dist.micro_shards import Scratch, local_sum
-from yafsdp_fn.dist.sums import add_rows
+from yafsdp_fn.communication.micro_shards import Scratch, local_sum
+from yafsdp_fn.communication.sums import add_rows
 
 pytest.importorskip("triton")
 sum_rows = kernel("yafsdp_fn.util.vector_kernels", "sum_rows")

@@ -14,14 +14,14 @@ from torch import Tensor
 from tests.optim.test_step import ALL, FUSED, Watch, clipped, foreign_sign
 from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.api.sharding import init, unshard
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.optim.step.cutting import row_runs
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
 from yafsdp_fn.params.sharded import Origin, handles, placed, trainable
 from yafsdp_fn.params.tree import Param, Stacked, Unit, frozen, without_markers
-from yafsdp_fn.sharding import init, unshard
 
 SHAPES = {
     "layers": Stacked({"a_norm": Param((3, 7)), "b": Unit({"w": Param((3, 5, 7))}), "w": Param((3, 7, 9))}),

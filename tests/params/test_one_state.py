@@ -18,8 +18,8 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.groups import breakable, breakable_stages, outcome
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.cuda_streams import CudaEvent
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.cuda_streams import CudaEvent
 from yafsdp_fn.params.one_state import check, marks
 
 TX = ya.optim.adamw(0.1)
@@ -85,7 +85,7 @@ def test_ranks_with_another_state_are_told(
     every = pools[ranks].run(swapped, tmp_path, ranks, how, stages)
     for found in every:
         for verb, (said, then) in found.items():
-            assert said.startswith("yafsdp_fn.dist.agreement.RanksDisagree: ranks disagree on which state"), (
+            assert said.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on which state"), (
                 verb,
                 said,
             )

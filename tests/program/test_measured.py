@@ -11,7 +11,7 @@ MEASURING = {"tracer.py", "measuring.py", "operation_costs.py", "optimizer_memor
 """Files of the engine that measure."""
 
 
-@pytest.mark.parametrize("folder", ["proof", "runtime", "schedules", "optim", "dist", "extras", "checkpoint"])
+@pytest.mark.parametrize("folder", ["proof", "runtime", "schedules", "optim", "communication", "extras", "checkpoint"])
 def test_no_other_room_names_a_cost(folder: str) -> None:
     naming = {path.name for path in (LIBRARY / folder).rglob("*.py") if "program.measured" in path.read_text()}
     assert naming <= MEASURING

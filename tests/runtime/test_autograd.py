@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 
 REFUSED = (
     r"head: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward\(\) inside the "

@@ -11,7 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.problems import base_params, frozen_params, pinned_params
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.program.split import Assignment
 
 F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)

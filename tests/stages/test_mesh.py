@@ -10,7 +10,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.stages.states import mesh_of
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 
 
 def who(mesh: Any, axes: dict[str, int]) -> Any:

@@ -27,7 +27,7 @@ from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS
 from tests.proof.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify

@@ -26,7 +26,7 @@ import yafsdp_fn as ya
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pool
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, embed, head, param
-from yafsdp_fn.dist.streams import Event, HostStream
+from yafsdp_fn.communication.streams import Event, HostStream
 
 E, F, V, LAYERS = 64, 96, 72, 5
 ACTIVATIONS = 8 << 10

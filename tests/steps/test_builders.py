@@ -20,8 +20,8 @@ from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, Batch, Problem
 from tests.schedules.cases import nightly
-from yafsdp_fn.dist.collectives import GlooGroup
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.communicators import communicators
 
 Mesh = Any
 s = ya.schedules

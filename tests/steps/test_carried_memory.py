@@ -18,7 +18,7 @@ from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pool
 from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
-from yafsdp_fn.dist.streams import HostStream
+from yafsdp_fn.communication.streams import HostStream
 from yafsdp_fn.runtime.slots import acquire
 
 Mesh = Any

@@ -28,7 +28,7 @@ from tests.harness.problems import (
     head,
     param,
 )
-from yafsdp_fn.dist.collectives import GlooGroup
+from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.schedules import Gather, Reduce
 
 

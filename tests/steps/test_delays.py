@@ -17,8 +17,8 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, SCHEDULES
-from yafsdp_fn.dist.communicators import communicators
-from yafsdp_fn.dist.streams import Event, HostStream
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.streams import Event, HostStream
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.schedules import Scoreboard

@@ -16,8 +16,8 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.pool import Pool
+from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.runtime.execute import Visits
-from yafsdp_fn.train_step import TrainStep
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
 BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]

@@ -17,7 +17,7 @@ from tests.harness.failing import TX, Fault, batch, loss, loss_with, state
 from tests.harness.groups import breakable, outcome
 from tests.harness.pool import Pool
 from tests.harness.stalls import PATIENCE, printed, until_told, watchful
-from yafsdp_fn.dist.communicators import communicators
+from yafsdp_fn.communication.communicators import communicators
 
 LAST = 2  # the rank that does not come
 

@@ -138,7 +138,7 @@ def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
 
 
 def slow_gathers(mesh: Mesh) -> Timeline:
-    from yafsdp_fn.dist import flat
+    from yafsdp_fn.communication import flat
 
     gather_into = flat.gather_into
 

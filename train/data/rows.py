@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from train.config import MANY, ConfigError, require
-from yafsdp_fn.dist.cuda_streams import begin_thread
-from yafsdp_fn.dist.groups import MeshRanks
+from yafsdp_fn.communication.cuda_streams import begin_thread
+from yafsdp_fn.communication.groups import MeshRanks
 from yafsdp_fn.util.words import counted
 
 Row = dict[str, Tensor]

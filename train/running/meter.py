@@ -27,8 +27,8 @@ from models.parts.config import Shape
 from train.data.rows import Batch, Place
 from train.running.flops import peak, per_token
 from train.running.report import Record, memory_bytes
+from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.timeline import Recording
-from yafsdp_fn.train_step import TrainStep
 from yafsdp_fn.util.disk import replace
 
 

@@ -18,9 +18,9 @@ from models.parts.axes import Axes
 from models.parts.config import Shape
 from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, own_function, require
 from train.data.tokenizer import Bytes, Tokenizer
+from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.schedules.builders import AnySchedule
-from yafsdp_fn.train_step import TrainStep
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
-from yafsdp_fn.dist.ranks import Axis, Ranks
+from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist.groups import host_group
-from yafsdp_fn.dist.store import new_group
-from yafsdp_fn.dist.streams import CommunicationError
+from yafsdp_fn.communication.groups import host_group
+from yafsdp_fn.communication.store import new_group
+from yafsdp_fn.communication.streams import CommunicationError
 from yafsdp_fn.util import disk
 from yafsdp_fn.util.disk import remove, replace, sync_folder
 from yafsdp_fn.util.torch_private import default_group, side_store, timeout_of
@@ -214,7 +214,7 @@ def group_of(mesh: DeviceMesh, name: str) -> ProcessGroup:
     """Makes a new gloo group of the mesh's ranks. All of them call it, on the main thread."""
     ranks = mesh.mesh.flatten().tolist()
     timeout = timeout_of(default_group(), CPU)
-    some = len(ranks) < dist.get_world_size()  # as in dist/groups.py
+    some = len(ranks) < dist.get_world_size()  # as in communication/groups.py
     return new_group(ranks, timeout, "gloo", name, use_local_synchronization=some)
 
 

@@ -23,16 +23,17 @@ from yafsdp_fn.checkpoint import tensors as files
 from yafsdp_fn.checkpoint.content import Content, Manifest, parts
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
 from yafsdp_fn.checkpoint.tensors import Place, Stored
-from yafsdp_fn.dist.micro_shards import circumstances
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.micro_shards import circumstances
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.program.cut import cut
+from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.memory import Memory, Use
+from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.state import ShardedState
 
 Directory = str | os.PathLike[str]

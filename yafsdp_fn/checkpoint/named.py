@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
@@ -43,7 +44,6 @@ from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, wi
 from yafsdp_fn.runtime.memory import Memory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
-from yafsdp_fn.sharding import unshard
 from yafsdp_fn.util.disk import sync_folder
 
 Name = Callable[[str, int | None], str]

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.checkpoint import io
 from yafsdp_fn.checkpoint.content import Content, ShardSlice, held
 from yafsdp_fn.checkpoint.folder import AllRanks, group_of
-from yafsdp_fn.dist.cuda_streams import begin_thread
+from yafsdp_fn.communication.cuda_streams import begin_thread
 from yafsdp_fn.runtime.state import ShardedState
 
 

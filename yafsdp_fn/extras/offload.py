@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.program.ops import Fetch, Offload
 from yafsdp_fn.program.split import in_carry_slot
 from yafsdp_fn.runtime.memory import Memory

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.util.torch_private import backend_of
 
 

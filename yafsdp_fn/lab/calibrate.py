@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from yafsdp_fn.dist.cuda_streams import CudaEvent, CudaStream
-from yafsdp_fn.dist.groups import group_of
-from yafsdp_fn.dist.store import new_group
-from yafsdp_fn.dist.streams import HostEvent, HostStream
+from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream
+from yafsdp_fn.communication.groups import group_of
+from yafsdp_fn.communication.store import new_group
+from yafsdp_fn.communication.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.program.measured import Moved
 from yafsdp_fn.runtime.operation_costs import attention_flops, moved_by

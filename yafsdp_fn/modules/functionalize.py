@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
+from yafsdp_fn.api.scan import apply
+from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
     Layers,
@@ -30,8 +32,6 @@ from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, Row, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
-from yafsdp_fn.scan import apply
-from yafsdp_fn.sharding import unshard
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.

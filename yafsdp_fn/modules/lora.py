@@ -17,6 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.nn.low_rank import LowRank, is_low_rank
 from yafsdp_fn.params.initializers import uniform, zeros
 from yafsdp_fn.params.layout import TreeLayout, cut_of, push_frozen, tree_layout
@@ -24,7 +25,6 @@ from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
 from yafsdp_fn.params.tree import Frozen, Param, Tree, Unit, dotted, is_marker, join, without_markers
-from yafsdp_fn.sharding import unshard
 
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """The dtypes in which a base may be stored."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.util.owners import Leaf
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.optim.base import (
     EmptyState,
     GradientTransformation,

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.differentiable import Collective, SumOfRanks, SumOfShards, ToShards
+from yafsdp_fn.communication.differentiable import Collective, SumOfRanks, SumOfShards, ToShards
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Axis, Ranks
+from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.params.tree import (
     Frozen,
     LayerParam,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.agreement import RanksDisagree
-from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.communication.agreement import RanksDisagree
+from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.util.randomness import ranks_around
 from yafsdp_fn.util.torch_private import transforms_active

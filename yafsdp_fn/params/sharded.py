@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, Group, TreeLayout
 from yafsdp_fn.params.tree import Frozen, Tree, register_node, shape_of
 

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Frozen, Param, Tree, checked_split, dotted, in_stack, shape_of, without_markers

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.dist.ranks import Ranks, absent_ranks
+from yafsdp_fn.api.step_function import StepFunction, default_schedule
+from yafsdp_fn.communication.ranks import Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
 from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.layout import tree_layout
@@ -29,7 +30,6 @@ from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.tracer import TraceMode, trace_call
 from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.schedules.builders import AnySchedule
-from yafsdp_fn.step_function import StepFunction, default_schedule
 from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.torch_private import transforms_active, without_driver
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from yafsdp_fn.dist.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
+from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.program.ops import AllReduce, Gather, Receive, Reduce, Send
@@ -281,7 +281,7 @@ def _aliases(trace: Trace, dtypes: Dtypes) -> tuple[frozenset[int], frozenset[in
 
 
 def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tuple[int, int]:
-    """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`, `dist/flat.py`."""
+    """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`."""
     trace = program.trace
     (param, _, wire, wide) = dtypes
     if comms.deterministic:

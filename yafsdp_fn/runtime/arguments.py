@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist.groups import MeshRanks, device_of
-from yafsdp_fn.dist.micro_shards import micro_shards_of, microbatches_on
-from yafsdp_fn.dist.ranks import Axis
+from yafsdp_fn.communication.groups import MeshRanks, device_of
+from yafsdp_fn.communication.micro_shards import micro_shards_of, microbatches_on
+from yafsdp_fn.communication.ranks import Axis
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Frozen, Tree, dotted, shape_of
 from yafsdp_fn.runtime.memory import Shards

@@ -19,9 +19,9 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.agreement import RanksDisagree
-from yafsdp_fn.dist.communicators import SAME_BLOCKS
-from yafsdp_fn.dist.ranks import Rows
+from yafsdp_fn.communication.agreement import RanksDisagree
+from yafsdp_fn.communication.communicators import SAME_BLOCKS
+from yafsdp_fn.communication.ranks import Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors

@@ -17,7 +17,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.optim.base import Around, GradientTransformation, stages
 from yafsdp_fn.params.sharded import is_sharded
 from yafsdp_fn.util.mesh_axes import EXPERT

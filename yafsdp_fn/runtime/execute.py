@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from yafsdp_fn.dist import flat
-from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.dist.streams import Work
-from yafsdp_fn.dist.watchdog import RankPosition
+from yafsdp_fn.communication import flat
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.streams import Work
+from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import GradViews, Place
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.hazards import Use

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives

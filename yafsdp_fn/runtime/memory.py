@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.dist.communicators import Communicators, communicators
-from yafsdp_fn.dist.groups import mesh_axes
-from yafsdp_fn.dist.streams import Event
+from yafsdp_fn.communication.communicators import Communicators, communicators
+from yafsdp_fn.communication.groups import mesh_axes
+from yafsdp_fn.communication.streams import Event
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree

@@ -14,9 +14,9 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.agreement import RanksDisagree
-from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.dist.watchdog import RankPosition
+from yafsdp_fn.communication.agreement import RanksDisagree
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward, kind_of

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Ranks, receive_numel, staging_numel
-from yafsdp_fn.dist.sums import sum_dtype
+from yafsdp_fn.communication.ranks import Ranks, receive_numel, staging_numel
+from yafsdp_fn.communication.sums import sum_dtype
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree

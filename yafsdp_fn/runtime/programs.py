@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from yafsdp_fn.dist.communicators import Communicators
+from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments

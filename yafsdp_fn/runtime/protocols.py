@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.nn.linear import Place
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.runtime.updates import StepUpdates

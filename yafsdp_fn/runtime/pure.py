@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
-from yafsdp_fn.dist.differentiable import AllGather
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.differentiable import AllGather
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, Task, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors

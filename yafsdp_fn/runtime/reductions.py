@@ -14,8 +14,8 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.ranks import Ranks
-from yafsdp_fn.dist.sums import apart, in_order
+from yafsdp_fn.communication.ranks import Ranks
+from yafsdp_fn.communication.sums import apart, in_order
 from yafsdp_fn.params.tree import Tree, shape_of
 
 

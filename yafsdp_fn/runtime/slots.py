@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, destination, weight_leaf
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op

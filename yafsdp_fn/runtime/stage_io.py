@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.program.cut import crossing, cut
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.communicators import Communicators
-from yafsdp_fn.dist.ranks import Ranks
-from yafsdp_fn.dist.streams import Work
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.ranks import Ranks
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.one_state import check, marks, words
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree

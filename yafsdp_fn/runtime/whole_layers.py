@@ -6,8 +6,8 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.dist.flat import gather_into
-from yafsdp_fn.dist.ranks import Ranks
+from yafsdp_fn.communication.flat import gather_into
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import part_at_home

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from yafsdp_fn.dist.streams import Event, Work
+from yafsdp_fn.communication.streams import Event, Work
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.spans import Inside, Span

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.emulated import emulate
 from benchmarks.emulated.group import gathered, place
 from tests.benchmarks.emulated.toy import UNIT_BYTES, cluster
-from yafsdp_fn.dist import agreement
-from yafsdp_fn.dist.collectives import Group as Collectives
+from yafsdp_fn.communication import agreement
+from yafsdp_fn.communication.collectives import Group as Collectives
 from yafsdp_fn.planner.cluster import Group
 
 RANKS, RANK = 4, 1

@@ -14,7 +14,7 @@ from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.kernels import patch_kernels
 from tests.harness.fake_cuda.log import HOST
 from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, THREAD, CudaTensor, Device, fresh_device
-from yafsdp_fn.dist import cuda_streams
+from yafsdp_fn.communication import cuda_streams
 from yafsdp_fn.extras.offload import HostActivationBuffers
 
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks import emulated
 from tests.harness.fake_cuda.tensors import CudaTensor
 from yafsdp_fn import nn, util
-from yafsdp_fn.dist.micro_shards import Scratch, local_sum
-from yafsdp_fn.dist.sums import add_rows
+from yafsdp_fn.communication.micro_shards import Scratch, local_sum
+from yafsdp_fn.communication.sums import add_rows
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.optim import step
 from yafsdp_fn.util import on_gpu

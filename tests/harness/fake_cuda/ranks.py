@@ -28,7 +28,7 @@ from benchmarks.emulated.group import EmulatedGroup, data
 from benchmarks.emulated.lanes import Collective
 from tests.harness.fake_cuda.log import HOST, Launch
 from tests.harness.fake_cuda.tensors import CUDA, DEVICE, CudaTensor
-from yafsdp_fn.dist import communicators, groups
+from yafsdp_fn.communication import communicators, groups
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.runtime import arguments
 

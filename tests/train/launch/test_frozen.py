@@ -24,9 +24,9 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, batch, loss_with, state
 from tests.harness.groups import breakable
-from yafsdp_fn.dist import groups
+from yafsdp_fn.communication import groups
 
-meshes = sys.modules["yafsdp_fn.mesh"]
+meshes = sys.modules["yafsdp_fn.api.mesh"]
 
 who, where = int(sys.argv[1]), sys.argv[2]
 rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

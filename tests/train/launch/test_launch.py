@@ -20,7 +20,7 @@ from train import machine
 from train.config import ConfigError
 from train.launch import command as launch
 from train.running.setup import own_device
-from yafsdp_fn.mesh import _start
+from yafsdp_fn.api.mesh import _start
 
 FOREVER = 10**6
 """Seconds that no test waits."""

@@ -1,0 +1,208 @@
+"""The axes of a mesh: what `ya.mesh` makes of a number of ranks, and which meshes a state takes."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.harness.small import one_rank
+from yafsdp_fn.api.mesh import _sizes
+from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.groups import MeshRanks, device_of
+
+
+def test_without_torchrun_there_is_one_rank() -> None:
+    mesh = one_rank()
+    assert mesh.size() == 1 and mesh.mesh_dim_names == ("shard",) and mesh.get_local_rank() == 0
+    assert device_of(mesh) == torch.device("cpu")
+    again = ya.mesh(device="cpu", shard=1)
+    assert again.size() == 1 and again == mesh
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world", "expected"),
+    [
+        (1, -1, 6, (1, 6)),
+        (1, 6, 6, (1, 6)),
+        (2, -1, 6, (2, 3)),
+        (-1, 2, 6, (3, 2)),
+        (-1, 1, 6, (6, 1)),
+        (6, -1, 6, (6, 1)),
+        (2, 3, 6, (2, 3)),
+        (-1, 6, 6, (1, 6)),
+    ],
+)
+def test_sizes_follow_from_the_number_of_ranks(
+    replicate: int, shard: int, world: int, expected: tuple[int, int]
+) -> None:
+    assert _sizes(replicate, shard, world) == expected
+
+
+@pytest.mark.parametrize(
+    ("replicate", "shard", "world", "text"),
+    [
+        (1, 3, 1, r"mesh\(shard=3\): the job has 1 rank; start 3 of them .*--nproc-per-node 3.*or leave shard=-1"),
+        (2, 3, 8, r"mesh\(replicate=2, shard=3\): the job has 8 ranks; start 6 of them"),
+        (3, -1, 8, r"mesh\(replicate=3, shard=-1\): the job has 8 ranks, not a multiple of 3; start 9 .* divisor of 8"),
+        (-1, 3, 8, r"mesh\(replicate=-1, shard=3\): the job has 8 ranks, not a multiple of 3"),
+        (
+            -1,
+            -1,
+            8,
+            r"at most one of them can follow from the number of ranks; for plain data parallelism give shard=1",
+        ),
+        (0, -1, 8, r"mesh\(replicate=0, shard=-1\): sizes are positive, or -1"),
+        (1, -2, 8, r"mesh\(shard=-2\): sizes are positive, or -1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_advice(replicate: int, shard: int, world: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _sizes(replicate, shard, world)
+
+
+def test_arguments_that_do_not_fit_one_rank() -> None:
+    one_rank()
+    with pytest.raises(ValueError, match=r"mesh\(shard=3\): the job has 1 rank"):
+        ya.mesh(shard=3, device="cpu")
+    with pytest.raises(
+        ValueError, match=r"mesh\(local=2\): a copy of the state is cut over 1 ranks, not a multiple of 2"
+    ):
+        ya.mesh(local=2, device="cpu")
+
+
+def test_a_timeout_comes_too_late_for_an_existing_group() -> None:
+    one_rank()
+    with pytest.raises(ValueError, match="the process group exists already"):
+        ya.mesh(device="cpu", timeout=timedelta(seconds=1))
+
+
+def test_meshes_with_other_axes_are_refused_by_name() -> None:
+    one_rank()
+
+    def refused(names: tuple[str, ...] | None, text: str) -> None:
+        with pytest.raises(TypeError, match=text):
+            ya.init({"a": ya.Param((3,))}, ya.optim.sgd(0.1), mesh=_named(names))
+
+    refused(("dp", "tp"), r"got axes \('dp', 'tp'\) of sizes \(1, 1\); take the dimensions to shard over")
+    refused(("shard", "replicate"), r"or axes \('replicate', 'shard'\) or \('node', 'local'\) or .* got axes \('shard'")
+    refused(("replicate", "local", "node"), "got axes")
+    refused(("replicate",), r"its axis is called 'replicate'; for copies alone give axes \('replicate', 'shard'\)")
+    with pytest.raises(TypeError, match=r"got axes without names of sizes \(1, 1\)"):
+        MeshRanks(init_device_mesh("cpu", (1, 1)))
+    with pytest.raises(TypeError, match=r"mesh: expected a DeviceMesh, as ya.mesh\(\) makes, got str"):
+        ya.init({"a": ya.Param((3,))}, ya.optim.sgd(0.1), mesh="cpu")
+
+
+def _named(names: tuple[str, ...] | None) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,) * len(names or ()), mesh_dim_names=names)
+
+
+@pytest.mark.parametrize("names", [("dp",), ("replicate", "shard"), ("node", "local"), ("replicate", "node", "local")])
+def test_one_rank_under_any_axes_is_alone(names: tuple[str, ...]) -> None:
+    one_rank()
+    comms = communicators(_named(names))
+    assert comms.alone and (comms.world, comms.ranks, comms.replicas, comms.nodes, comms.local_ranks) == (1, 1, 1, 1, 1)
+    assert (comms.rank, comms.world_rank, comms.replica, comms.local_rank, comms.streams) == (0, 0, 0, 0, {})
+
+
+def at(group: Group) -> tuple[int, int]:
+    """Where this rank is in it, and of how many."""
+    return group.process_group.rank(), group.process_group.size()
+
+
+def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[Any, ...]:
+    made = ya.mesh(device="cpu", **options)
+    assert made.mesh_dim_names == names
+    comms, places = communicators(made), MeshRanks(made)
+    assert communicators(made) is comms, "a mesh has one set of communicators"
+    assert at(comms.gather_group) == (comms.rank, comms.ranks) and at(comms.control_group) == (comms.world_rank, 4)
+    assert at(comms.gather_local_group)[0] == comms.local_rank
+    if comms.nodes > 1:
+        assert at(comms.reduce_nodes_group)[0] == comms.node and at(comms.reduce_local_group)[0] == comms.local_rank
+    if comms.replicas > 1:
+        assert at(comms.replicate_group) == (comms.replica, comms.replicas)
+    assert ("replicate" in comms.streams) == (comms.replicas > 1) == (len(comms.streams) == 3)
+    kinds = (
+        places.groups_over("node", "local"),
+        places.groups_over("copy"),
+        places.groups_over("local"),
+        places.groups_over("node"),
+    )
+    own = [group for groups in kinds for group in groups if mesh.get_rank() in group]
+    assert [len(group) for group in own] == [comms.ranks, comms.replicas, comms.local_ranks, comms.nodes]
+    return (comms.rank, comms.replica, comms.node, comms.local_rank), *own
+
+
+def test_who_is_who_on_two_replicas(pools: dict[int, Pool]) -> None:
+    assert pools[4].run(where, {"replicate": 2}, ("replicate", "shard")) == [
+        ((0, 0, 0, 0), [0, 1], [0, 2], [0, 1], [0]),
+        ((1, 0, 0, 1), [0, 1], [1, 3], [0, 1], [1]),
+        ((0, 1, 0, 0), [2, 3], [0, 2], [2, 3], [2]),
+        ((1, 1, 0, 1), [2, 3], [1, 3], [2, 3], [3]),
+    ]
+
+
+def test_who_is_who_on_two_nodes(pools: dict[int, Pool]) -> None:
+    every = [0, 1, 2, 3]
+    assert pools[4].run(where, {"local": 2}, ("node", "local")) == [
+        ((0, 0, 0, 0), every, [0], [0, 1], [0, 2]),
+        ((1, 0, 0, 1), every, [1], [0, 1], [1, 3]),
+        ((2, 0, 1, 0), every, [2], [2, 3], [0, 2]),
+        ((3, 0, 1, 1), every, [3], [2, 3], [1, 3]),
+    ]
+
+
+def test_who_is_who_on_replicas_with_nodes_and_without_shards(pools: dict[int, Pool]) -> None:
+    nodes = pools[4].run(where, {"replicate": 2, "local": 1}, ("replicate", "node", "local"))
+    assert nodes[3] == ((1, 1, 1, 0), [2, 3], [1, 3], [3], [2, 3])
+    copies = pools[4].run(where, {"replicate": -1, "shard": 1}, ("replicate", "shard"))
+    assert copies[2] == ((0, 2, 0, 0), [2], [0, 1, 2, 3], [2], [2])
+
+
+def permuted(mesh: Any) -> None:
+    communicators(DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("replicate", "shard")))
+
+
+def test_ranks_ascend(pools: dict[int, Pool]) -> None:
+    for error in pools[4].errors(permuted):
+        assert "ValueError: mesh: ranks must ascend along its axes, got [[1, 0], [3, 2]]" in error, error
+
+
+def part_of_a_mesh(mesh: Any) -> list[float]:
+    """Two pairs of ranks that share nothing, each a mesh of its own: a slice of a larger mesh."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "dp"))
+    part = whole["dp"]  # which owns its communicators
+    comms = communicators(part)
+    assert (comms.world, comms.replicas) == (2, 1)
+    return comms.all_reduce_sum(torch.tensor([float(mesh.get_local_rank())])).tolist()
+
+
+def test_a_slice_of_a_larger_mesh(pools: dict[int, Pool]) -> None:
+    assert pools[4].run(part_of_a_mesh) == [[1.0], [1.0], [5.0], [5.0]]
+
+
+def another_mesh(mesh: Any) -> None:
+    ya.mesh(local=1 + mesh.get_local_rank())
+
+
+def test_ranks_that_ask_for_different_meshes_are_told_so(pools: dict[int, Pool]) -> None:
+    for error in pools[2].errors(another_mesh):
+        assert re.search(
+            r"ValueError: mesh: .* local= differs:\n +rank 0: 1\n +rank 1: 2\ncall ya.mesh with the same", error
+        )
+
+
+def test_a_deterministic_mesh_of_gpus_wants_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_rank()  # with a process group, so that none of NCCL is made
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"deterministic=2\): on GPUs .* call torch.use_deterministic_algorithms"):
+        ya.mesh(device="cuda", deterministic=2)

@@ -1,0 +1,269 @@
+"""ya.shard of a state: another mesh, optimizer or grouping; the leaves stay, and with them their moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.groups import outcome
+from tests.harness.oracle import batch_of, compare
+from tests.harness.pool import Pool
+from tests.harness.problems import TX, base_loss, base_params, pinned
+
+HYBRID: dict[str, int] = {"replicate": 2}
+
+
+def trained(mesh: Any) -> ya.ShardedState:
+    state, step = ya.init(base_params(3), TX, mesh=mesh), ya.train_step(base_loss, TX)
+    for _ in range(2):
+        state, _ = step(state, batch_of(mesh.get_rank()))
+    return state
+
+
+def whole(state: ya.ShardedState) -> Any:
+    """All that trains, in one order whatever the grouping."""
+    return [
+        torch.cat([leaf.reshape(-1) for leaf in optree.tree_leaves(ya.unshard(tree))]).sort()[0]
+        for tree in (state.params, state.opt_state)
+    ]
+
+
+def goes_on(state: ya.ShardedState, other: ya.ShardedState, batch: Any) -> None:
+    step, theirs = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
+    for _ in range(3):
+        (state, one), (other, two) = step(state, batch), theirs(other, batch)
+        compare(two["loss"], one["loss"], 1e-5, "the loss")
+    compare(ya.unshard(other.params), ya.unshard(state.params), 1e-5, "parameters")
+
+
+def resharded(mesh: Any, to: str) -> None:
+    state = trained(mesh)
+    grouped = base_params(3)._replace(layers=ya.Stacked(pinned(base_params(3).layers.tree, "bias")))
+    other = {
+        "mesh": lambda: ya.shard(state, TX, mesh=ya.mesh(device="cpu", **HYBRID)),
+        "grouping": lambda: ya.shard(state, TX, like=grouped),
+        "both": lambda: ya.shard(state, TX, like=grouped, mesh=ya.mesh(device="cpu", **HYBRID)),
+    }[to]()
+    assert other.step == 2
+    compare(whole(other), whole(state), 0.0, "values and moments")
+    goes_on(state, other, batch_of(mesh.get_rank()))
+
+
+@pytest.mark.parametrize("to", ["mesh", "grouping", "both"])
+def test_a_state_goes_on_elsewhere_with_its_moments(pools: dict[int, Pool], to: str) -> None:
+    pools[2].run(resharded, to)
+
+
+def begun_anew(mesh: Any) -> None:
+    """The params alone, with another optimizer: the values stay, the optimizer's state is a first one."""
+    state, sgd = trained(mesh), ya.optim.sgd(0.1, momentum=0.9)
+    other = ya.shard(state.params, sgd)
+    assert other.step == 0
+    compare(ya.unshard(other), ya.unshard(state), 0.0, "values")
+    assert not any(leaf.any() for leaf in optree.tree_leaves(other.opt_state))
+    before = ya.unshard(state)
+    other, metrics = ya.train_step(base_loss, sgd)(other, batch_of(mesh.get_rank()))
+    assert metrics["skipped"] == 0
+    compare(ya.unshard(state), before, 0.0, "the old state is left as it was")
+    other = ya.shard(state, ya.optim.chain(ya.optim.clip_by_global_norm(1.0), sgd))
+    assert other.step == 2
+    compare(ya.unshard(other), before, 0.0, "a state with another optimizer")
+
+
+def test_params_begin_anew_with_another_optimizer(pools: dict[int, Pool]) -> None:
+    pools[2].run(begun_anew)
+
+
+def teacher(mesh: Any) -> None:
+    tensors = ya.params.without_markers(ya.PlainState.create(base_params(3), TX).params)
+    tree = tensors._replace(layers=ya.Stacked(tensors.layers))
+    state = ya.shard(tree, mesh=mesh)
+    expected = ya.eval_step(base_loss)(ya.init(base_params(3), TX, mesh=mesh), batch_of(mesh.get_rank()))
+    compare(ya.eval_step(base_loss)(state, batch_of(mesh.get_rank())), expected, 0.0, "a teacher")
+    with pytest.raises(ValueError, match="this state was made without an optimizer"):
+        ya.train_step(base_loss, TX)(state, batch_of(mesh.get_rank()))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_without_an_optimizer_a_state_is_evaluated_only(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(teacher)
+
+
+def differ(mesh: Any, how: str) -> list[str]:
+    """What ranks with other values of one leaf say, and without the difference."""
+    rank, said = mesh.get_rank(), []
+    for odd in (rank == 1, False):
+        if how == "module":
+            torch.manual_seed(1 if odd else 0)
+            layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+            torch.manual_seed(0)
+            tree: Any = ya.functionalize(torch.nn.Sequential(torch.nn.Linear(2, 4), layers), layers="1")[0]
+        else:
+            tree = {"layers": ya.Stacked({"w": torch.ones(3, 4, 2), "pin": ya.Pinned(torch.ones(3, 2))}), "head": {}}
+            tree["head"]["w"] = torch.arange(6.0).to(torch.bfloat16 if how == "dtype" and odd else torch.float32)
+            if how == "head":
+                tree["head"]["w"][5] += odd
+            if how == "layer":
+                tree["layers"].tree["w"][1, 0, 0] += odd
+            if how == "pinned":
+                tree["layers"].tree["pin"].tree[2] += odd
+        like = None
+        if how == "like":
+            tree = {"head": {"w": torch.arange(8.0).view(2, 4) + int(odd)}}
+            like = {"head": {"w": ya.Param((2, 4), split={"tensor": -1})}}
+        said.append(outcome(lambda: ya.shard(tree, TX, mesh=mesh, like=like)))  # noqa: B023
+    return said
+
+
+DIFFERENT = {
+    "head": "head.w differs:",
+    "layer": "layers.w differs:",
+    "pinned": "layers.pin differs:",
+    "dtype": "head.w differs:",
+    "like": "head.w differs:",
+    "module": "1.bias differs:",
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_values_that_differ_between_ranks_are_told(pools: dict[int, Pool], how: str) -> None:
+    for told, then in pools[3 if how == "layer" else 2].run(differ, how):
+        assert told.startswith(
+            "yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on the values to shard"
+        ), told
+        assert DIFFERENT[how] in told and "rank 1: torch." in told and "from_rank_0=True" in told
+        assert then == "returned"
+
+
+def of_rank_0(_: Any, stages: bool) -> None:
+    """Each rank has values of its own, and lazy leaves that only rank 0 can load."""
+    mesh, rank = ya.mesh(device="cpu", **({"stage": 2, "shard": 1} if stages else {"shard": 1, "tensor": 2})), 0
+    rank = torch.distributed.get_rank()
+
+    def load(layer: int | None) -> torch.Tensor:
+        assert rank == 0
+        return torch.full((3, 2), float(layer or 0))
+
+    values = torch.arange(8, dtype=torch.bfloat16) + 100 * rank
+    layers = {"w": ya.Lazy((2, 3, 2), torch.float32, load), "pin": ya.Pinned(torch.full((2, 3), 7.0 + rank))}
+    tree: Any = {"layers": ya.Stacked(layers), "head": {"w": values, "b": torch.tensor(3.0 + rank)}}
+    assign = ya.schedules.Assignment(units=((0,), (0,), (1,), (1,)), homes=(0, 1)) if stages else None
+    state = ya.shard(tree, TX, mesh=mesh, from_rank_0=True, stages=assign)
+    found = ya.unshard(state.params)
+    assert torch.equal(found["layers"]["w"], torch.stack([torch.zeros(3, 2), torch.ones(3, 2)]))
+    assert torch.equal(found["layers"]["pin"], torch.full((2, 3), 7.0))
+    assert torch.equal(found["head"]["w"].float(), torch.arange(8.0)) and found["head"]["b"] == 3
+    with pytest.raises(ValueError, match="of a state every rank has a part of its own"):
+        ya.shard(state, TX, from_rank_0=True)
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_the_values_of_rank_0_are_sent_to_all(pools: dict[int, Pool], stages: bool) -> None:
+    pools[2].run(of_rank_0, stages)
+
+
+# ---- another optimizer, and a larger vocabulary
+
+
+def states_of(tree: Any, kind: type) -> list[Any]:
+    found = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in found if isinstance(node, kind)]
+
+
+SLOW = ya.optim.linear_schedule(1e-3, 1e-2, 10)
+OTHERS = {
+    "clipping": ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3)),
+    "a schedule": ya.optim.adamw(SLOW),
+    "both, nested": ya.optim.chain(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(SLOW)), ya.optim.scale(0.5)),
+    "several gradients": ya.optim.contrib.multi_steps(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(1e-3)), 2),
+    "hyperparameters": ya.optim.contrib.inject_hyperparams(ya.optim.adamw)(1e-3),
+    "finite": ya.optim.contrib.apply_if_finite(ya.optim.adamw(1e-3), 3),
+}
+
+
+def carried_over(mesh: Any, name: str, folder: str) -> None:
+    plain, other = ya.optim.adamw(1e-3), OTHERS[name]
+    state, step = ya.init(base_params(3), plain, mesh=mesh), ya.train_step(base_loss, plain)
+    for _ in range(2):
+        state, _ = step(state, batch_of(mesh.get_rank()))
+    ya.checkpoint.save(f"{folder}/{name}", state)
+    with pytest.raises(ya.errors.CheckpointError, match=r"the optimizer that saved it.*ya\.shard\(state, tx\)"):
+        ya.checkpoint.load(f"{folder}/{name}", ya.init(base_params(3), ya.optim.chain(ya.optim.trace(0.9), plain)))
+    loaded, _ = ya.checkpoint.load(f"{folder}/{name}", ya.init(base_params(3), plain, mesh=mesh))
+    (want,) = states_of(state.opt_state, ya.optim.ScaleByAdamState)
+    for begun in (ya.shard(loaded, other), ya.shard(ya.shard(loaded, other), plain)):  # there, and back
+        (got,) = states_of(begun.opt_state, ya.optim.ScaleByAdamState)
+        compare(ya.unshard(got), ya.unshard(want), 0.0, name)
+        assert begun.step == 2 and want.count == got.count == 2
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_moments_are_carried_over_to_another_optimizer(pools: dict[int, Pool], name: str, tmp_path: Path) -> None:
+    pools[2].run(carried_over, name, str(tmp_path))
+
+
+def unclear(mesh: Any) -> None:
+    one, two = (ya.optim.chain(*[ya.optim.trace(0.9)] * count, ya.optim.scale_by_adam()) for count in (1, 2))
+    state, _ = ya.train_step(base_loss, one)(ya.init(base_params(3), one, mesh=mesh), batch_of(mesh.get_rank()))
+    with pytest.warns(UserWarning, match="more or fewer parts of a kind than the state's, .* begin anew: TraceState$"):
+        other = ya.shard(state, two)
+    assert not any(leaf.any() for leaf in optree.tree_leaves(other.opt_state[:2]))
+    compare(ya.unshard(other.opt_state[2]), ya.unshard(state.opt_state[1]), 0.0, "Adam's")
+
+
+def test_parts_that_cannot_be_told_apart_begin_anew_with_a_warning(pools: dict[int, Pool]) -> None:
+    pools[2].run(unclear)
+
+
+def vocabulary(size: int) -> Any:
+    layers = ya.Stacked({"w": ya.Param((2, 6, 6)), "of": ya.Param((2, size, 3))})
+    return {"embed": {"table": ya.Param((size, 6)), "gain": ya.Param((6,))}, "layers": layers}
+
+
+def read(params: Any, tokens: torch.Tensor) -> torch.Tensor:
+    x = ya.apply(lambda w, tokens: w["table"][tokens] * w["gain"], params["embed"], tokens)
+    return ya.scan(lambda x, w: (x @ w["w"] + w["of"][tokens].sum(-1, True), None), x, params["layers"])[0].sin().mean()
+
+
+GROWN = ("embed.table", "layers.of")
+
+
+def grown(mesh: Any) -> None:
+    tx = ya.optim.chain(ya.optim.scale_by_rms(initial_scale=0.5), ya.optim.scale_by_adam())
+    state, step = ya.init(vocabulary(7), tx, mesh=mesh), ya.train_step(read, tx)
+    for _ in range(2):
+        state, _ = step(state, torch.arange(7))
+    begun = ya.init(vocabulary(10), tx, mesh=mesh, seed=5)
+    larger = ya.shard(state, tx, like=vocabulary(10), grow=GROWN, seed=5)
+    for new, old, first in (
+        (larger.params, state.params, begun.params),
+        (larger.opt_state[0].nu, state.opt_state[0].nu, begun.opt_state[0].nu),
+        (larger.opt_state[1].mu, state.opt_state[1].mu, begun.opt_state[1].mu),
+    ):
+        new, old, first = ya.unshard(new), ya.unshard(old), ya.unshard(first)
+        assert torch.equal(new["embed"]["table"], torch.cat([old["embed"]["table"], first["embed"]["table"][7:]]))
+        assert torch.equal(new["layers"]["of"], torch.cat([old["layers"]["of"], first["layers"]["of"][:, 7:]], 1))
+        assert torch.equal(new["embed"]["gain"], old["embed"]["gain"])
+        assert torch.equal(new["layers"]["w"], old["layers"]["w"])
+    assert larger.opt_state[1].count == 2
+    after, _ = step(larger, torch.arange(7))
+    same, _ = step(state, torch.arange(7))
+    compare(ya.unshard(after.params)["embed"]["table"][:7], ya.unshard(same.params)["embed"]["table"], 0.0, "a step")
+    with pytest.raises(ValueError, match=r"embed\.table: the state has shape \(7, 6\).*, the tree \(10, 6\)"):
+        ya.shard(same, tx, like=vocabulary(10), grow=["layers.of"])
+    with pytest.raises(ValueError, match=r"embed\.table: the state has shape \(7, 6\).*, the tree \(5, 6\)"):
+        ya.shard(same, tx, like=vocabulary(5), grow=GROWN)
+    with pytest.raises(ValueError, match=r"shard\(grow=...\): `like` has no table; it has embed\.gain, embed\.table"):
+        ya.shard(same, tx, like=vocabulary(10), grow=["table"])
+    with pytest.raises(ValueError, match="leaves of a state grow; give tensors"):
+        ya.shard(ya.unshard(same.params), tx, like=vocabulary(10), grow=GROWN, mesh=mesh)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_vocabulary_grows_with_its_moments(pools: dict[int, Pool], ranks: int) -> None:
+    pools[ranks].run(grown)

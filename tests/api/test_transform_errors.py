@@ -1,0 +1,111 @@
+"""What grad and value_and_grad refuse, each by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.api.test_transform import A, C, f, states
+from tests.harness.small import (
+    B,
+    batch,
+    loss,
+    one_rank,
+)
+
+TX = ya.optim.sgd(0.1)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["sharded", "plain"])
+def test_a_loss_that_depends_on_nothing_is_refused(kind: int) -> None:
+    params = states()[kind]
+    with pytest.raises(ValueError, match="the loss does not depend on the differentiated arguments"):
+        ya.value_and_grad(lambda p, b: torch.ones(()))(params, batch())
+    with pytest.raises(ValueError, match="detached"):
+        ya.value_and_grad(lambda p, b: loss(p, b).total.detach())(params, batch())
+
+
+@pytest.mark.parametrize(
+    ("run", "error", "message"),
+    [
+        (
+            lambda p: ya.value_and_grad(f, argnums=2)(A, C),
+            ValueError,
+            "argnums=2: .* called with 2 positional arguments",
+        ),
+        (lambda p: ya.value_and_grad(f, argnums=(0, 0))(A, C), ValueError, "names one argument twice"),
+        (lambda p: ya.value_and_grad(f)({"x": torch.arange(2)}, C), TypeError, r"leaf torch.int64 \(2,\)"),
+        (lambda p: ya.value_and_grad(loss, microbatches=3)(p, batch()), ValueError, f"{B} rows, not a multiple of 3"),
+        (
+            lambda p: ya.value_and_grad(loss, microbatches=3)(p, batch()),
+            ValueError,
+            r"tokens of argument 1|targets of argum",
+        ),
+        (lambda p: ya.value_and_grad(loss, microbatches=0), ValueError, "microbatches=0: expected an integer >= 1"),
+        (
+            lambda p: ya.value_and_grad(loss, has_aux=True)(p, batch()),
+            TypeError,
+            r"must return \(loss, aux\), got Mean",
+        ),
+        (
+            lambda p: ya.value_and_grad(lambda p: {"a": 1})(p),
+            TypeError,
+            "the loss: expected a scalar tensor .* got dict",
+        ),
+        (lambda p: ya.value_and_grad(loss, schedule="zero3"), TypeError, "schedule: expected a function from a trace"),
+        (
+            lambda p: ya.value_and_grad(loss, schedule=lambda t: t)(p, batch()),
+            TypeError,
+            "returned Trace, expected a Program",
+        ),
+        (
+            lambda p: ya.grad(lambda a, b: loss(a, batch()).total, (0, 1))(p, p),
+            ValueError,
+            "'embed' is differentiated twice",
+        ),
+        (
+            lambda p: ya.grad(lambda a, b: loss(a, batch()).total, (0, 1))(p, states(seed=1)[0]),
+            ValueError,
+            "'embed' is of another state than 'embed'",
+        ),
+    ],
+)
+def test_errors(run: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        run(states()[0])
+
+
+def test_a_wrong_schedule_is_refused_before_it_runs() -> None:
+    def forgetful(trace: Any) -> ya.Program:
+        program = ya.schedules.zero3()(trace)
+        return program.with_ops(program.ops[:-1])
+
+    with pytest.raises(ya.errors.Refused, match="rule 'once': grad slot"):
+        ya.value_and_grad(loss, schedule=forgetful)(states()[0], batch())
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_second_order_is_right_or_refused(kind: str) -> None:
+    state = ya.init({"w": ya.Param((3,), init=ya.params.initializers.ones)}, TX, mesh=one_rank())
+    params = state.params if kind == "sharded" else ya.unshard(state)
+
+    def cube(p: Any) -> Tensor:
+        out: Tensor = ya.apply(lambda w: (w**3).sum(), p["w"])
+        return out
+
+    try:
+        got = ya.grad(lambda p: ya.vdot(ya.grad(cube)(p), p))(params)
+    except RuntimeError as error:
+        assert "torch.func" in str(error)
+    else:
+        assert ya.unshard(got)["w"].tolist() == [9, 9, 9]
+
+
+def test_an_empty_subtree_is_no_second_use_of_its_neighbour() -> None:
+    state = ya.init({"a": (), "w": ya.Param((3,)), "z": {}}, TX, mesh=one_rank())
+    grads = ya.grad(lambda p: ya.apply(lambda w: w.sum(), p["w"]))(state.params)
+    assert ya.unshard(grads)["w"].tolist() == [1, 1, 1]

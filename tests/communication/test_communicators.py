@@ -1,0 +1,64 @@
+"""Communicators of one rank: nothing is made, nothing is communicated."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import yafsdp_fn as ya
+from tests.harness.meshes import MESHES
+from tests.harness.pool import Pool
+from tests.harness.small import batch, loss, model, one_rank
+from yafsdp_fn.communication.communicators import Communicators, communicators
+from yafsdp_fn.communication.streams import HostEvent
+
+
+def test_a_mesh_has_one_set_of_communicators() -> None:
+    assert communicators(one_rank()) is communicators(one_rank())
+
+
+def test_one_rank_needs_no_streams_and_no_groups() -> None:
+    comms = Communicators(one_rank())
+    assert (comms.rank, comms.ranks, comms.device) == (0, 1, torch.device("cpu"))
+    assert not comms.streams and not any(hasattr(comms, name) for name in ("gather_group", "control_group"))
+    values = torch.tensor([3.0])
+    assert comms.all_reduce_sum(values) is values and comms.all_reduce_max(values) is values and values == 3
+    assert comms.same_on_all("a", "test")
+    comms.must_agree("this", {"text": "a"})
+    comms.drain()
+    comms.abort("anywhere", ValueError())
+    comms.check()
+    assert isinstance(comms.event(), HostEvent)
+
+
+TX = ya.optim.sgd(0.1)
+
+
+def ended(mesh: Any, name: str) -> None:
+    """Of a mesh that trained a state: both dropped, or the state alone kept until the end."""
+    known = {id(thread) for thread in threading.enumerate()}
+    own = ya.mesh(device="cpu", **MESHES[name])
+    state, _ = ya.train_step(loss, TX)(ya.init(model(), TX, mesh=own), batch(mesh.get_local_rank()))
+    comms = communicators(own)
+    groups = [group.process_group for group in (*comms.groups, comms.metrics_group, comms.control_group)]
+    threads = [thread for thread in threading.enumerate() if id(thread) not in known]
+    assert len(threads) >= len(comms.streams) >= 2
+    del comms, own
+    gc.collect()
+    assert all(thread.is_alive() for thread in threads), "the state holds the mesh"
+    del state
+    gc.collect()
+    assert not any(thread.is_alive() for thread in threads)
+    for group in groups:
+        with pytest.raises(ValueError, match=r"Invalid|not initialized"):
+            dist.get_backend(group)
+
+
+@pytest.mark.parametrize("mesh", ["shard", "replicate"])
+def test_communicators_end_with_the_last_that_holds_their_mesh(pools: dict[int, Pool], mesh: str) -> None:
+    pools[2].run(ended, mesh)

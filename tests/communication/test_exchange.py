@@ -1,0 +1,260 @@
+"""Sends and receives in place of gloo's collectives: exact, packed or not, cut or not, one by one or together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.communication.backends import exchanging
+from tests.harness.pool import Pool
+from yafsdp_fn.communication import collectives, flat
+from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.groups import group_of
+from yafsdp_fn.communication.ranks import receive_numel
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+CUTS = {"as it is": (collectives.PIECE_BYTES, collectives.PACKED_BYTES), "packs": (64, 48), "pieces": (40, 0)}
+"""(PIECE_BYTES, PACKED_BYTES): with small ones, small vectors take every path."""
+
+SIZES = ([1], [7], [33, 1, 5, 8, 100, 3, 3], [64] * 3, [5, 300, 7])
+"""Of shards, in elements, per list."""
+
+
+@contextlib.contextmanager
+def cut(how: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("PIECE_BYTES", "PACKED_BYTES"), CUTS[how], strict=True):
+            patch.setattr(collectives, name, size)
+        yield
+
+
+def drawn(rank: int, number: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Vector `number` of a rank: every rank can say what the others have."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(100 * rank + number)).to(dtype)
+
+
+def in_rank_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def inside(n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A vector of n elements within a larger one, and the larger one, of NaNs."""
+    larger = torch.full((n + 16,), torch.nan, dtype=dtype)
+    return larger[8 : n + 8], larger
+
+
+def untouched(larger: Tensor) -> bool:
+    return bool(larger[:8].isnan().all() and larger[-8:].isnan().all())
+
+
+def exact(mesh: Any, how: str) -> None:
+    group = communicators(mesh).gather_group
+    assert isinstance(group, GlooGroup)
+    ranks, rank = group.process_group.size(), group.process_group.rank()
+    with cut(how):
+        for dtype in (F32, BF16):
+            for sizes in SIZES:
+                every = [[drawn(r, i, ranks * n, dtype) for i, n in enumerate(sizes)] for r in range(ranks)]
+                mine = [whole.clone() for whole in every[rank]]
+                # gathered into the middle of larger vectors
+                shards = [whole[:n] for whole, n in zip(mine, sizes, strict=True)]
+                outs, larger = zip(*(inside(ranks * n, dtype) for n in sizes), strict=True)
+                group.all_gathers(outs, shards)
+                for i, (out, n) in enumerate(zip(outs, sizes, strict=True)):
+                    assert torch.equal(out, torch.cat([every[r][i][:n] for r in range(ranks)])), (sizes, i)
+                assert all(map(untouched, larger))
+                # from where it is in the whole
+                wholes = [whole.clone() for whole in mine]
+                places = [whole.view(ranks, -1)[rank] for whole in wholes]
+                group.all_gathers(wholes, places)
+                for i, whole in enumerate(wholes):
+                    assert torch.equal(whole, torch.cat([every[r][i].view(ranks, -1)[r] for r in range(ranks)]))
+                # summed into the middle of larger vectors; one by one too
+                shards, larger = zip(*(inside(n, dtype) for n in sizes), strict=True)
+                group.reduce_scatters(shards, mine)
+                for i, (shard, n) in enumerate(zip(shards, sizes, strict=True)):
+                    expected = in_rank_order([every[r][i].view(ranks, n)[rank] for r in range(ranks)])
+                    assert torch.equal(shard, expected), (sizes, i)
+                    alone = torch.empty_like(shard)
+                    group.reduce_scatters([alone], mine[i : i + 1])
+                    assert torch.equal(alone, expected)
+                assert all(map(untouched, larger)) and all(map(torch.equal, mine, every[rank]))
+                out = torch.empty_like(mine[0])
+                group.all_to_all(out, mine[0])
+                assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("how", CUTS)
+def test_every_path_gives_the_bits_of_a_plain_loop(pools: dict[int, Pool], world: int, how: str) -> None:
+    pools[world].run(exact, how)
+
+
+def mixed_dtypes(mesh: Any) -> None:
+    """A list may have several: a frozen stack is gathered in its own."""
+    group = communicators(mesh).gather_group
+    ranks, rank = range(group.process_group.size()), group.process_group.rank()
+    kinds = [F32, BF16, BF16, F32, torch.float64, F32]
+    outs = [torch.empty(5 * len(ranks), dtype=dtype) for dtype in kinds]
+    group.all_gathers(outs, [drawn(rank, i, 5, dtype) for i, dtype in enumerate(kinds)])
+    for i, (out, dtype) in enumerate(zip(outs, kinds, strict=True)):
+        assert torch.equal(out, torch.cat([drawn(r, i, 5, dtype) for r in ranks]))
+
+
+def test_a_list_of_several_dtypes(pools: dict[int, Pool]) -> None:
+    pools[3].run(mixed_dtypes)
+
+
+def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
+    """Messages that a rank sends to gather, and to reduce, eight vectors."""
+    group, sent = communicators(mesh).gather_group, []
+    shards = [torch.zeros(10) for _ in range(8)]
+    fulls = [torch.zeros(10 * group.process_group.size()) for _ in shards]
+    post = GlooGroup._post
+
+    def watched(self: Any, out: list[Tensor], received: list[Tensor]) -> Any:
+        sent.append(len(out))
+        return post(self, out, received)
+
+    with exchanging(on), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "_post", watched)
+        counts = []
+        for collective, outs, ins in ((group.all_gathers, fulls, shards), (group.reduce_scatters, shards, fulls)):
+            sent.clear()
+            for part in [slice(None)] if together else [slice(i, i + 1) for i in range(len(outs))]:
+                collective(outs[part], ins[part])
+            counts.append(sum(sent))
+    return counts[0], counts[1]
+
+
+def test_vectors_of_a_list_are_one_message_to_each_peer(pools: dict[int, Pool]) -> None:
+    assert pools[3].run(messages, True, True) == [(2, 2)] * 3
+    assert pools[3].run(messages, False, True) == [(16, 16)] * 3
+    assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "the backend's own"
+
+
+def kept_scratch(mesh: Any) -> None:
+    """Made under inference mode, on a stream, and used again outside of it; never larger than the pieces in flight."""
+    own = ya.mesh(device=mesh.device_type)  # other tests leave larger scratch in the groups of theirs
+    comms = communicators(own)
+    with cut("packs"):
+        for n in (300, 9):
+            comms.reduce_scatter(torch.ones(n * comms.ranks))
+        group: Any = comms.reduce_group
+        before = [half.data_ptr() for half in group._scratch]
+        assert all(0 < half.nbytes <= 2 * comms.ranks * collectives.PIECE_BYTES for half in group._scratch)
+        shards = [torch.empty(5) for _ in range(4)]
+        for _ in range(2):
+            group.reduce_scatters(shards, [torch.ones(5 * comms.ranks)] * 4)
+            after = [half.data_ptr() for half in group._scratch]
+        assert all(bool((shard == comms.ranks).all()) for shard in shards)
+        group.reduce_scatters(shards[:1], [torch.ones(5 * comms.ranks)])
+        assert [half.data_ptr() for half in group._scratch] == after and before[1] == after[1]
+
+
+def test_scratch_is_small_and_stays(pools: dict[int, Pool]) -> None:
+    for world in (2, 4):
+        pools[world].run(kept_scratch)
+
+
+def reduced_together(mesh: Any) -> None:
+    """flat: sums of a list that land in shards, add to them, or change dtype, in a buffer that holds one or all."""
+    comms = communicators(mesh)
+    sizes, adds = [8, 16, 8, 24, 8], [False, True, True, False, False]
+    for wire, dtype, accumulate in ((F32, F32, None), (BF16, F32, None), (BF16, F32, F32), (F32, BF16, None)):
+        fulls = [drawn(comms.rank, i, n * comms.ranks, wire) for i, n in enumerate(sizes)]
+        before = [drawn(7, i, n, dtype) for i, n in enumerate(sizes)]
+        expected = [shard.clone() for shard in before]
+        needed = receive_numel(comms, max(sizes), accumulate)
+        for shard, full, add in zip(expected, fulls, adds, strict=True):
+            alone = torch.empty(needed, dtype=wire)
+            flat.reduce_into(comms, [shard], [full], alone, adds=[add], accumulate=accumulate)
+        for numel in (needed, needed + 16, 5 * needed):
+            shards = [shard.clone() for shard in before]
+            receive = torch.full((numel,), torch.nan, dtype=wire)
+            flat.reduce_into(comms, shards, fulls, receive, adds=adds, accumulate=accumulate)
+            assert all(map(torch.equal, shards, expected)), (wire, dtype, accumulate, numel)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_reductions_of_a_list_are_those_one_by_one(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(reduced_together)
+
+
+@pytest.mark.parametrize("cutting", [True, False])
+@pytest.mark.parametrize("how", CUTS)
+def test_pieces_cover_every_element_once(how: str, cutting: bool) -> None:
+    shards = [torch.empty(n, dtype=dtype) for n, dtype in ((3, F32), (400, F32), (5, F32), (9, BF16), (700_000, F32))]
+    with cut(how):
+        pieces = list(collectives._pieces(shards, cut=cutting))
+        seen = sorted(part for piece in pieces for part in piece)
+        for number, shard in enumerate(shards):
+            parts = [(first, last) for i, first, last in seen if i == number]
+            assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
+            assert parts[-1][1] == len(shard) and (cutting or len(parts) == 1)
+        for piece in pieces:
+            (dtype,) = {shards[number].dtype for number, _, _ in piece}
+            size = sum(last - first for _, first, last in piece) * dtype.itemsize
+            assert size <= collectives.PIECE_BYTES or (not cutting and len(piece) == 1)
+
+
+class Ranks:
+    """As a process group has them."""
+
+    def __init__(self, backend: str, size: int) -> None:
+        self.name, self.size, self.rank = (lambda: backend), (lambda: size), (lambda: 0)
+
+
+@pytest.mark.parametrize(("backend", "ranks", "kind"), [("gloo", 2, GlooGroup), ("gloo", 1, Group), ("nccl", 2, Group)])
+def test_several_gloo_ranks_exchange_messages(backend: str, ranks: int, kind: type) -> None:
+    process_group: Any = Ranks(backend, ranks)
+    assert type(group_of(process_group)) is kind
+
+
+def test_nccl_takes_a_list_as_one_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, int, bool]] = []
+
+    class Nccl(Ranks):
+        def __getattr__(self, name: str) -> Any:
+            return lambda outs, ins, options: said.append((name, len(outs), options.asyncOp))
+
+    monkeypatch.setattr(collectives, "_all_gather", lambda out, shard, group: said.append(("gather", 1, False)))
+    monkeypatch.setattr(collectives, "_reduce_scatter", lambda out, full, group: said.append(("reduce", 1, False)))
+    process_group: Any = Nccl("nccl", 2)
+    group = group_of(process_group)
+    for count in (2, 1):
+        group.all_gathers([torch.empty(2)] * count, [torch.empty(1)] * count)
+        group.reduce_scatters([torch.empty(1)] * count, [torch.empty(2)] * count)
+    several = [(collectives.ALL_GATHERS, 2, False), (collectives.REDUCE_SCATTERS, 2, False)]
+    assert said == [*several, ("gather", 1, False), ("reduce", 1, False)]
+    assert all(hasattr(torch.distributed.ProcessGroup, name) for name, _, _ in several)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or not torch.distributed.is_nccl_available(), reason="no NCCL")
+def test_nccl_of_this_machine_takes_lists() -> None:
+    """One rank: a group of its own stands for those of a mesh."""
+    ya.mesh(device="cuda")
+    process_group = torch.distributed.new_group([0], backend="nccl")
+    assert process_group.name() == "nccl"
+    group = group_of(process_group)
+    ins = [torch.arange(float(n), device="cuda") for n in (3, 64, 1000)]
+    for many in (group.all_gathers, group.reduce_scatters):
+        outs = [torch.zeros_like(each) for each in ins]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            many(outs, ins)
+        stream.synchronize()
+        assert all(map(torch.equal, outs, ins))

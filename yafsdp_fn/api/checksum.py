@@ -1,0 +1,171 @@
+"""ya.checksum: a number for all bits of a state, and a check that ranks that should hold the same bits do.
+
+    sum of the bit patterns of every unit's shard, as integers      on the device; the same in any order
+    gathered from all ranks                                         one small collective on the CPU
+    shards of replicas, and replicated values: equal?               else `Corrupted`, with unit and ranks
+    modulo 2 ** 64, over the shards of one copy                     the result: the same at every number of ranks
+
+A bit that flips in one replica's memory, or on its way, shows nowhere else: the replica trains on.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.where import named
+from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
+from yafsdp_fn.params.tree import dotted
+from yafsdp_fn.runtime.state import ShardedState
+
+PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+AT_ONCE = 1 << 20
+"""Elements summed at a time; the sum widens them to eight bytes."""
+
+
+class Corrupted(RuntimeError):
+    """Ranks that should hold the same bits do not: memory or a link has failed, or one rank was written to by hand."""
+
+
+@torch.no_grad()
+def checksum(state: ShardedState) -> int:
+    """Returns a number for the bits of `state`: parameters, optimizer state, step and seed. All ranks of its mesh call
+    it.
+
+    It is the same at every number of ranks and replicas, so equal runs have equal checksums. Every bit counts, but not
+    its position in its unit: swapped values are not detected. Costs a pass over the state, a wait for the device, and 8
+    bytes from each rank for each unit and kind of state.
+
+    Raises Corrupted on every rank, naming units and ranks, if replicas of a shard differ (a mesh with `replicate` > 1),
+    or their working copies, or replicated values: counts, rates, step, seed.
+
+    >>> ya.checksum(state) == ya.checksum(ya.init(params, tx, mesh=mesh))
+    True
+    >>> ya.checksum(state) == ya.checksum(ya.init(params, tx, mesh=mesh, seed=1))
+    False
+    """
+    memory = state.check().memory
+    comms = memory.comms
+    with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
+        found = [*_shards(state), *_replicated(state)]
+        sums = torch.stack([_sum_of(value, comms.device) for value in found]).cpu()
+    names = [value.name for value in found]
+    must_be_one("checksum", handles(state.params))
+    comms.must_agree("what a checksum is of", {"names": str(names)})
+    every = comms.numbers_of_all(sums, "comparing checksums")
+    _must_be_equal(found, every, comms)
+    one_copy = every.view(comms.stages, comms.world // comms.stages, -1)[:, : comms.ranks]
+    total = 0
+    for number, value in enumerate(found):
+        if value.name.startswith(WORKING):
+            continue
+        if value.stages is None:
+            its_sum = one_copy[0, 0, number]
+        else:
+            its_sum = one_copy[value.stages[0], :, number].sum()
+        total += int(its_sum) * (zlib.crc32(value.name.encode()) | 1)  # odd: no bit is lost
+    return total % (1 << 64)
+
+
+WORKING = "the working copy of "
+"""Name prefix of a unit's working copy, which follows from the unit and is not in the result."""
+
+SHOWN = 20
+TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
+
+
+class Value(NamedTuple):
+    """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, None for
+    those of other stages"""
+
+    name: str
+    stages: tuple[int, ...] | None
+    here: Tensor | None
+
+
+def _shards(state: ShardedState) -> Iterator[Value]:
+    """Yields each unit's parameters, working copies and optimizer state."""
+    memory = state.memory
+    precision = state.precision
+    master = memory.master.rows
+    working = memory.working.rows
+    has_copies = precision.param != precision.gather_dtype
+    for group in memory.groups:
+        for place, unit in enumerate(group.units):
+            name = memory.units[unit].name
+            stages = group.holders(place)
+            yield Value(name, stages, master.get(unit))
+            if group.trainable and has_copies:
+                yield Value(f"{WORKING}{name}", stages, working.get(unit))
+    for at, node in handles_and_leaves(state.opt_state):
+        for _, group, leaf in node.group_leaves() if is_sharded(node) else ():
+            name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
+            if leaf.ndim < 2:
+                yield Value(name, group.holders(0), leaf if group.here else None)
+                continue
+            rows = dict(zip(group.here, leaf.unbind(), strict=True))
+            for layer in range(len(group.units)):
+                yield Value(f"{name}[{layer}]", group.holders(layer), rows.get(layer))
+
+
+def _replicated(state: ShardedState) -> Iterator[Value]:
+    """Yields everything that every rank holds."""
+    device = state.memory.comms.device
+    for name, number in (("step", state.step), ("seed", state.seed)):
+        halves = [number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF]
+        yield Value(name, None, torch.tensor(halves, device=device))
+    for at, node in handles_and_leaves(state.opt_state):
+        if isinstance(node, Tensor | int | float):
+            yield Value(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
+
+
+def _sum_of(value: Value, device: torch.device) -> Tensor:
+    if value.here is None:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    return sum_of_bits(value.here)
+
+
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """Sums the elements as integers of their size, modulo 2 ** 64: int64 []."""
+    bits = tensor.contiguous().view(-1)
+    if bits.is_complex():
+        bits = torch.view_as_real(bits).view(-1)
+    pattern = bits.view(PATTERNS[bits.element_size()])  # uint8 of bools, too
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in torch.split(pattern, AT_ONCE):
+        found += part.sum(dtype=torch.int64)
+    return found
+
+
+def _must_be_equal(found: Sequence[Value], every: Tensor, comms: Communicators) -> None:
+    """Raises Corrupted where numbers differ: shards of replicas and of the stages that hold them, and what all ranks
+    hold. every: [ranks of the mesh, numbers]"""
+    ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
+    faults = []
+    for value, sums in zip(found, every.T.tolist(), strict=True):
+        alike = ranks.view(1, -1) if value.stages is None else ranks[list(value.stages)].flatten(0, 1).T
+        for members in alike.tolist():
+            sides: dict[int, list[int]] = {}
+            for rank in members:
+                sides.setdefault(sums[rank], []).append(rank)
+            if len(sides) > 1:
+                faults.append(f"  {value.name}: {_odd_ones(list(sides.values()))}")
+    if not faults:
+        return
+    lines = ["ranks that should hold the same bits do not:", *faults[:SHOWN]]
+    if len(faults) > SHOWN:
+        lines.append(f"  and {len(faults) - SHOWN} more")
+    raise Corrupted("\n".join([*lines, TO_DO]))
+
+
+def _odd_ones(sides: list[list[int]]) -> str:
+    """Describes the ranks that differ from the majority, if there is one."""
+    most = max(sides, key=len)
+    if sum(len(side) == len(most) for side in sides) > 1:
+        return f"{' and '.join(map(named, sides))} differ"
+    others = sorted(rank for side in sides if side is not most for rank in side)
+    return f"{named(others)} differ{'s' * (len(others) == 1)} from {named(most)}"

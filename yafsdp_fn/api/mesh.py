@@ -1,0 +1,219 @@
+"""ya.mesh: the ranks that share one sharded state, arranged in axes. `util/mesh_axes.py` lists the possible axes."""
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from yafsdp_fn.communication import micro_shards
+from yafsdp_fn.communication.agreement import first_difference
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.groups import group_of, host_group, order_launches
+from yafsdp_fn.communication.store import answers, rendezvous_store
+from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
+from yafsdp_fn.util.torch_private import default_group, store_in_process
+from yafsdp_fn.util.words import counted
+
+
+def mesh(
+    *,
+    stage: int = 1,
+    replicate: int | None = None,
+    shard: int = -1,
+    local: int | None = None,
+    expert: int | None = None,
+    context: int | None = None,
+    tensor: int | None = None,
+    device: str | torch.device | None = None,
+    timeout: timedelta | None = None,
+    registered: bool = False,
+    deterministic: int | None = None,
+    **axes: int,
+) -> DeviceMesh:
+    """Makes a mesh over all ranks, and the process group beneath it.
+
+    Under torchrun (`RANK`, `WORLD_SIZE`) it makes the process group if there is none, NCCL on CUDA and gloo on the CPU;
+    without torchrun there is one rank. Every rank calls it once, at the start.
+
+    stage: stages of a pipeline: each holds units of its own (`ya.schedules.assign`), on an axis `stage`, which exists
+        if this is above 1; the rest describes the ranks of one stage
+    replicate: copies of the state, over which gradients are all-reduced, on an axis `replicate`, which exists if this
+        is given; -1 for as many as the ranks allow: `replicate=-1, shard=1` is plain data parallelism
+    shard: ranks that one copy is cut over; -1 for as many as the ranks allow
+    local: ranks of a node, or of any group with fast links, if schedules and reductions are to tell them apart: the
+        axis `shard` becomes `node` and `local`. Axes inside blocks are inside of a node, which then has `local` times
+        as many ranks as they have
+    expert, context, tensor: axes inside blocks, over which a layer itself is computed, its sequences or its experts are
+        spread (docs/axes.md); innermost, `tensor` fastest. An axis exists if it is given, also of size 1
+    device: "cuda" or "cpu", default cuda if available. A rank takes the GPU numbered LOCAL_RANK; RuntimeError if there
+        is none, since ranks do not share one
+    timeout: after which a collective whose peers have stopped raises, ten minutes by default
+    registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
+        communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
+        device cannot. Such memory is not freed when a state is dropped
+    deterministic: the number of micro-shards in which every global batch is computed, a multiple of the number of
+        ranks that rows are dealt to. Losses, norms, gradients and parameters then have the same bits at every number of
+        ranks that divides it, with axes inside blocks of one size (docs/deterministic.md). Ranks compare everything
+        else that bits depend on, such as their number of threads
+    axes: further ones inside blocks, under names of your own, outside of `expert`
+
+    >>> ya.mesh(device="cpu").mesh_dim_names
+    ('shard',)
+    >>> ya.mesh(replicate=1, shard=-1, device="cpu").mesh_dim_names
+    ('replicate', 'shard')
+    """
+    kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
+    if kind == "cuda" and not torch.cuda.is_available():
+        build = "" if torch.version.cuda else ", and this torch was built without CUDA"
+        raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')
+    if kind == "cuda":
+        order_launches()
+    limit = timeout or timedelta(minutes=10)
+    if not dist.is_initialized():
+        _start(kind, limit)
+    elif timeout is not None:
+        raise ValueError("mesh(timeout=...): the process group exists already; give the timeout to init_process_group")
+    asked = {"stage": stage, "replicate": replicate, "shard": shard, "local": local, "device": kind}
+    usual = {name: size for name, size in zip(INSIDE, (expert, context, tensor), strict=True) if size is not None}
+    inside = {**axes, **usual}
+    _agree({**asked, **inside, "registered": registered, "deterministic": deterministic})
+    if inside:
+        _check_inside(inside)
+    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
+    if deterministic is not None:
+        _check_deterministic(deterministic, stage, replicas, ranks * inside.get(EXPERT, 1), kind)
+    sizes = {STAGE: stage} if stage > 1 else {}
+    sizes |= {} if replicate is None else {REPLICATE: replicas}
+    if local is None:
+        sizes |= {SHARD: ranks}
+    elif local < 1:
+        raise ValueError(f"mesh(local={local}): expected a number of ranks per node, or None")
+    elif ranks % local:
+        raise ValueError(
+            f"mesh(local={local}): a copy of the state is cut over {ranks} ranks, not a multiple of {local}; "
+            "give the number of ranks per node (torchrun's --nproc-per-node), or leave local=None"
+        )
+    else:
+        sizes |= {NODE: ranks // local, LOCAL: local}
+    sizes |= inside
+    with answers(limit, "making the groups of the mesh"):
+        made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if deterministic is not None:
+        micro_shards.mark(made, deterministic)
+        communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made)))
+    if registered:
+        from yafsdp_fn.extras.registered_memory import register
+
+        register(communicators(made))
+    return made
+
+
+def _agree(arguments: dict[str, object]) -> None:
+    """Raises ValueError on every rank unless all ask for the same mesh: making groups would hang."""
+    if dist.get_world_size() == 1:
+        return
+    asked = {f"{name}=": repr(value) for name, value in arguments.items()}
+    if (differs := first_difference(asked, group_of(host_group() or default_group()))) is not None:
+        raise ValueError(
+            f"mesh: ranks ask for different meshes; {differs}\ncall ya.mesh with the same arguments on every rank"
+        )
+
+
+def _check_inside(inside: dict[str, int]) -> None:
+    """Raises unless these axes inside blocks can be."""
+    known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
+    for name, size in inside.items():
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
+        if near:
+            raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
+    check_inside(tuple(inside))
+
+
+def _sizes(
+    replicate: int, shard: int, world: int, stage: int = 1, inside: Mapping[str, int] | None = None
+) -> tuple[int, int]:
+    """Returns `(replicas, ranks on the axis shard)` of a stage, for `world` ranks. inside: sizes of axes in blocks"""
+    given = {"replicate": replicate, "shard": shard}
+    inside = inside or {}
+    shown = {"stage": stage, **given, **inside}.items()
+    stage *= math.prod(inside.values())
+    asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
+    if any(size < 1 and size != -1 for size in given.values()):
+        raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")
+    if stage < 1:
+        raise ValueError(f"mesh({asked}): expected the number of stages, 1 for no pipeline")
+    if replicate == shard == -1:
+        why = "at most one of them can follow from the number of ranks; for plain data parallelism give shard=1"
+        raise ValueError(f"mesh({asked}): {why}")
+    if -1 in given.values():
+        other = max(replicate, shard) * stage
+        if world % other:
+            raise ValueError(
+                f"mesh({asked}): the job has {counted(world, 'rank')}, not a multiple of {other}; "
+                f"start {round_up(world, other)} of them, or give a divisor of {world}"
+            )
+        return (world // other, shard) if replicate == -1 else (replicate, world // other)
+    if (wanted := replicate * shard * stage) != world:
+        raise ValueError(
+            f"mesh({asked}): the job has {counted(world, 'rank')}; start {wanted} of them "
+            f"(torchrun --nproc-per-node {wanted} ...), or leave shard=-1"
+        )
+    return replicate, shard
+
+
+def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, kind: str) -> None:
+    """Raises ValueError unless batches of `asked` micro-shards can be dealt to `ranks` ranks, whose bits repeat."""
+    if type(asked) is not int or asked < 1:
+        raise ValueError(
+            f"mesh(deterministic={asked!r}): expected the number of micro-shards that every global batch is computed "
+            "in, a multiple of every number of ranks that is to give the same bits, such as 12 for 1, 2, 3 and 4"
+        )
+    if kind == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            f"mesh(deterministic={asked}): on GPUs some of torch's kernels, such as attention's backward, add up in no "
+            "fixed order; call torch.use_deterministic_algorithms(True) first, with CUBLAS_WORKSPACE_CONFIG=:4096:8 in "
+            "the environment"
+        )
+    if stages > 1:
+        raise ValueError(
+            f"mesh(stage={stages}, deterministic={asked}): stages pass microbatches on as their schedule says, and "
+            "bits would depend on it; leave stage out, or deterministic"
+        )
+    if asked % ranks:
+        fit = ", ".join(str(number) for number in range(1, asked + 1) if asked % number == 0)
+        raise ValueError(
+            f"mesh(deterministic={asked}): rows are dealt to {ranks} ranks, and {asked} micro-shards do not divide by "
+            f"{ranks}; take {fit} of them, or give a multiple of {ranks}"
+        )
+    if replicas > 1:
+        raise ValueError(
+            f"mesh(replicate={replicas}, deterministic={asked}): gradients would be added up in each copy first, and "
+            "then over copies, which are other sums than at another number of ranks; leave replicate out"
+        )
+
+
+def _start(kind: str, timeout: timedelta) -> None:
+    backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
+    if kind == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        found = torch.cuda.device_count()
+        if local >= found:
+            rank = os.environ.get("RANK", 0)
+            gpus = f"{found} GPU{'s' * (found > 1)}"
+            raise RuntimeError(
+                f"mesh: rank {rank} is number {local + 1} on a machine where torch sees {gpus}, and each needs one; "
+                f'start {found} there (torchrun --nproc-per-node {found} ...), or take device="cpu"'
+            )
+        torch.cuda.set_device(local)
+    if "WORLD_SIZE" in os.environ:
+        with answers(timeout, "meeting the other ranks"):
+            dist.init_process_group(backend, timeout=timeout, **rendezvous_store(timeout))
+    else:
+        dist.init_process_group(backend, store=store_in_process(), rank=0, world_size=1, timeout=timeout)

@@ -1,0 +1,103 @@
+"""named_weights: iterates over a state's whole weights by name, a unit at a time, for use outside training.
+
+for name, weight in ya.named_weights(state.params, dtype=torch.bfloat16):      # on every rank
+    engine.load(name, weight)                                                 # a generator in the loop, say
+"""
+
+from collections.abc import Iterator
+
+import optree
+import torch
+from torch import Tensor
+
+from yafsdp_fn.communication.agreement import RanksDisagree
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.nn.low_rank import is_low_rank
+from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sources import unit_shard, whole_leaves
+from yafsdp_fn.params.tree import Tree, dotted, join
+from yafsdp_fn.runtime.memory import Memory
+
+STOPPED = -1
+
+
+@torch.no_grad()
+def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yields `(name, whole tensor)` for every leaf of `tree`, in the order of its units, the same on all ranks.
+    Collective.
+
+    tree: sharded, such as `state.params`. A leaf `w` of layer 3 of a stack `layers` is `layers.3.w`. A matrix with an
+        adapter (`ya.lora`) is one tensor, the sum of both
+    dtype: leaves are converted to it before they travel; None: they stay as they are
+
+    Each unit is gathered when it is asked for, into memory of its own, freed with its tensors: beside the shards at
+    most two units exist, the current one and the one before, unless tensors are kept. They are copies, so steps may go
+    on.
+
+    If a rank stops before the end and others do not, these raise RanksDisagree at the next unit. A rank that does not
+    ask is waited for, until the mesh's timeout raises CommunicationError.
+
+    >>> [(name, tuple(weight.shape)) for name, weight in ya.named_weights(state.params)][:4]
+    [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
+    """
+    handles, comms = _handles(tree)
+    must_be_one("named_weights", handles)
+    for number, handle in enumerate(handles):
+        pinned: dict[int, list[Tensor]] = {}
+        for layer in range(handle.entry.length or 1):
+            unit = (number << 32) + layer
+            name = join(handle.entry.name, "" if handle.entry.length is None else str(layer))
+            _compare(comms, unit, name)
+            try:
+                yield from _unit(handle, layer, name, dtype, pinned)
+            except GeneratorExit:
+                comms.numbers_of_all(torch.tensor([STOPPED]), f"the end of named_weights, after {name}")
+                raise
+    _compare(comms, len(handles) << 32, "")
+
+
+def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
+    """Returns the handles of a tree and their communicators. Raises TypeError for a tree without a state's memory."""
+    handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
+    others = [type(leaf).__name__ for leaf in handles if not isinstance(leaf, Sharded)]
+    if others or not handles:
+        has = f"one with a {others[0]}" if others else "nothing"
+        raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
+    memory = handles[0].owner
+    if not isinstance(memory, Memory):
+        raise TypeError(f"named_weights: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
+    return handles, memory.comms
+
+
+def _compare(comms: Communicators, unit: int, name: str) -> None:
+    asked = comms.numbers_of_all(torch.tensor([unit]), f"named_weights of {name or 'all units'}").flatten().tolist()
+    if not name:  # a rank that stopped within the last unit is where the others are
+        return
+    if stopped := [rank for rank, other in enumerate(asked) if other == STOPPED]:
+        raise RanksDisagree(f"named_weights: ranks {stopped} have stopped before {name}: all must go on, or none")
+    if len(set(asked)) > 1:
+        raise RanksDisagree(
+            f"named_weights: ranks ask for units of different trees, rank {comms.world_rank} for {name}"
+        )
+
+
+def _unit(
+    handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, list[Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    comms = handle.owner.comms
+    views = {}
+    for number, group, leaf in handle.check().group_leaves():
+        wholes = pinned.get(number)
+        if wholes is None:
+            place = layer if handle.entry.stacked(group) else 0
+            row = unit_shard(handle, group, leaf, place, dtype if leaf.is_floating_point() else None)
+            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
+        if group.pinned:
+            pinned[number] = wholes
+        views[group.name] = group.of_layer(wholes, layer)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(handle.entry.unflatten(views), is_leaf=is_low_rank)
+    del views, wholes
+    for accessor in accessors:
+        leaf = leaves.pop(0)
+        yield join(name, dotted(accessor)), leaf.merged() if is_low_rank(leaf) else leaf

@@ -1,0 +1,392 @@
+"""init, shard, unshard: make a sharded state, reshard one, and gather it.
+
+    state = init(params, tx, mesh=mesh)            # from `Param`s, drawn
+    state = shard(tensors, tx, mesh=mesh)          # from tensors, or lazy leaves
+    other = shard(state, tx, mesh=other_mesh)      # from a state: resharded unit by unit
+    tensors = unshard(state)
+
+Nothing larger than one unit, or one leaf of a layer, is whole at a time.
+"""
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn import optim
+from yafsdp_fn.api.checksum import sum_of_bits
+from yafsdp_fn.api.mesh import mesh as default_mesh
+from yafsdp_fn.communication.communicators import Communicators, communicators
+from yafsdp_fn.optim.partition import MaskedState
+from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
+from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.sharded import (
+    DEFAULT_PRECISION,
+    Precision,
+    Sharded,
+    handles,
+    handles_and_leaves,
+    is_sharded,
+    trainable,
+)
+from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shard, whole_leaves, whole_tree
+from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
+from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.runtime.consistency import environment
+from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
+
+
+def init(
+    params: Tree,
+    tx: optim.GradientTransformation | None = None,
+    *,
+    mesh: DeviceMesh | None = None,
+    seed: int = 0,
+    precision: Precision = DEFAULT_PRECISION,
+    stages: Assignment | None = None,
+) -> ShardedState:
+    """Makes a state from abstract parameters, drawn leaf by leaf: bit-identical at every world size.
+
+    GPUs draw other values than CPUs do, from one seed: one thread of a CPU would take ten seconds for each billion of
+    them. `ya.shard(ya.materialize(params, seed=0), tx, like=params)` has a CPU's on a GPU.
+
+    params: a tree of `Param`; mesh: default `ya.mesh()`; tx: None for a state that is only evaluated
+    seed: of the drawing, and of random numbers in steps; precision: the dtypes of the state
+    stages: the stage of each unit, needed on a mesh with stages: `ya.schedules.assign` makes it from a trace of the
+        loss
+
+    >>> state = ya.init(params, ya.optim.adamw(1e-3), mesh=mesh, seed=0)
+    >>> ya.unshard(state.params)["layers"]["up"].shape
+    torch.Size([4, 32, 8])
+    """
+    for leaf in optree.tree_leaves(params):
+        if not isinstance(leaf, Param):
+            raise TypeError(f"init takes a tree of Param, got a {type(leaf).__name__}: to shard tensors use ya.shard")
+    return _from_leaves(params, tx, mesh, seed, precision, stages)
+
+
+def shard(
+    params: Tree | ShardedState,
+    tx: optim.GradientTransformation | None = None,
+    *,
+    like: Tree | None = None,
+    mesh: DeviceMesh | None = None,
+    seed: int | None = None,
+    precision: Precision | None = None,
+    stages: Assignment | None = None,
+    from_rank_0: bool = False,
+    grow: Collection[str] = (),
+) -> ShardedState:
+    """Makes a state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another
+    state.
+
+    params: a tree of tensors or `Lazy` leaves; or a state, or all of its params, which are resharded: mesh, seed and
+        precision default to the old state's. A state keeps its step, and of its optimizer's state each part that `tx`
+        has, too, wherever in its chain: clipping and schedules may come and go, and `multi_steps`, `apply_if_finite`
+        and `inject_hyperparams` be put around it. Parts of one kind are told apart by their order
+    tx: None for a state that is only evaluated, such as a teacher
+    like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
+        state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
+    stages: as for `init`; defaults to the state's own, with unchanged units
+    from_rank_0: rank 0's values are taken, and sent to all: others need no values of their own, only shapes and dtypes
+    grow: leaves of a state that are larger in `like`, such as those of a vocabulary. The old values come first along
+        each axis; the others are drawn by the initializer in `like`, and their moments are those before the first step
+
+    Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape;
+    RanksDisagree, naming leaf and ranks, if values in memory (tensors, the parameters of a module) differ between
+    ranks, for which all of them are read once. `Lazy` leaves from elsewhere are not compared. Warns of parts of an
+    optimizer that begin anew, since there were more or fewer of their kind.
+
+    >>> state = ya.shard(plain, tx, like=params, mesh=mesh)
+    >>> torch.equal(ya.unshard(state.params)["head"]["out"], plain["head"]["out"])
+    True
+    """
+    state = params if isinstance(params, ShardedState) else None
+    tree: Tree = state.check().params if state is not None else params
+    found = handles(tree)
+    if not found and grow:
+        raise ValueError("shard(grow=...): leaves of a state grow; give tensors in the shapes that they are to have")
+    if not found:
+        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like, from_rank_0)
+    if from_rank_0:
+        raise ValueError("shard(from_rank_0=True): of a state every rank has a part of its own")
+    old = memory_of(found)
+    if len(found) != len(old.layout.entries) or len(found) != len(optree.tree_leaves(tree, is_leaf=is_sharded)):
+        raise TypeError(
+            f"shard: {found[0].entry.name!r} is of a state, but not all of the tree is, or it is not all of the "
+            "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
+        )
+    must_be_one("shard", found)
+    layout = old.layout if like is None else tree_layout(like)[0]
+    mesh = old.mesh if mesh is None else mesh
+    seed = found[0].origin.seed if seed is None else seed
+    described = {} if like is None else dict(named_leaves(like))
+    if unknown := sorted(set(grow).difference(described)):
+        raise ValueError(f"shard(grow=...): `like` has no {', '.join(unknown)}; it has {', '.join(described)}"[:500])
+    device = communicators(mesh).device
+    larger = {name: source(name, described[name], seed, device) for name in grow}
+    whole = _Whole(found)
+    if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
+        raise ValueError(
+            f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not: they would "
+            "be lost. Adapters are added to their weights by ya.merge_lora"
+        )
+
+    def sources(group: Group) -> list[Source]:
+        return [whole.source(name, shape, larger.get(name)) for name, shape in _leaves_of(group)]
+
+    stages = old.assignment if stages is None and like is None else stages
+    made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
+    new = _first_state(made, tx, seed, 0 if state is None else state.step)
+    if state is not None:
+        _keep(state.opt_state, new.opt_state, grow)
+    return new
+
+
+def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns path and shape of the leaves of one layer."""
+    return list(zip(group.layout.names, group.layer_shapes, strict=True))
+
+
+def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: int, step: int = 0) -> ShardedState:
+    """Returns a state over `memory`, with its optimizer before the first step."""
+    params = memory.params(seed, step)
+    opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
+    lost = memory.precision.lost
+    if tx is not None and memory.trained and lost is not None:
+        warnings.warn(lost, stacklevel=4)
+    return ShardedState(params, opt_state, step, seed, memory)
+
+
+def _from_leaves(
+    params: Tree,
+    tx: optim.GradientTransformation | None,
+    mesh: DeviceMesh | None,
+    seed: int,
+    precision: Precision,
+    stages: Assignment | None,
+    like: Tree | None = None,
+    from_rank_0: bool = False,
+) -> ShardedState:
+    mesh = default_mesh() if mesh is None else mesh
+    layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
+    comms = communicators(mesh)
+    leaf_of: dict[str, Any] = {}
+    length_of: dict[str, int | None] = {}
+    for entry, own in zip(layout.entries, leaves, strict=True):
+        for group in entry.groups:
+            for name, position in zip(group.layout.names, group.leaves, strict=True):
+                leaf_of[name], length_of[name] = own[position], entry.length
+
+    def sources(group: Group) -> list[Source]:
+        found = []
+        for name in group.layout.names:
+            give = source(name, leaf_of[name], seed, comms.device)
+            found.append(_of_rank_0(leaf_of[name], give, comms) if from_rank_0 else give)
+        return found
+
+    def compare() -> None:
+        values = {}
+        for name, leaf in leaf_of.items():
+            bits = "" if from_rank_0 else _bits(leaf, length_of[name])
+            values[name] = f"{leaf.dtype}{bits}"
+        comms.must_agree(SAME_VALUES, values)
+
+    made = _filled(layout, sources, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
+    return _first_state(made, tx, seed)
+
+
+SAME_VALUES = (
+    "the values to shard, of which each rank keeps a part (make them under one seed on all ranks, or read one file; "
+    "ya.shard(..., from_rank_0=True) takes those of rank 0)"
+)
+
+
+def _bits(leaf: Any, length: int | None) -> str:
+    """Describes all values of a leaf that is in memory."""
+    values: list[Tensor] = []
+    if isinstance(leaf, Tensor):
+        values = [leaf.detach()]
+    elif isinstance(leaf, Lazy) and leaf.in_memory:
+        values = [leaf.load(layer) for layer in ([None] if length is None else range(length))]
+    sums = [int(sum_of_bits(value)) for value in values if value.device.type != "meta"]
+    return f", sum of bits {sum(sums)}" if sums else ""
+
+
+def _of_rank_0(leaf: Any, give: Source, comms: Communicators) -> Source:
+    """Returns a source that all ranks call, in one order."""
+
+    def sent(layer: int | None) -> Tensor:
+        shape = leaf.shape if layer is None else leaf.shape[1:]
+        if comms.world_rank == 0:
+            value = give(layer).to(comms.device, leaf.dtype).contiguous()
+        else:
+            value = torch.empty(shape, dtype=leaf.dtype, device=comms.device)
+        return comms.of_rank_0(value)
+
+    return sent
+
+
+def _in_place_of(like: Tree, params: Tree) -> Tree:
+    """Returns `like` with the leaves of `params`, as `Lazy` ones that are split as those of `like` are."""
+    given = dict(named_leaves(params))
+
+    def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
+        path = dotted(accessor)
+        own = given.pop(path, None)
+        if own is None or tuple(own.shape) != tuple(leaf.shape):
+            raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
+        give = source(path, own, 0, torch.device("cpu"))
+        in_memory = isinstance(own, Tensor) or (isinstance(own, Lazy) and own.in_memory)
+        return Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory)
+
+    out = optree.tree_map_with_accessor(lazy, like)
+    if given:
+        raise ValueError(f"shard(like=...): `like` has no {', '.join(sorted(given)[:4])}: they would be lost")
+    return out
+
+
+Sources = Callable[[Group], list[Source]]
+"""Returns the sources of a group's leaves."""
+
+
+def _filled(
+    layout: TreeLayout,
+    sources: Sources,
+    mesh: DeviceMesh,
+    seed: int,
+    precision: Precision,
+    stages: Assignment | None,
+    *,
+    together: bool,
+    compare: Callable[[], None] | None = None,
+) -> Memory:
+    """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
+    once shapes are known to agree"""
+    comms = communicators(mesh)
+    described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
+    for _, group in layout.groups:
+        split = f" split {group.splits}" if group.splits else ""
+        described |= {name: f"{len(group.units)} x {shape}{split}" for name, shape in _leaves_of(group)}
+    comms.must_agree("the parameters", described)
+    if compare is not None and not comms.alone:
+        compare()
+
+    def masters(placement: Placement[Communicators]) -> list[Tensor]:
+        made = placement.shards(comms.device)
+        for master, (entry, group) in zip(made, placement.layout.groups, strict=True):
+            fill_group(master, entry, group, comms, sources(group), together)
+        return made
+
+    return Memory(layout, masters, mesh, precision, stages)
+
+
+class _Whole:
+    """The leaves of a sharded tree, whole. Units are gathered on demand, by all ranks in one order."""
+
+    def __init__(self, found: Sequence[Sharded]) -> None:
+        self._at = {
+            name: (handle, group, leaf, position)
+            for handle in found
+            for _, group, leaf in handle.group_leaves()
+            for position, name in enumerate(group.layout.names)
+        }
+        self.names = set(self._at)
+        self._last: tuple[Any, list[Tensor]] = (None, [])
+
+    def source(self, name: str, shape: tuple[int, ...], larger: Source | None = None) -> Source:
+        """Returns the source of a leaf. larger: of one that may be larger, in whose first places it is put"""
+        if name not in self._at:
+            raise ValueError(f"{name}: the state has no such leaf; it has {', '.join(sorted(self._at)[:6])} and so on")
+        handle, group, shards, position = self._at[name]
+        own = group.layer_shapes[position]
+        grows = larger is not None and len(own) == len(shape) and all(n <= m for n, m in zip(own, shape, strict=True))
+        if own != shape and not grows:
+            raise ValueError(f"{name}: the state has shape {own} (of a layer, if stacked), the tree {shape}")
+
+        def give(layer: int | None) -> Tensor:
+            at = layer or 0
+            key = id(shards), group.unit(at)
+            if self._last[0] != key:
+                row = unit_shard(handle, group, shards, 0 if group.pinned else at)
+                self._last = key, whole_leaves(handle.owner.comms, group, row)
+            leaf = group.of_layer(self._last[1], at)[position]
+            if larger is None:
+                return leaf
+            grown = larger(layer).clone()
+            grown[tuple(map(slice, leaf.shape))] = leaf
+            return grown
+
+        return give
+
+
+def _keep(old: Tree, new: Tree, grow: Collection[str]) -> None:
+    """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
+    there = _by_part(old)
+    unclear = set[str]()
+    for part, nodes in _by_part(new).items():
+        kept = there.get(part, [])
+        if len(kept) == len(nodes):
+            for before, node in zip(kept, nodes, strict=True):
+                _copy(before, node, grow)
+        elif kept:
+            unclear.add(part[0][0].__name__)
+    if unclear:
+        warnings.warn(
+            f"shard: the optimizer has more or fewer parts of a kind than the state's, so that they begin anew: "
+            f"{', '.join(sorted(unclear))}",
+            stacklevel=3,
+        )
+
+
+def _by_part(opt_state: Tree) -> dict[tuple[Any, ...], list[Any]]:
+    """Returns handles and tensors by their part: their path without places in chains, and transformations around."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for accessor, node in handles_and_leaves(opt_state):
+        path = [(entry.type, entry.entry) for entry in accessor if not _is_around(entry)]
+        found.setdefault(tuple(path), []).append(node)
+    return found
+
+
+def _is_around(entry: optree.PyTreeEntry) -> bool:
+    """Returns whether a step of a path is a place in a chain, or the state inside one that is around it, for all
+    leaves: of a mask or a partition it is for some of them."""
+    inside = getattr(entry, "field", "") in ("inner_state", "inner_opt_state")
+    return entry.type is tuple or (inside and entry.type is not MaskedState)
+
+
+def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
+    """Copies what an optimizer state had in this place, if it is alike."""
+    if isinstance(before, Sharded) and isinstance(node, Sharded):
+        begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
+        whole = _Whole([before])
+        first = _Whole([begun])
+        for _, group, leaf in node.group_leaves():
+            if whole.names.issuperset(group.layout.names):
+                named = _leaves_of(group)
+                sources = [whole.source(*of, first.source(*of) if of[0] in grow else None) for of in named]
+                fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
+    elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
+        node.copy_(before)
+
+
+@torch.no_grad()
+def unshard(tree: Any) -> Tree:
+    """Returns whole tensors of a state's params, or any sharded tree, on every rank: [L, ...] for a stack. All must
+    call it.
+
+    Leaves may have more leading axes, as per-example gradients have.
+
+    >>> whole = ya.unshard(state.params)
+    >>> {name: tuple(leaf.shape) for name, leaf in whole["layers"].items()}
+    {'up': (4, 32, 8), 'down': (4, 8, 32)}
+    """
+    tree = tree.params if isinstance(tree, ShardedState) else tree
+    must_be_one("unshard", handles(tree))
+    return whole_tree(tree)

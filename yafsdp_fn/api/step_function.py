@@ -1,0 +1,454 @@
+"""A user's loss with its programs and its calls in a step: shared by train_step, value_and_grad, grad and eval_step.
+
+    results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
+
+    for call in calls:                 # of a plain step: forward and backward of each microbatch in turn
+        forward                        out = fun(own parameters, the microbatch's part of the batch)
+        backward                       from the total and the visits' token: every visit gets one, in reverse order
+        weights                        what a backward in two halves has left for later
+
+A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import optree
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from yafsdp_fn import optim
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.micro_shards import micro_shard_seed
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree import Tree, must_be_function
+from yafsdp_fn.program.measured import OptimizerMemory
+from yafsdp_fn.program.split import Call
+from yafsdp_fn.runtime import consistency
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
+from yafsdp_fn.runtime.execute import Session, Visits
+from yafsdp_fn.runtime.graph_walks import depends
+from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
+from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.programs import Programs, Verified
+from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
+from yafsdp_fn.runtime.recording import Recording
+from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
+from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
+from yafsdp_fn.runtime.updates import StepUpdates
+from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
+from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.timeline.record import RECORDINGS, Recorder
+from yafsdp_fn.timeline.spans import MEASURED
+from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
+
+NOT_FROM_PLAIN = (
+    "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
+    "micro-shards, which is another at another number of ranks. Put them into the state"
+)
+
+
+def default_schedule(trace: Trace) -> Program:
+    """The default schedule: `zero3`, and `one_f_one_b` across stages."""
+    return (zero3() if trace.split is None else one_f_one_b())(trace)
+
+
+FIRST = Call("forward", 0, 0)
+"""The call that is recorded."""
+
+
+class StepFunction:
+    """A function to differentiate or evaluate, with its schedule and its programs.
+
+    track: it is differentiated; graphs: visits are replayed as CUDA graphs
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        has_aux: bool,
+        schedule: AnySchedule,
+        microbatches: int | None,
+        track: bool = True,
+        tx: optim.GradientTransformation | None = None,
+        skip_nonfinite: bool = False,
+        graphs: bool = False,
+    ) -> None:
+        must_be_function(fun, "train_step, eval_step, grad and planner.trace")
+        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+            raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
+        self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
+        self.schedule = schedule
+        whole = None if tx is None else optim.why_not_unitwise(tx)
+        when: UpdateWhen = "never" if tx is None else "after norm"
+        self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
+        self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
+        self._replays: Replays | None = None
+        self._agreed: WeakSet[Communicators] = WeakSet()
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
+        return Arguments(self.fun, args, kwargs, argnums, self.microbatches)
+
+    def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
+        """Adds to `trace` what only the step knows: when units may be updated, and the memory of its optimizer."""
+        from yafsdp_fn.runtime.optimizer_memory import measured_leaves, optimizer_memory
+
+        trace = self.programs.complete(trace, placement)
+        if self._tx is None:
+            return trace
+        layout, precision, device = placement.layout, placement.precision, placement.comms.device
+        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
+        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
+
+    def program(self, memory: Memory, parts: int) -> Program | None:
+        """Returns the program in use for this memory and number of microbatches, None before the first step."""
+        found = self.programs.peek(memory, parts)
+        return None if found is None else found.whole
+
+    def measured(self, memory: Memory, parts: int, batch: Hashable = None) -> Program | None:
+        """Returns the program in use; across stages the optimizer's costs are added to its trace first, since all
+        others are there from the first step on. Steps need none of them, and do not run the optimizer on fake tensors.
+
+        batch: across stages, the shapes of the batch to have a program for; None for the last one
+        """
+        found = self.programs.peek(memory, parts, batch)
+        if found is not None and memory.comms.stages > 1 and found.whole.trace.optimizer == OptimizerMemory():
+            trace, known = found.whole.trace, self.complete(found.whole.trace, memory.abstract())
+            found.whole = found.whole.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
+        return None if found is None else found.whole
+
+    def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
+        """Returns the units that the optimizer updates in parts."""
+        if self._tx is None:
+            return ()
+        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
+        return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
+
+    def run(
+        self,
+        arguments: Arguments,
+        memory: Memory | None,
+        shards: Shards | None,
+        seed: Seed,
+        updates: StepUpdates | None = None,
+    ) -> tuple[Results, Recorder | None]:
+        """Returns the function's results, and the observer of the run, if any."""
+        context = copy_context()  # ends the counter of visits, wherever an interrupt comes
+        if memory is None:
+            if self._graphs:
+                raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
+            return context.run(run_plain, arguments, seed, self.has_aux, self.track), None
+        comms = memory.comms
+        if self._graphs and comms.axes:
+            raise NotImplementedError(
+                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): NCCL wants a collective "
+                "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
+                "graphs out"
+            )
+        first = comms not in self._agreed  # run of this function on this mesh
+        if first:
+            consistency.compare(comms, self.fun, self._tx)
+            self._agreed.add(comms)
+            comms.named.clear()
+        found = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
+        if first and comms.axes and not comms.alone:
+            verified = self.programs.peek(memory, arguments.parts)
+            assert verified is not None
+            visited = {unit for visit in verified.whole.trace.visits for unit in visit.units}
+            split = {name for unit in visited for name in verified.whole.trace.units[unit].over}
+            consistency.warn_of_axes(comms, split, arguments.rest, axes_dealt(memory.mesh))
+        return found
+
+    def _run_sharded(
+        self,
+        arguments: Arguments,
+        memory: Memory,
+        shards: Shards | None,
+        seed: Seed,
+        updates: StepUpdates | None,
+    ) -> tuple[Results, Recorder | None]:
+        """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
+
+        Before the first run its program is built, from a recorded call of the function; across stages, from a trace on
+        fake tensors. An exception on all ranks leaves the state usable.
+        """
+        comms, track = memory.comms, self.track
+        if comms.stages > 1 and arguments.plain:
+            raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
+        if comms.deterministic and track and arguments.plain:
+            raise ValueError(NOT_FROM_PLAIN)
+        with torch.inference_mode(False):  # slots made under it could never be trained with
+            comms.check()
+            verified = self._known_program(arguments, memory, shards, seed)
+            if self._graphs and not verified.recomputes:
+                raise ValueError(
+                    "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
+                    "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
+                )
+            recordings = RECORDINGS.get()
+            observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
+            carries = MessageBuffers if comms.stages > 1 else _activation_buffers
+            step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
+            kind = StageSession if comms.stages > 1 else Session
+            with comms.guarded(f"the slots of step {seed.step}"):
+                session = kind(
+                    memory,
+                    verified,
+                    seed.step,
+                    shards,
+                    step_hooks,
+                    differentiates=track,
+                    microbatches=arguments.parts,
+                    watch=track and not verified.ran,
+                )
+            learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
+            with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
+                session.start()
+                results = Calls(session, arguments, self.has_aux, seed).run()
+                session.finish()
+            if learns:
+                verified.list(session.collectives)
+            session.close()
+            verified.ran = True
+        if observer is not None:
+            observer.finish(verified.program.trace, f"{MEASURED}, rank {comms.world_rank} of {comms.world}")
+        return results, observer
+
+    def _known_program(self, arguments: Arguments, memory: Memory, shards: Shards | None, seed: Seed) -> Verified:
+        """Returns the program to run, and learns it before the first run."""
+        comms = memory.comms
+        batch = None if comms.stages == 1 else shapes(arguments.rest)
+        if (found := self.programs.get(memory, arguments.parts, batch)) is not None:
+            return found
+        if comms.stages == 1:
+            return self._recorded(arguments, memory, shards is not None, seed)
+        must_be_same(arguments.rest, comms)
+        crossing = crossing_of(arguments, memory, self.programs)
+        return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
+
+    def _recorded(self, arguments: Arguments, memory: Memory, trains: bool, seed: Seed) -> Verified:
+        """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
+        the step."""
+        comms = memory.comms
+        recording = Recording(memory, seed.step, differentiates=self.track, trains=trains)
+        collectives: dict[Any, Any] = {}
+        with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
+            recording.begin(FIRST)
+            counter = counter_of(comms, seed, microbatch=0)
+            with torch.set_grad_enabled(self.track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
+                mean, aux = returned(arguments.call(0, recording, self.track), self.has_aux)
+            recording.end(FIRST, {})
+            recording.compare(mean.total, _outline(aux))
+            verified = self.programs.learn(memory, self.programs.complete(recording.trace(arguments.parts), memory))
+        recording.close()
+        verified.collectives = collectives
+        return verified
+
+    def _replays_on(self, device: torch.device) -> Replays | None:
+        if self._graphs and self._replays is None:
+            from yafsdp_fn.extras.cuda_graphs import CudaCapture, Graphs
+
+            self._replays = Graphs(CudaCapture(device))
+        return self._replays
+
+
+@contextmanager
+def _run_by(visits: Visits, known: dict[Any, Any], arguments: Arguments, after: str) -> Iterator[None]:
+    """Runs a session or a recording, which is aborted where it raises. known: collectives of blocks; after: where this
+    rank is then, for the watchdog"""
+    comms = visits.memory.comms
+    around = comms.called
+    if comms.axes:
+        from yafsdp_fn.runtime.block_collectives import BlockCollectives
+
+        visits.collectives = BlockCollectives(visits, known, arguments.rest)
+        comms.called = visits.collectives.called
+    try:
+        with comms.seen(visits.sight, after):
+            yield
+    except BaseException as error:
+        error.add_note(f"rank {comms.world_rank} of {comms.world}, {visits.place}")
+        visits.abort(error)
+        raise
+    finally:
+        comms.called = around
+
+
+def _activation_buffers(memory: Memory, number: object) -> ActivationBuffers:
+    from yafsdp_fn.extras.offload import HostActivationBuffers
+
+    return HostActivationBuffers(memory, number)
+
+
+# ---- The calls of a step.
+
+
+def counter_of(comms: Communicators, seed: Seed, microbatch: int) -> VisitCounter:
+    """Returns the counter that seeds a microbatch, on all stages alike."""
+    if comms.deterministic:
+        return VisitCounter(seed.seed, seed.step, *micro_shard_seed(comms, microbatch), batch_rank=0, ranks=comms)
+    rank, batch_rank = comms.seed_rank, comms.batch_rank
+    return VisitCounter(seed.seed, seed.step, microbatch, rank, batch_rank=batch_rank, ranks=comms)
+
+
+class Passed(NamedTuple):
+    """A forward, until its backward.
+
+    arrived: by flow, what its segment took that has a gradient; roots: by flow, where gradients of what left it come
+    back to; own: further roots, with their gradients: the last token, and the loss where it is made here
+    """
+
+    arrived: dict[int, list[Tensor]]
+    roots: dict[int, list[GradientEdge]]
+    own: list[tuple[GradientEdge, Tensor]]
+
+
+class Calls:
+    """Runs the loss of one step in its session: forwards, backwards and later halves, in the program's order."""
+
+    def __init__(self, session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
+        self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
+        self._crossing = session.verified.crossing
+        device = session.memory.comms.device
+        self._of_stage = None if self._crossing is None else StageResults(self._crossing, arguments.parts, device)
+        self._results = Results([], [], [None] * len(arguments.plain))
+        self._leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
+        self._leaf_grads: list[Tensor | None] = [None] * len(self._leaves)
+        self._passed: dict[tuple[int, int], Passed] = {}
+
+    def run(self) -> Results:
+        session = self._session
+        calls = list(session.calls())
+        last = max((at for at, call in enumerate(calls) if call.kind == "forward"), default=-1)
+        for at, call in enumerate(calls):
+            if call.kind == "weights":
+                assert isinstance(session, StageSession)
+                session.weights(call)
+            elif call.kind != "forward":
+                self._backward(call)
+            else:
+                self._forward(call, last=at == last)
+        found = iter(self._leaf_grads)
+        session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
+        return self._results
+
+    def _forward(self, call: Call, *, last: bool) -> None:
+        session, track, microbatch = self._session, self._session.differentiates, call.microbatch
+        arrived = session.begin(call)
+        crossing, segment = self._crossing, session.segment
+        device = session.memory.comms.device
+        counter = counter_of(session.memory.comms, self._seed, microbatch)
+        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), device):
+            try:
+                mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
+            except Exception as error:
+                if segment is None or (said := segment.explained(error, session.named(call), session.failed)) is error:
+                    raise
+                raise said from error
+        left = {} if segment is None else segment.leaving(len(session.visits), session.place)
+        has_loss = self._keep(call, mean, aux)
+        if last:
+            self._end_forwards()
+        session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
+        if not track:
+            return
+        # edges, not tensors: what has left needs no memory here, nor has the loss
+        own = []
+        if has_loss:
+            if not mean.total.requires_grad:
+                raise ValueError(INDEPENDENT)
+            own.append((get_gradient_edge(mean.total), torch.ones_like(mean.total)))
+        # the token is a root, too: visits that the loss does not use get their backward, in its place
+        own.append((get_gradient_edge(session.token), torch.zeros_like(session.token)))
+        roots: dict[int, list[GradientEdge]] = {}
+        taken: dict[int, list[Tensor]] = {}
+        if crossing is not None:
+            roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
+            taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
+        self._passed[call.segment, microbatch] = Passed(taken, roots, own)
+
+    def _keep(self, call: Call, mean: Mean, aux: Tree) -> bool:
+        """Keeps the results of a forward; returns whether it made the loss."""
+        if self._of_stage is not None:
+            return self._of_stage.keep(call, mean, aux)
+        _append(self._results, mean, aux)
+        return True
+
+    def _end_forwards(self) -> None:
+        if self._of_stage is not None:
+            self._results = Results(self._of_stage.losses, self._of_stage.aux, [])
+        if (updates := self._session.step_hooks.updates) is not None:
+            updates.begin(self._results.losses, self._results.aux)
+
+    def _backward(self, call: Call) -> None:
+        session = self._session
+        passed = self._passed.pop((call.segment, call.microbatch))
+        back = session.begin(call)
+        roots, seeds = [root for root, _ in passed.own], [seed for _, seed in passed.own]
+        for flow, edges in passed.roots.items():
+            roots += edges
+            seeds += back.get(flow, [])
+        arrived = [x for tensors in passed.arrived.values() for x in tensors]
+        of_leaves = [*self._leaves, *self._arguments.plain] if self._crossing is None else []
+        drawn = counter_of(session.memory.comms, self._seed, call.microbatch).seed_beside(BACKWARD)
+        with session.backward(), seeded(drawn, session.memory.comms.device):
+            grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
+        leaf_grads = grads[1 + len(arrived) :]
+        count = len(self._leaves)
+        _add(self._leaf_grads, leaf_grads[:count])
+        _add(self._results.grads, leaf_grads[count:])
+        rest = iter(grads[1:])
+        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in passed.arrived.items()})
+
+
+def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
+    """Runs on plain tensors alone: the oracle."""
+    results = Results([], [], [None] * len(arguments.plain))
+    device = device_of_leaves((arguments.nodes, arguments.rest))
+    for microbatch in range(arguments.parts):
+        counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
+        # a tree without a state has no step, by which every call would draw other numbers: torch's generators go on
+        drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]
+        with torch.set_grad_enabled(track), counting(counter), seeded(drawn, device):
+            mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
+        _append(results, mean, aux)
+        if track:
+            if not mean.total.requires_grad:
+                raise ValueError(INDEPENDENT)
+            with seeded(back, device):
+                _add(results.grads, torch.autograd.grad(mean.total, arguments.plain, allow_unused=True))
+    return results
+
+
+def _outline(aux: Any) -> str:
+    """Returns structure and shapes of aux, which must be equal on all ranks: reductions pack them together."""
+    return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))
+
+
+def _append(results: Results, mean: Mean, aux: Tree) -> None:
+    results.losses.append(Mean(mean.total.detach(), mean.weight))
+    results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
+
+
+def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
+    """Returns loss and aux from the function's result. Raises TypeError for anything else."""
+    aux: Any = None
+    if has_aux:
+        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+        out, aux = out
+    mean = as_mean(out, depends=depends)
+    return mean, of_tensors(aux, mean.total.device)
+
+
+def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
+    """Adds the gradients `found` to `sums`, in place of the list's entries."""
+    for index, grad in enumerate(found):
+        if grad is not None:
+            before = sums[index]
+            sums[index] = grad if before is None else before + grad

@@ -1,0 +1,178 @@
+"""train_step: a training step as a function of the state and the batch.
+
+state, metrics = train_step(loss_fn, tx)(state, batch)
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn import optim
+from yafsdp_fn.api.step_function import StepFunction, default_schedule
+from yafsdp_fn.communication.micro_shards import microbatches_on
+from yafsdp_fn.communication.ranks import Ranks
+from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.runtime.arguments import Seed
+from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.runtime.state import PlainState, ShardedState
+from yafsdp_fn.runtime.updates import Measured, StepUpdates, combined, divided
+from yafsdp_fn.schedules import Program, Trace
+from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.util.squares import squared_norm, sum_of_squares
+
+Metrics = dict[str, Any]
+State = TypeVar("State", ShardedState, PlainState)
+
+
+class TrainStep:
+    """The function that `train_step` returns: `(state, batch) -> (state, metrics)`."""
+
+    def __init__(
+        self,
+        function: StepFunction,
+        tx: optim.GradientTransformation,
+        donate: bool,
+        skip_nonfinite: bool,
+        skip: Callable[[Metrics], Tensor] | None,
+    ) -> None:
+        self._function, self._tx, self._donate = function, tx, donate
+        self._skip_nonfinite, self._skip = skip_nonfinite, skip
+
+    def __call__(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        if isinstance(state, PlainState):
+            return self._plain(state, batch)
+        if not isinstance(state, ShardedState):
+            raise TypeError(f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}")
+        state = state.check() if self._donate else state.copy()
+        memory = state.memory
+        arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()
+        updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
+        self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
+        new, metrics = updates.finish()
+        return dataclasses.replace(new, program=self._function.program(memory, arguments.parts)), metrics
+
+    def _plain(self, state: PlainState, batch: Tree) -> tuple[PlainState, Metrics]:
+        arguments = self._function.arguments((state.params, batch), {})
+        results, _ = self._function.run(arguments, None, None, Seed(state.seed, state.step, state.rank))
+        squares = squared_norm([grad for grad in results.grads if grad is not None])
+        metrics, weight, skipped = self._measure(results.losses, results.aux, squares, None, "")
+        if skipped is not None and bool(skipped):
+            return dataclasses.replace(state, step=state.step + 1), metrics
+        grads = arguments.gradients(divided(results.grads, weight), None)[0]
+        return state.apply_gradients(grads, self._tx), metrics
+
+    def _measure(
+        self, losses: Sequence[Mean], aux: Sequence[Tree], squares: Tensor, ranks: Ranks | None, own: str
+    ) -> Measured:
+        """Returns global metrics, the weight to divide gradients by, and the flag that skips the update."""
+        replicas = 1 if ranks is None else ranks.replicas  # each holds the whole gradient
+        ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas, own)
+        squares = sum_of_squares(squares)
+        dtype = losses[0].total.dtype
+        norm = (squares.sqrt() / weight).to(torch.promote_types(dtype, torch.float32))
+        metrics = {"loss": (total / weight).to(dtype), "grad_norm": norm}
+        if self._function.has_aux:
+            metrics["aux"] = reduced
+        skipped = ~(norm.isfinite() & total.isfinite()) & self._skip_nonfinite
+        if self._skip is not None:
+            skipped = skipped | self._judged(metrics)
+        metrics["skipped"] = skipped.float()
+        return metrics, weight, metrics["skipped"] if self._skip_nonfinite or self._skip else None
+
+    def _judged(self, metrics: Metrics) -> Tensor:
+        assert self._skip is not None
+        with torch.no_grad():
+            flag = self._skip(dict(metrics))
+        if not isinstance(flag, Tensor) or flag.dtype != torch.bool or flag.ndim:
+            what = f"{flag.dtype} of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else type(flag).__name__
+            raise TypeError(f"skip returned {what}: expected a bool tensor without axes, true to leave the update out")
+        return flag
+
+    def __repr__(self) -> str:
+        of = self._function
+        loss, schedule = (getattr(given, "__name__", repr(given)) for given in (of.fun, of.schedule))
+        return f"train_step({loss}, {self._tx!r}, schedule={schedule}, microbatches={of.microbatches})"
+
+    def trace(self, state: ShardedState, batch: Tree) -> Trace:
+        """Records the visits of `loss_fn` on fake tensors: nothing is computed, and the state is unchanged."""
+        from yafsdp_fn.runtime.tracer import trace_call
+
+        memory = state.check().memory
+        arguments = self._function.arguments((state.params, batch), {})
+        if memory.comms.stages > 1:
+            from yafsdp_fn.runtime.stage_io import crossing_of
+
+            whole = crossing_of(arguments, memory, self._function.programs).trace
+            return self._function.complete(whole, memory.abstract())
+        return self._function.complete(trace_call(arguments, memory), memory)
+
+    def lower(self, state: ShardedState, batch: Tree) -> Program:
+        """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
+        memory = state.check().memory
+        if memory.comms.stages == 1:
+            return self.program(state) or self._function.programs.build(self.trace(state, batch)).whole
+        from yafsdp_fn.runtime.stage_io import shapes
+
+        parts = microbatches_on(memory.comms, self._function.microbatches)
+        batch_shapes = shapes(self._function.arguments((state.params, batch), {}).rest)
+        known = self._function.measured(memory, parts, batch_shapes)
+        return known or self._function.programs.build(self.trace(state, batch)).whole
+
+    def program(self, state: ShardedState) -> Program | None:
+        """Returns the program in use for this state, None before the first step."""
+        memory = state.check().memory
+        return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches))
+
+
+def train_step(
+    loss_fn: Callable[[Tree, Tree], Any],
+    tx: optim.GradientTransformation,
+    *,
+    schedule: AnySchedule = default_schedule,
+    microbatches: int | None = None,
+    has_aux: bool = False,
+    donate: bool = True,
+    skip_nonfinite: bool = True,
+    skip: Callable[[Metrics], Tensor] | None = None,
+    graphs: bool = False,
+) -> TrainStep:
+    """Returns a training step `(state, batch) -> (state, metrics)`. In essence:
+
+        loss, grads = value_and_grad(loss_fn, schedule=schedule, microbatches=microbatches)(state.params, batch)
+        state = state.apply_gradients(grads, tx)
+
+    but gradient shards are kept from step to step, and the optimizer's pass divides them by the weight.
+
+    Before the first step of a kind of state one call of `loss_fn` is recorded, on the first microbatch without
+    gradients: what the function does beside its result (a print, a running mean) it does once more than there are
+    steps. torch's generators and the state are as before.
+
+    loss_fn: `(params, batch)` -> scalar or `ya.Mean`; batch is this rank's part
+    metrics: `loss`, `grad_norm` (before clipping) and `skipped` (1 if the update was), `aux` with `has_aux`; all
+        global, tensors on the device: reading one waits for the step
+    microbatches: parts in which the batch is computed, one after the other; default 1, on a deterministic mesh
+        (`ya.mesh`) this rank's number of micro-shards
+    donate: the old state's memory becomes the new one's; False copies it first
+    skip_nonfinite: if the loss or the gradient is not finite, parameters and optimizer state keep their bits, without a
+        wait of the host
+    skip: judges a step by its metrics before its update: returns a flag on their device, true to skip the update, for a
+        spike of the loss, say. It is called once a step, and must return the same on every rank, as it does if it reads
+        only metrics
+    graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
+        captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
+        says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
+
+    >>> step = ya.train_step(loss_fn, tx, schedule=ya.schedules.zero3(), microbatches=2)
+    >>> state, metrics = step(state, batch)                    # recorded first, then run by its program
+    >>> state, metrics = step(state, batch)
+    >>> state.step, sorted(metrics)
+    (2, ['grad_norm', 'loss', 'skipped'])
+    >>> step.program(state).count(ya.schedules.Reduce)         # four units, twice
+    12
+    """
+    skips = skip_nonfinite or skip is not None
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skips, graphs=graphs)
+    return TrainStep(function, tx, donate, skip_nonfinite, skip)

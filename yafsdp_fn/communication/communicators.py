@@ -1,0 +1,506 @@
+"""The communicators of a mesh: its process groups, and the ordered streams their collectives run on.
+
+    stream       its groups
+    gather       gather_group, gather_local_group, stages_group
+    reduce       reduce_group, reduce_local_group, reduce_nodes_group, metrics_group
+    replicate    replicate_group, those of `share`; with replicas or stages
+    metrics      metrics_group with stages; else that group belongs to the reduce stream
+    send         message_groups of this stage, and
+    receive      those of other stages; with stages
+    others       made on request, such as copies to the host
+    compute      those along axes inside blocks
+
+Every rank issues in one total order over all streams. Consistency checks use groups of their own. After a failure, on
+this rank, on another one, or of a collective that never ends:
+
+    all ranks failed at one place          streams run dry; the communicators stay usable
+    elsewhere, alone, or in a collective   ranks are out of step: `lost` says why, and every later use is refused
+"""
+
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from yafsdp_fn.communication import agreement, flat, watchdog, where
+from yafsdp_fn.communication.agreement import RanksDisagree
+from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
+from yafsdp_fn.communication.groups import Groups
+from yafsdp_fn.communication.ranks import receive_numel, staging_numel
+from yafsdp_fn.communication.store import answers
+from yafsdp_fn.communication.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
+from yafsdp_fn.communication.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
+from yafsdp_fn.util.mesh_axes import ALIGN
+from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
+
+WHERE = "Where ranks are:"
+SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
+
+
+class Communicators(Groups):
+    """The process groups and streams of one mesh, what ranks must agree on, and what becomes of failures.
+
+    streams: by name; with one rank, which has no groups, only those that somebody asks for
+    event: creates an event of any stream, the compute stream included
+    memory: context in which to allocate what collectives read and write; memory that belongs together is one block
+    steps: the running steps, for the watchdog
+    states: numbers for the states on this mesh; unread: see params/one_state.py
+    """
+
+    unread: Any = None
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__(mesh)
+        self.steps = Steps()
+        self.states = itertools.count(1)
+        self.watchdog: Watchdog | None = None
+        self._watch: Watch | None = None
+        if self.device.type == "cuda" and self.timeout is not None:  # so it is not alone
+            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
+        self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
+        self._connected = set[Hashable]()
+        self.streams: dict[str, Stream] = {}
+        self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
+        self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
+        staged = self.stages > 1
+        names = ["gather", "reduce"]
+        if self.replicas > 1 or staged:
+            names.append("replicate")
+        if staged:
+            names += ["send", "receive", "metrics"]
+        for name in () if self.alone else names:
+            self.stream(name)
+        if self.device.type == "cuda":
+            self._meet()
+        if not self.alone and self.timeout is not None:
+            with answers(self.timeout, "connecting to the store once more"):
+                store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
+            under_way = weakref.WeakMethod(self.under_way)
+            self.watchdog = Watchdog(
+                store, self.world_rank, self.world, self.timeout, self.steps, under_way, self.device
+            )
+
+    @property
+    def lost(self) -> str | None:
+        """Returns why the communicators can no longer be used, None if they can."""
+        return self.steps.lost  # which those of split units share
+
+    def stream(self, name: str) -> Stream:
+        """Returns the stream `name`, created at first use."""
+        if name not in self.streams:
+            made: Stream
+            if self.device.type == "cuda":
+                add = None if self._watch is None else partial(self._watch.add, name)
+                made = CudaStream(self.device, self.world_rank, add)
+                must_differ([*self.streams.values(), made])
+            else:
+                made = HostStream(name, self.world_rank)
+            self.streams[name] = made
+        return self.streams[name]
+
+    def _meet(self) -> None:
+        """Makes every communicator, and uses those that all steps use, in one order on all ranks.
+
+        NCCL makes a communicator, and connects two ranks, at first use. That blocks both hosts and may synchronise the
+        device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet. What
+        only some states and programs use is connected when they are made (`connect`, `connect_sums`), since the buffers
+        for it take memory.
+        """
+        if self.alone:
+            return
+        self._meet_for_units()
+        self._use_once(self._of_metrics, self.metrics_group, "all-reduce")
+        if self.replicas > 1:
+            self._use_once("replicate", self.replicate_group, "all-reduce")
+        if self.stages > 1:
+            self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
+        for group in self.along.values():
+            for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
+                self._use_once("", group, kind)
+        token = torch.zeros(1, device=self.device)
+        for sender in range(len(self.message_groups)):
+            for receiver in range(self.stages):
+                if sender == self.stage != receiver:
+                    self._now("send", self.send(token, receiver), "first message")
+                elif receiver == self.stage != sender:
+                    self._now("receive", self.receive(token, sender), "first message")
+
+    def _meet_for_units(self) -> None:
+        self._use_once("gather", self.gather_group, "all-gather")
+        self._use_once("reduce", self.reduce_group, "reduce-scatter")
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):
+            group = getattr(self, f"{name}_group", self.gather_group)
+            if group is not self.gather_group:
+                make_communicator(group.process_group, self.device)
+
+    def _use_once(self, stream: str, group: Group, kind: str) -> None:
+        """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
+        connections of their own."""
+        ranks = group.process_group.size()
+        if ranks == 1:
+            return
+        one = torch.zeros(1, device=self.device)
+        every = torch.zeros(ranks, device=self.device)
+        kinds = {
+            "all-gather": partial(group.all_gathers, [every], [one]),
+            "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
+            "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
+            "exchange": partial(group.exchange, [*torch.zeros_like(every)], [*every]),
+        }
+        if not stream:
+            kinds[kind]()
+            return
+        self._now(stream, kinds[kind], f"first {kind}")
+
+    def connect(self, group: str, kind: str) -> None:
+        """Connects the ranks of a group, "gather_local" say, for a kind of collective (`_use_once`), before a program
+        that has it runs. All ranks call it, between steps."""
+        if self._connects((group, kind)):
+            self._use_once(group.partition("_")[0], getattr(self, f"{group}_group"), kind)
+
+    def connect_sums(self, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype) -> None:
+        """Connects ranks for sums that they make themselves, by one of each, before there is a state that has them: see
+        `reduce_scatter`. All ranks call it, between steps."""
+        if self._connects(accumulate):
+            self.reduce_scatter(torch.zeros(ALIGN * self.ranks, dtype=wire, device=self.device), dtype, accumulate)
+
+    def _connects(self, what: Hashable) -> bool:
+        """Returns whether ranks have yet to connect for this, and notes that they do."""
+        if self.device.type != "cuda" or self.alone or what in self._connected:
+            return False
+        self._connected.add(what)
+        return True
+
+    def _narrowed(self, names: tuple[str, ...]) -> Self:
+        found = super()._narrowed(names)
+        found._connected = set()
+        if found.ranks > 1 and self.device.type == "cuda":
+            found._meet_for_units()
+        return found
+
+    def share(self, stages: tuple[int, ...]) -> None:
+        new = stages not in self._sharing
+        super().share(stages)
+        if new and self.device.type == "cuda":
+            self._use_once("replicate", self.sharing(stages), "all-reduce")
+
+    def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
+        """Sets `memory` to `allocator`. All ranks call it, before any state exists."""
+        if self.memory is nullcontext:  # else by an equal mesh; states may use its memory
+            self.memory = allocator
+
+    def keep(self, memory: Tensor) -> None:
+        """Marks `memory` as used by all streams: see `Stream.keep`."""
+        for stream in self.streams.values():
+            stream.keep(memory)
+
+    # ---- collectives in stream order, waited for: see `Ranks`
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        out = super().all_gather(shard)
+        self._now("gather", partial(flat.gather_into, self, [out], [shard]), "all-gather")
+        return out
+
+    def reduce_scatter(
+        self,
+        full: Tensor,
+        dtype: torch.dtype | None = None,
+        accumulate: torch.dtype | None = None,
+        *,
+        replicas: bool = True,
+    ) -> Tensor:
+        out = super().reduce_scatter(full, dtype)
+        shard = out.view(-1)
+        wire = full.dtype
+        n = out.numel()
+        receive = full.new_empty(receive_numel(self, n, accumulate))
+        job = partial(flat.reduce_into, self, [shard], [full.view(-1)], receive)
+        self._now("reduce", partial(job, adds=[False], accumulate=accumulate), "reduce-scatter")
+        if replicas and self.replicas > 1:
+            staging = full.new_empty(staging_numel(self, n, out.dtype, wire, accumulate))
+            work = partial(flat.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)
+            self._now("replicate", work, "all-reduce over replicas")
+        return out
+
+    def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        if self.ranks > 1:
+            self._now("reduce", partial(self.reduce_group.exchange, received, sent), "exchange")
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Sums over the shards of the first replica, for all replicas: a sum per replica could differ in the last bits,
+        and replicas that clip by different norms drift apart. Each stage adds its own units."""
+        if self.replica > 0:
+            values.zero_()
+        return self.all_reduce_sum(values)
+
+    def from_stage(self, shard: Tensor, stage: int) -> Tensor:
+        out = shard.clone(memory_format=torch.contiguous_format)
+        self._now("gather", partial(self.stages_group.broadcast, out, stage), "broadcast from a stage")
+        return out
+
+    def of_rank_0(self, values: Tensor) -> Tensor:
+        """Returns the `values` of the first rank of the mesh; those of the others, of its shape and dtype, are
+        overwritten."""
+        if not self.alone:
+            work = partial(self.metrics_group.broadcast, values.view(-1).view(torch.uint8), 0)
+            self._now(self._of_metrics, work, "broadcast from rank 0")
+        return values
+
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        values = super().sum_over_replicas(values)
+        if self.replicas > 1:
+            work = partial(self.replicate_group.all_reduce, values, dist.ReduceOp.SUM)
+            self._now("replicate", work, "all-reduce over replicas")
+        return values
+
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        return self._over_all(values, dist.ReduceOp.SUM, "all-reduce (sum)")
+
+    def all_reduce_max(self, values: Tensor) -> Tensor:
+        return self._over_all(values, dist.ReduceOp.MAX, "all-reduce (max)")
+
+    def _over_all(self, values: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Tensor:
+        if not self.alone:
+            self._now(self._of_metrics, partial(self.metrics_group.all_reduce, values, op), label)
+        return values
+
+    @property
+    def _of_metrics(self) -> str:
+        """The stream of sums over all ranks. A stage that is early at such a sum must not block its own reductions."""
+        return "metrics" if self.stages > 1 else "reduce"
+
+    def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
+        """Runs work on a stream, and has the compute stream wait for it; on the CPU, this thread."""
+        self.check()
+        before = self.event()
+        after = self.event()
+        before.complete()
+        self.streams[stream].submit(work, (before,), after, label)
+        try:
+            after.wait()
+        except CommunicationError as error:
+            self.note_positions(error)
+            raise
+
+    @contextmanager
+    def blocking(self, what: str, why: str = "it failed") -> Iterator[None]:
+        """Names a collective that this thread itself waits for, to the watchdog, and to whom it fails."""
+        self._comparing = (what,)
+        try:
+            yield
+        except RuntimeError as error:
+            failed = CommunicationError(f"rank {self.world_rank}: {what}: {why} ({error}). {ADVICE}")
+            self.note_positions(failed)
+            raise failed from error
+        finally:
+            self._comparing = None
+
+    # ---- agreement, on a group of the CPU
+
+    def same_on_all(self, text: str, what: str, *, in_stage: bool = False) -> bool:
+        """Returns whether all ranks, or those of this stage, pass the same text. Uses the host only; all ranks call it
+        in the same order."""
+        if self.alone:
+            return True
+        with self._checks_consistency(what):
+            return agreement.same_on_all(text, self._control(in_stage))
+
+    def _control(self, in_stage: bool) -> Group:
+        return self.stage_control_group if in_stage else self.control_group
+
+    def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
+        return self.blocking(what, "ranks could not compare notes")
+
+    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> None:
+        """Raises RanksDisagree on every rank unless all pass the same `parts`; the message shows the first that
+        differs.
+
+        place: this rank's position, for the error raised when the others cannot be reached; in_stage: only the ranks of
+            this stage call it
+        """
+        if (differs := self.difference(what, parts, place, in_stage=in_stage)) is not None:
+            raise RanksDisagree(differs)
+
+    def difference(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> str | None:
+        """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
+        if self.same_on_all(repr(parts), place or f"comparing {what}", in_stage=in_stage):
+            return None
+        first = self.stage * (self.world // self.stages) if in_stage else 0
+        with self._checks_consistency(place or f"comparing {what}"):
+            found = agreement.first_difference(parts, self._control(in_stage), first)
+        return f"ranks disagree on {what}; {found}"
+
+    def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
+        """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
+        every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())
+        if self.alone:
+            return every.copy_(mine)
+        with self._checks_consistency(what):
+            self._control(in_stage).all_gathers([every.view(-1)], [mine])
+        return every
+
+    def note_positions(self, error: BaseException) -> None:
+        """Adds the positions of all ranks to `error`, a failed communication, as a note."""
+        said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
+        if self.watchdog is None or said:
+            return
+        found = self.watchdog.ask()
+        if found:
+            error.add_note(f"{WHERE}\n{found}")
+
+    # ---- health
+
+    def check(self) -> None:
+        """Raises CommunicationError if an earlier failure left the communicators out of step."""
+        if self.lost is not None:
+            raise CommunicationError(
+                f"rank {self.world_rank}: the communicators are lost since {self.lost}; "
+                "restart all ranks from a checkpoint"
+            )
+
+    @contextmanager
+    def seen(self, look: Callable[[], RankPosition], after: str) -> Iterator[None]:
+        """Registers a step for the watchdog while it runs; steps may nest. The watchdog's thread calls `look` for the
+        position.
+
+        after: this rank's position once the step has ended
+        """
+        if not self.steps.looks:
+            self.steps.failed = False
+        self.steps.thread = threading.get_ident()
+        self.steps.looks.append(look)
+        try:
+            yield
+        except BaseException as error:
+            after = f"after {type(error).__name__} in {look().place}"
+            self.steps.failed = True
+            raise
+        finally:
+            self.steps.after = after
+            self.steps.looks.pop()
+
+    def under_way(self) -> PendingLabels:
+        """Lists the communication that this rank is in now, for the watchdog's thread. On the CPU a rank that computes
+        waits for nothing: its streams run ahead, such as the receive of another microbatch."""
+        if self.device.type == "cpu" and not where.waits(self.steps.thread):
+            return []
+        found = [self._comparing, *(stream.doing for stream in list(self.streams.values()))]
+        found += [] if self._watch is None else self._watch.under_way()
+        return [label for label in found if label is not None]
+
+    def abort_late(self, what: str) -> None:
+        """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
+        waiting for that work."""
+        self.steps.lost = what
+        self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
+        groups = [*self.groups, *self._others]
+        with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
+            for abort in [threads.submit(group.process_group.abort) for group in groups]:
+                abort.result()
+
+    def drain(self) -> None:
+        """Blocks the host until all streams are idle, the compute stream included."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        for stream in self.streams.values():
+            stream.drain()
+
+    @contextmanager
+    def guarded(self, place: str) -> Iterator[None]:
+        """Guards work between collectives: an exception in it must occur on all ranks, or the ranks are out of step."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"rank {self.world_rank} of {self.world}, {place}")
+            self.abort(place, error)
+            raise
+
+    def abort(self, place: str, error: BaseException) -> None:
+        """Cleans up after an exception. If all ranks failed at one place the communicators stay usable, else they are
+        lost."""
+        try:
+            self._clean_up(place, error)
+        except BaseException as interrupt:
+            self.steps.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
+            raise
+
+    def _clean_up(self, place: str, error: BaseException) -> None:
+        disagree = isinstance(error, RanksDisagree)
+        # ranks that disagree have compared notes: nothing of it was issued
+        broken = isinstance(error, CommunicationError) and not disagree
+        midway = self.called is not None if disagree else not broken
+        if self.stages > 1 and midway:
+            # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
+            self.steps.lost = f"this rank failed, and stages are never at one place ({place})"
+            self._abandon()
+            return
+        if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
+            self._say(place, error)
+        self.drain()
+        if broken:
+            self.note_positions(error)
+        if self.alone or self.lost is not None:
+            return
+        together = False
+        text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
+        with suppress(RuntimeError):
+            together = agreement.same_on_all(text, self.abort_group)
+        if broken:
+            self.steps.lost = f"communication failed ({place})"
+        elif not together:
+            self.steps.lost = f"this rank failed alone, or elsewhere than the others ({place})"
+
+    def _say(self, place: str, error: BaseException) -> None:
+        """Prints what failed, since the exception is raised only when the others have been waited for."""
+        what = f"rank {self.world_rank} of {self.world}, {place}: {type(error).__name__}: {error}"
+        seconds = self.abort_timeout.total_seconds()
+        text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
+        print(text, file=sys.stderr, flush=True)
+
+    def _abandon(self) -> None:
+        """Stops waiting for work under way."""
+        if self.device.type == "cuda":
+            self._abort_groups()
+        for stream in self.streams.values():
+            stream.abandon()
+
+    def close(self) -> None:
+        """Ends the streams' threads and destroys the groups."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if self._watch is not None:
+            self._watch.close()
+        for stream in self.streams.values():
+            stream.close()
+        if self.lost is None:  # else another rank may still wait in one of them, and closing would wait for it
+            self.destroy()
+
+
+OWNED = "_yafsdp_communicators"  # attribute of a mesh
+
+
+def communicators(mesh: DeviceMesh) -> Communicators:
+    """Returns the communicators of `mesh`. They are created once, owned by the mesh, and end with its last holder.
+
+    Raises TypeError for a mesh whose axes no state can use.
+    """
+    found: Communicators | None = getattr(mesh, OWNED, None)
+    if found is None or found.parent is not default_group():  # a mesh may outlive a restart of the process group
+        found = Communicators(mesh)
+        setattr(mesh, OWNED, found)
+        weakref.finalize(mesh, found.close).atexit = False  # streams end at exit on their own
+    return found

@@ -1,0 +1,113 @@
+"""Gathers and reductions of units' flat vectors over the ranks of a mesh."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yafsdp_fn.communication.groups import Groups
+from yafsdp_fn.communication.micro_shards import local_sum
+from yafsdp_fn.communication.sums import all_reduce_replicas_wide, reduce_in_order, reduce_wide
+
+# ---- Moves units' flat vectors between the ranks of a mesh. Each function blocks the stream that calls it.
+#
+# Vectors of a list travel together: every rank passes the same sizes and dtypes in the same order.
+#
+# N flat elements (padding included), R ranks of the shard group on M nodes of K ranks (R = M K), P replicas, n = N /
+# R. Each function runs on the communicators' stream of its kind: gather, reduce or replicate.
+#
+# With a dtype `accumulate` wider than the wire's, reductions are exchanges and local sums in rank order; on a
+# deterministic mesh, exchanges and additions in the order of micro-shards: both in sums.py.
+
+Reduction = tuple[Tensor, Tensor, Tensor, bool]
+"""`(shard, full, received, add)`; received: buffer for the sum, empty to receive in the shard itself."""
+
+
+def gather_into(comms: Groups, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+    """Gathers each of `fulls` [N] from the shards [n] of the shard group."""
+    if comms.ranks == 1:
+        for full, shard in zip(fulls, shards, strict=True):
+            full.copy_(shard.view_as(full))
+    else:
+        comms.gather_group.all_gathers(fulls, shards)
+
+
+def gather_local_into(comms: Groups, fulls: Sequence[Tensor], secondaries: Sequence[Tensor]) -> None:
+    """Gathers each of `fulls` [N] from the secondary shards [N / K] of this node's ranks: see `node_slice`."""
+    if comms.local_ranks == 1:
+        for full, secondary in zip(fulls, secondaries, strict=True):
+            full.copy_(secondary)
+    else:
+        comms.gather_local_group.all_gathers(fulls, secondaries)
+
+
+def node_slice(comms: Groups, full: Tensor) -> Tensor:
+    """Returns the view [N / K] of `full` [N] that this rank keeps for its node: slice `comms.local_rank` of K."""
+    size = full.numel() // comms.local_ranks
+    return full.narrow(0, comms.local_rank * size, size)
+
+
+def reduce_into(
+    comms: Groups,
+    shards: Sequence[Tensor],
+    fulls: Sequence[Tensor],
+    receive: Tensor,
+    *,
+    adds: Sequence[bool],
+    accumulate: torch.dtype | None,
+) -> None:
+    """Sums each of `fulls` [N] over the shard group and writes this rank's slice to its shard [n], or adds it.
+
+    shards: in their own dtype; `fulls`, in the wire's, are not changed
+    receive: at least `receive_numel` elements of the wire's dtype, for the largest shard. As many vectors travel
+        together as it holds; those that do not need it, all
+    adds: per vector, add to the shard instead of overwriting it
+    accumulate: `Precision.sum_dtype`, wider than the wire's dtype, or None for the backend's own sum
+    """
+    together: list[Reduction] = []
+    used = 0
+    for shard, full, add in zip(shards, fulls, adds, strict=True):
+        if comms.deterministic:
+            reduce_in_order(comms, shard, full, receive, add=add)
+        elif comms.ranks == 1:
+            local_sum(shard, full.view(1, -1), comms.reduce_scratch, add=add, dtype=accumulate)
+        elif accumulate is not None:
+            reduce_wide(comms, shard, full, receive, add=add, accumulate=accumulate)
+        else:
+            need = 0 if shard.dtype == full.dtype and not add else shard.numel()
+            if used + need > receive.numel():
+                _reduce_together(comms, together)
+                together = []
+                used = 0
+            together.append((shard, full, receive[used : used + need], add))
+            used += need
+    if together:
+        _reduce_together(comms, together)
+
+
+def _reduce_together(comms: Groups, jobs: Sequence[Reduction]) -> None:
+    """Reduces several vectors by the backend, received in the shards, or in the buffers of those that have one."""
+    landing = [received if received.numel() else shard for shard, _, received, _ in jobs]
+    comms.reduce_group.reduce_scatters(landing, [full for _, full, _, _ in jobs])
+    for shard, _, received, add in jobs:
+        if received.numel():
+            local_sum(shard, received.view(1, -1), comms.reduce_scratch, add=add)
+
+
+def all_reduce_replicas(
+    comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype | None
+) -> None:
+    """Sums `shard` [n] over replicas, in place, to the same bits on each. staging: at least `staging_numel` elements of
+    dtype `wire`, in which shards travel"""
+    if comms.replicas == 1:
+        return
+    if accumulate is not None:
+        all_reduce_replicas_wide(comms, shard, staging, wire=wire, accumulate=accumulate)
+    elif shard.dtype == wire:
+        dist.all_reduce(shard, group=comms.replicate_group.process_group)
+    else:
+        staged = staging[: shard.numel()]
+        staged.copy_(shard)
+        dist.all_reduce(staged, group=comms.replicate_group.process_group)
+        shard.copy_(staged)

@@ -1,0 +1,134 @@
+"""Sums that ranks make themselves, in the order of ranks or of micro-shards, from what they exchange."""
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.communication.groups import Groups
+from yafsdp_fn.communication.micro_shards import Scratch, local_sum
+from yafsdp_fn.communication.ranks import Ranks, hierarchical, replica_part, staging_numel
+from yafsdp_fn.util.on_gpu import vector_kernels
+
+# ---- Reductions summed by the ranks themselves, in a dtype `accumulate` wider than the wire's.
+#
+# They are exchanges and local sums in rank order: only the wire's rounding is lost, and the bits are the same in every
+# run. Elements that a rank sends, in the wire's dtype (N, R, M, K, P, n: see below):
+#
+#                          one node (or K = 1)         M nodes of K ranks
+#     backend's sum        (R - 1) n                   (R - 1) n; between nodes as the backend likes
+#     accumulate           (R - 1) n                   within the node M (K - 1) n, between nodes (M - 1) n
+#     receive buffer       R n                         (K + 2 M) n
+#     launches on a GPU    2: an exchange, a sum       2 M + 2
+#
+# One exchange inside the node for all M nodes would need what a rank sends in the order K, M, n: a copy, and buffers of
+# another N elements to send and N to receive.
+#
+# An exchange among all ranks of M nodes would send K (M - 1) n between nodes, so sums are made inside the node first.
+# These partial sums are rounded to the wire's dtype once more; in float32 they would need the bytes that bf16 saves.
+
+
+def reduce_wide(
+    comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool, accumulate: torch.dtype
+) -> None:
+    """Reduces over more than one rank, as `flat.reduce_into`."""
+    if hierarchical(comms):
+        rows = _sums_of_nodes(comms, full, receive, accumulate)
+    else:
+        rows = receive[: full.numel()].view(comms.ranks, -1)
+        comms.reduce_group.all_to_all(rows.view(-1), full)
+    local_sum(shard, rows, comms.reduce_scratch, add=add, dtype=accumulate)
+
+
+def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: torch.dtype) -> Tensor:
+    """Returns [M, n]: each node's sum for this rank's shard, in the wire's dtype."""
+    ranks = comms.local_ranks
+    nodes = comms.nodes
+    n = full.numel() // comms.ranks
+    within = receive[: ranks * n]
+    rest = receive[ranks * n :]
+    mine = rest[: nodes * n]
+    theirs = rest[nodes * n : 2 * nodes * n]
+    for node, part in enumerate(full.view(nodes, ranks * n)):  # shards of one node lie side by side
+        comms.reduce_local_group.all_to_all(within, part)
+        local_sum(mine[node * n : (node + 1) * n], within.view(ranks, n), comms.reduce_scratch, dtype=accumulate)
+    comms.reduce_nodes_group.all_to_all(theirs, mine)
+    return theirs.view(nodes, n)
+
+
+def all_reduce_replicas_wide(
+    comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype
+) -> None:
+    """Sums over replicas, as `flat.all_reduce_replicas`: each replica sums a P-th of the shard, in the order of
+    replicas, and all gather the sums. A rank sends (P - 1) / P n elements of `wire`, and as many of `accumulate`."""
+    n = shard.numel()
+    size = replica_part(comms, n)
+    whole = comms.replicas * size
+    used = staging[: staging_numel(comms, n, shard.dtype, wire, accumulate)]
+    mine, theirs, rest = used.tensor_split((whole, 2 * whole))
+    mine[:n].copy_(shard)
+    mine[n:].zero_()
+    comms.replicate_group.all_to_all(theirs, mine)
+    sums = rest.view(accumulate)
+    own = sums[comms.replica * size : (comms.replica + 1) * size]
+    local_sum(own, theirs.view(comms.replicas, size), comms.replicate_scratch, dtype=accumulate)
+    comms.replicate_group.all_gathers([sums], [own])
+    shard.copy_(sums[:n])
+
+
+# ---- Sums over micro-shards in their order, whatever the number of ranks that hold them (micro_shards.py).
+#
+#     shard = ((shard + rows[0]) + rows[1]) + ...          # each addition rounded to the shard's dtype
+#
+# One rank that reduces one microbatch after the other does the same: no rank adds anything up before. A reduction is
+# an exchange, followed by these additions where the shard is. A rank sends (R - 1) n elements, as for the backend's
+# own sum; the receive buffer has R n.
+
+
+def reduce_in_order(comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool) -> None:
+    """Reduces one microbatch of every rank, as `flat.reduce_into`. receive: at least R n elements of the wire's dtype,
+    none with one rank"""
+    rows = full.view(comms.ranks, -1)
+    if comms.ranks > 1:
+        received = receive[: full.numel()]
+        comms.reduce_group.all_to_all(received, full)
+        rows = received.view(comms.ranks, -1)
+    add_rows(shard, rows, comms.reduce_scratch, add=add)
+
+
+def add_rows(out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool) -> None:
+    """Adds `rows` [R, n] to `out` [n] in the order of R; without `add` the first one overwrites it."""
+    dtype = sum_dtype(out.dtype, rows.dtype, None)
+    if (kernels := vector_kernels(out)) is not None:
+        kernels.sum_rows(out, rows, dtype, add, True)
+        return
+    size = scratch.chunks(dtype).shape[1]
+    for start in range(0, out.numel(), size):
+        part = slice(start, start + size)
+        for number, row in enumerate(rows):
+            local_sum(out[part], row[None, part], scratch, add=add or number > 0, dtype=dtype)
+
+
+def sum_dtype(param: torch.dtype, wire: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of an addition, before it is rounded to `param`. Raises ValueError if `Precision.accumulate`
+    would keep more between additions."""
+    if accumulate is not None and accumulate.itemsize > param.itemsize:
+        raise ValueError(
+            f"Precision.accumulate is {accumulate}, but on a deterministic mesh micro-shards are added one by one to "
+            f"gradient shards of Precision.param, {param}; give a param at least as wide, or accumulate=None"
+        )
+    return torch.promote_types(param, wire)
+
+
+def apart(values: Tensor, ranks: Ranks, rank: int) -> Tensor:
+    """Spreads [M, k] -> [G, k]: a rank's own micro-shards at their indices, zeros elsewhere. A sum over ranks completes
+    it, to the same bits in any order, since only zeros are added."""
+    out = values.new_zeros(values.shape[0] * ranks.world, *values.shape[1:])
+    out[rank :: ranks.world] = values
+    return out
+
+
+def in_order(values: Tensor) -> Tensor:
+    """Sums [G, ...] -> [...], one micro-shard after the other, from zero."""
+    total = torch.zeros_like(values[0])
+    for value in values:
+        total = total + value
+    return total

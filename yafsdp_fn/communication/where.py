@@ -1,0 +1,144 @@
+"""The places of ranks and their threads, in words."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+# ---- Describes the positions of ranks in words, ranks with equal status on one line.
+#
+# ranks 0-2: wait for gather of layers[4] (step 17), 31 s; op 21 of 96, forward of layers[4] (visit 5, step 17)
+# rank 3: op 30 of 96, forward of layers[6] (visit 7, step 17), 33 s; model.py:41 in block
+# Look at rank 3: it waits for no other.
+
+
+class RankStatus(NamedTuple):
+    """The status of one rank, stored as JSON.
+
+    beat: how often it has looked; place: its position, for so many `seconds`
+    waits: the communication under way, the longest for `waited` seconds; op: "op 21 of 96"
+    program: its fingerprint; line: of the user's Python, "model.py:41 in block"
+    shown: it has printed the table
+    """
+
+    beat: int
+    place: str
+    seconds: float
+    waits: str = ""
+    waited: float = 0.0
+    op: str = ""
+    program: str = ""
+    line: str = ""
+    shown: bool = False
+
+
+def table(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+    """Formats the status of all ranks. silent: rank -> seconds without a new status"""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    programs: dict[str, list[int]] = {}
+    for rank, post in sorted(posts.items()):
+        line = "" if post.waits else post.line
+        alike.setdefault((post.place, post.waits, post.op, post.program, line, rank in silent), []).append(rank)
+        if post.program:
+            programs.setdefault(post.program, []).append(rank)
+    lines = [f"{named(ranks)}: {_place(ranks, posts, silent)}" for ranks in alike.values()]
+    if len(posts) > 1:  # of others, one rank alone tells nothing
+        lines.append(_advice(posts, silent))
+    first, *others = map(named, programs.values()) if programs else [""]
+    lines += [f"{first} and {other} run other programs." for other in others]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Formats ranks as `rank 3` or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(_span, runs))}"
+
+
+def _span(values: Sequence[int]) -> str:
+    first = values[0]
+    last = values[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _place(ranks: Sequence[int], posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+    """Describes where `ranks` are, all alike."""
+    first = posts[ranks[0]]
+    where = ", ".join(filter(None, [first.op, first.place]))
+    if first.waits:
+        verb = "wait" if len(ranks) > 1 else "waits"
+        text = f"{verb} for {first.waits}, {_seconds(posts[rank].waited for rank in ranks)}; {where}"
+    else:
+        since = _seconds(posts[rank].seconds for rank in ranks)
+        text = "; ".join(filter(None, [f"{where}, {since}", first.line]))
+    if ranks[0] in silent:
+        since = _seconds(silent[rank] for rank in ranks)
+        return f"no sign of life for {since}: ended, or in a call that holds Python's lock; before that: {text}"
+    return text
+
+
+def _seconds(values: Iterable[float]) -> str:
+    return f"{_span(sorted(round(value) for value in values))} s"
+
+
+def _advice(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+    if silent:
+        return f"Look at {named(sorted(silent))} first."
+    free = [rank for rank, post in sorted(posts.items()) if not post.waits]
+    if free:
+        return f"Look at {named(free)}: {'they wait' if len(free) > 1 else 'it waits'} for no other."
+    return "All wait, for each other: their programs, or their loops around steps, are not the same."
+
+
+# ---- Inspects another thread's Python stack: the user's line, and whether it is in a collective of torch.
+
+OWN = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+STANDARD = str(Path(os.__file__).parent) + os.sep
+COMMUNICATION = OWN + "communication" + os.sep
+COLLECTIVES = TORCH + "distributed" + os.sep
+
+
+def line(thread: int) -> str:
+    """Returns `model.py:41 in block`, the innermost frame outside this library, torch and the standard library; "" if
+    none."""
+    for frame in _frames(thread):
+        file = frame.f_code.co_filename
+        if not file.startswith((OWN, TORCH, "<")) and not _standard(file):
+            return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+    return ""
+
+
+def collective(thread: int) -> str | None:
+    """Returns the function of torch.distributed that the thread is in, such as a barrier, or None."""
+    code = next((frame.f_code for frame in _frames(thread)), None)
+    if code is None or not code.co_filename.startswith(COLLECTIVES):
+        return None
+    return f"torch.distributed.{code.co_name}"
+
+
+def waits(thread: int) -> bool:
+    """Returns whether the thread is in communication: it waits for a stream, or is in a collective."""
+    files = (frame.f_code.co_filename for frame in _frames(thread))
+    return next((file for file in files if not _standard(file)), "").startswith((COMMUNICATION, COLLECTIVES))
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    """Yields the thread's frames, the innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _standard(file: str) -> bool:
+    return file.startswith(STANDARD) and "site-packages" not in file
