@@ -9,7 +9,7 @@ the batch): stages, each of which calls the whole loss for each of its segments,
 
 Outside a step nothing is seeded.
 
-The same context says over which ranks the collectives of a block act (`communication/axes.py`), inside a step and outside.
+The same context says over which ranks the collectives of a block act (`communication/axes.py`), also outside a step.
 """
 
 import hashlib
