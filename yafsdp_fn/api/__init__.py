@@ -1,0 +1,1 @@
+"""The verbs that users call: states made, steps made, layers scanned over."""
