@@ -140,8 +140,8 @@ def test_a_table_from_a_trace_is_refused_by_name(in_block: bool) -> None:
     total = tabled(table, in_block=in_block)
     step, now = ya.train_step(total, TX), state()
     step.lower(now, batch())
-    for use in (step, ya.eval_step(total), ya.train_step(total, TX).lower):
-        with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) .* made while the loss was traced .* cache"):
+    for use in (step, ya.eval_step(total)):
+        with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) .* made while the loss was traced .*cache"):
             use(now, batch())
     table.cache_clear()
     now, _ = step(now, batch())

@@ -8,6 +8,7 @@ import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from yafsdp_fn.api.step_function import StepFunction, default_schedule
@@ -27,7 +28,7 @@ from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.operation_costs import in_pieces
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.reductions import Mean
-from yafsdp_fn.runtime.tracer import TraceMode, trace_call
+from yafsdp_fn.runtime.tracer import trace_call
 from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.mesh_axes import SHARD
@@ -127,7 +128,7 @@ def trace(
         raise ValueError(f"trace: device={device!r}, expected 'cuda' or 'cpu'")
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
     placement = _placement(params, _axes(ranks, mesh), precision)
-    mode = TraceMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(_fake, batch)
     fun = _loss_alone(loss_fn) if has_aux else loss_fn

@@ -72,13 +72,12 @@ def step_ended_early(op: Op, trace: Trace) -> OrderChanged:
     return OrderChanged(f"the step ended, but its program goes on with {describe(op, trace)}. {SAME_ORDER}")
 
 
-def kept_from_trace(tensor: Tensor) -> str:
+def kept_from_trace(what: str) -> str:
     """Says that a tensor of a trace is used after it."""
     return (
-        f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has no values: it was made while the loss was "
-        "traced (.trace, .lower, ya.planner), and the loss or a block has kept it, in a functools.cache or an "
-        "attribute. Make it before the trace (call the function that is cached, or run a step first), or clear the "
-        "cache after it"
+        f"{what} has no values: it was made while the loss was traced (.trace, .lower, ya.planner), and the loss or a "
+        "block has kept it, in a functools.cache or an attribute. Make it before the trace (call the function that is "
+        "cached, or run a step first), or clear the cache after it"
     )
 
 

@@ -49,7 +49,7 @@ from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import Bound, acquire, fills_of
-from yafsdp_fn.runtime.visit import BlockCall, Later, Running
+from yafsdp_fn.runtime.visit import BlockCall, Running
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -252,8 +252,8 @@ class Session(Visits):
                 return op
         raise errors.visit_differs_from_program(self.place, op, trace)
 
-    def follow(self, op: ComputeOp | None = None, visit: Visit | None = None, *, ending: bool = False) -> None:
-        """Executes the program up to its next compute: after `op`, of `visit`, or where a call begins or ends. The norm
+    def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
+        """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
         and updates come only when `ending`."""
         ops = self._ops
         if op is not None:
@@ -302,10 +302,6 @@ class Session(Visits):
     def named(self, call: Call) -> str:
         """Names a call, for errors."""
         return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
-
-    def later_half(self, visit: Visit, microbatch: int) -> Later:
-        """Returns where the first half of a visit's backward leaves what the second is to do."""
-        raise NotImplementedError("backwards in halves are of stages")
 
     @contextmanager
     def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
@@ -361,7 +357,7 @@ class Session(Visits):
         if error is not None:
             self._failure = (self.place, error)
             return
-        self.follow(op, visit)
+        self.follow(op)
         self.place = f"after {self.place}"
         if self.collectives is not None:
             self.collectives.after(kind_of(op), visit.id)

@@ -156,7 +156,8 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, 
             continue
         for kind in ("running", "closes", "recorded"):  # the graph around this block
             if (other := getattr(node, kind, None)) is not None:
-                raise RuntimeError(_message(name, f"the output of an earlier visit ({other.visit.name})"))
+                visited = other if kind == "recorded" else other.visit
+                raise RuntimeError(_message(name, f"the output of an earlier visit ({visited.name})"))
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             return leaf

@@ -100,6 +100,7 @@ class StageSession(Session):
         return self.segment.checked(call, super().visit(call), number)
 
     def later_half(self, visit: Visit, microbatch: int) -> Later:
+        """Returns where the first half of a visit's backward leaves what the second is to do."""
         later = self._later[visit.id, microbatch] = Later(self.slots.storages)
         return later
 

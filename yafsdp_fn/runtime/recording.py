@@ -8,7 +8,7 @@ costs, and no backward runs. A loss that does more than return its result does i
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,6 @@ from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import is_smooth
 from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
-
-
-class Recorded(NamedTuple):
-    """A recorded visit, as graph_walks.py knows it."""
-
-    visit: Visit
 
 
 class Recording(Visits):
@@ -43,7 +37,7 @@ class Recording(Visits):
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
         outs = [out.clone() for out in self.without_grad(call, visit)]
         if self.differentiates:
-            self.token, *outs = _Passed.apply(Recorded(visit), outs, self.token, *arguments)
+            self.token, *outs = _Passed.apply(visit, outs, self.token, *arguments)
         return call.outputs(outs)
 
     def compare(self, total: Tensor, result: str) -> None:
@@ -74,13 +68,13 @@ class _Passed(SingleLevelFunction):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, recorded: Recorded, outs: Sequence[Tensor], token: Tensor, *arguments: Tensor
+        ctx: Any, visit: Visit, outs: Sequence[Tensor], token: Tensor, *arguments: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.recorded = recorded
-        depends = bool(recorded.visit.trained) or any(ctx.needs_input_grad[3:])
+        ctx.recorded = visit  # as graph_walks.py knows it
+        depends = bool(visit.trained) or any(ctx.needs_input_grad[3:])
         ctx.mark_non_differentiable(*[out for out in outs if not (depends and is_smooth(out))])
         return token.detach(), *outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise errors.backward_inside(ctx.recorded.visit.name)
+        raise errors.backward_inside(ctx.recorded.name)

@@ -26,7 +26,7 @@ from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.visit import BlockCall, movable
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.randomness import acting_over
-from yafsdp_fn.util.torch_private import asks_for_values, memory_key
+from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces
 
 # ---- Records which visits each tensor of the loss was made of: these tensors travel when a step is cut into stages.
 #
@@ -92,20 +92,15 @@ ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
-class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The mode of one trace. Its tensors have no values, and must not outlive it: where the loss or a block keeps one
-    (in a cache, say), whatever uses it later raises, a step too. over: the trace has ended"""
+class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """The mode of a trace that is over. Its tensors have no values: where the loss or a block has kept one (in a cache,
+    say), whatever uses it raises, in a step too."""
 
-    over = False
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tensors_in((args, kwargs)):
-            if isinstance(x, FakeTensor) and isinstance(x.fake_mode, TraceMode) and x.fake_mode.over:
-                raise RuntimeError(errors.kept_from_trace(x))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        kept = next(x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor))
+        raise RuntimeError(errors.kept_from_trace(f"a tensor of shape {tuple(kept.shape)} and {kept.dtype}"))
 
 
 class Result(NamedTuple):
@@ -274,7 +269,7 @@ class Tracer:
         return {self._values[key][0] for key in memory if key in self._values}
 
 
-def trace_call(arguments: Arguments, placement: Placement[Any], mode: TraceMode | None = None) -> Trace:
+def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
     """Returns the trace of one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of
     tensors.
 
@@ -307,7 +302,7 @@ class Traced(NamedTuple):
 def traced(
     arguments: Arguments,
     placement: Placement[Any],
-    mode: TraceMode | None = None,
+    mode: FakeTensorMode | None = None,
     *,
     every: bool = False,
     counts: bool = True,
@@ -317,7 +312,7 @@ def traced(
     every: visits without grad are part of it, as in an evaluation; counts: what visits cost is measured, which takes
     four fifths of the time
     """
-    mode = mode or TraceMode()
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(placement, mode, every, counts)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
@@ -329,6 +324,8 @@ def traced(
             reads = placement.comms.stages > 1 and tracer.reads_leaves(total)
             visits = tracer.finish(total)
     except Exception as error:
+        if mixes_traces(error):
+            raise RuntimeError(errors.kept_from_trace("a tensor")) from error
         if not asks_for_values(error):
             raise
         if placement.comms.stages > 1:
@@ -338,7 +335,7 @@ def traced(
             "lower; or ask for them inside of a visit"
         ) from error
     finally:
-        mode.over = True
+        mode.__class__ = EndedTrace  # a subclass from the start would miss torch's rules for operators of higher order
     order = chained_order(visits, arguments.parts)
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names

@@ -95,6 +95,11 @@ def asks_for_values(error: Exception) -> bool:
     return isinstance(error, FAKE_HAS_NO_VALUE) or "not supported for tensor subclasses" in str(error)
 
 
+def mixes_traces(error: Exception) -> bool:
+    """Returns whether a mode of fake tensors raised `error` at one of another mode."""
+    return isinstance(error, AssertionError) and "Mixing fake modes" in str(error)
+
+
 def default_group() -> ProcessGroup:
     """Returns the default process group itself; `dist.group.WORLD` is None before it is made."""
     group: ProcessGroup = dist.distributed_c10d._get_default_group()
