@@ -22,9 +22,9 @@ from tests.axes import model as small
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
+from yafsdp_fn.api.trace import trace
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.nn.linear import multiplies_wider
-from yafsdp_fn.planner.abstract_trace import trace
 from yafsdp_fn.planner.footprint import Dtype, Dtypes, Memory, predict_memory
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order

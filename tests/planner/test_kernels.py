@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
-from yafsdp_fn.planner.abstract_trace import plan, trace
+from yafsdp_fn.planner import plan, trace
 from yafsdp_fn.planner.cluster import A100, Group
 from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.program.trace import Trace

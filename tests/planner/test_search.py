@@ -13,8 +13,8 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from models.parts.axes import Axes
+from yafsdp_fn.api.trace import trace as abstract_trace
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
-from yafsdp_fn.planner.abstract_trace import trace as abstract_trace
 from yafsdp_fn.planner.cluster import Group
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.plan import axes

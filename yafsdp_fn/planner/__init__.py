@@ -15,7 +15,8 @@ from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.synthesize import Written
 
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
-    from yafsdp_fn.planner.abstract_trace import plan, trace
+    from yafsdp_fn.api.trace import trace
+    from yafsdp_fn.planner.loss_plan import plan
 
 __all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Written"]
 __all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]

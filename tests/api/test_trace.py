@@ -20,7 +20,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
-from yafsdp_fn.planner.abstract_trace import trace
+from yafsdp_fn.api.trace import trace
 from yafsdp_fn.schedules import Program
 from yafsdp_fn.util.torch_private import causal_to_the_last
 
