@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_the_files_of_an_op_are_those_that_design_tells() -> None:
     design = (ROOT / "docs/design.md").read_text().split("**To add an op: five files.**")[1].split("```")[0]
     told = re.findall(r"^    (\S+\.py) ", design.split("A slot filled from a slot")[0], re.M)
     assert len(told) == 5 and {f"yafsdp_fn/{file}" for file in told} <= {file for file, _ in ROWS}
+
+
+def test_the_layers_are_those_that_design_tells() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [each["layers"] for each in contracts if "containers" in each]
+    told = (
+        (ROOT / "docs/design.md").read_text().split("Imports point down, in these layers")[1].split("The **core**")[0]
+    )
+    assert [line.strip() for line in told.splitlines() if line.startswith("    ")] == layers
 
 
 def test_every_family_is_where_a_family_belongs() -> None:

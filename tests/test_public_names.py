@@ -94,3 +94,20 @@ def test_importing_brings_no_compiler_along() -> None:
     code = "import sys, yafsdp_fn, models.llama; print('torch._dynamo' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert ran.stdout.strip() == "False"
+
+
+CORE = """
+import sys
+import yafsdp_fn as ya
+ours = lambda: {name for name in sys.modules if name.startswith("yafsdp_fn")}
+assert ours() == {"yafsdp_fn"}, ours()
+for verb in ("init", "shard", "mesh", "scan", "train_step", "grad", "linear", "verify"):
+    getattr(ya, verb)
+print(sorted({name.split(".")[1] for name in ours() - {"yafsdp_fn"}}))
+"""
+
+
+def test_the_core_loads_nothing_that_stands_beside_it() -> None:
+    ran = subprocess.run([sys.executable, "-c", CORE], capture_output=True, text=True, cwd=ROOT)
+    core = ["api", "communication", "nn", "optim", "params", "program", "proof", "runtime", "schedules", "util"]
+    assert (ran.stderr, ran.stdout) == ("", f"{core}\n")

@@ -96,7 +96,7 @@ def scan(
         body, args = partial(_several, f, name), (carry, [layers[i] for _, i in block], extra)
         if stacks:
             call = BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True)
-            carry, found = (call.runner() or pure).visit(call)
+            carry, found = run_block(call)
         else:
             carry, found = run_visit(next_visit_seed(), device_of_leaves((carry, layers)), body, *args)
         for (place, _), y in zip(block, found, strict=True):
@@ -126,7 +126,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     rows = optree.tree_unflatten(spec, [rows_of(node)[0] if isinstance(node, Sharded) else node for node in nodes])
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
     call = BlockCall(name, f, (rows, *args), first=True, signature=f)
-    return (call.runner() or pure).visit(call)
+    return run_block(call)
 
 
 def _numbers(block: list[int]) -> str:
@@ -192,3 +192,8 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
 
 def _form(leaf: Any) -> tuple[torch.Size, torch.dtype] | None:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+def run_block(call: BlockCall) -> Any:
+    """Runs a visit: in the session or tracer that owns its leaves, else on the pure path."""
+    return (call.runner() or pure).visit(call)

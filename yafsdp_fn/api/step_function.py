@@ -36,15 +36,13 @@ from yafsdp_fn.runtime.memory import Memory, Shards
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
-from yafsdp_fn.runtime.protocols import ActivationBuffers, Replays, StepHooks
+from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepHooks, StepObserver
 from yafsdp_fn.runtime.recording import Recording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
-from yafsdp_fn.timeline.record import RECORDINGS, Recorder
-from yafsdp_fn.timeline.spans import MEASURED
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 NOT_FROM_PLAIN = (
@@ -136,7 +134,7 @@ class StepFunction:
         shards: Shards | None,
         seed: Seed,
         updates: StepUpdates | None = None,
-    ) -> tuple[Results, Recorder | None]:
+    ) -> tuple[Results, StepObserver | None]:
         """Returns the function's results, and the observer of the run, if any."""
         context = copy_context()  # ends the counter of visits, wherever an interrupt comes
         if memory is None:
@@ -171,7 +169,7 @@ class StepFunction:
         shards: Shards | None,
         seed: Seed,
         updates: StepUpdates | None,
-    ) -> tuple[Results, Recorder | None]:
+    ) -> tuple[Results, StepObserver | None]:
         """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
 
         Before the first run its program is built, from a recorded call of the function; across stages, from a trace on
@@ -190,8 +188,8 @@ class StepFunction:
                     "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
                     "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
                 )
-            recordings = RECORDINGS.get()
-            observer = Recorder(recordings, comms.device.type == "cuda") if recordings else None
+            observe = OBSERVE.get()
+            observer = None if observe is None else observe(comms.device.type == "cuda")
             carries = MessageBuffers if comms.stages > 1 else _activation_buffers
             step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
             kind = StageSession if comms.stages > 1 else Session
@@ -216,7 +214,7 @@ class StepFunction:
             session.close()
             verified.ran = True
         if observer is not None:
-            observer.finish(verified.program.trace, f"{MEASURED}, rank {comms.world_rank} of {comms.world}")
+            observer.finish(verified.program.trace, f"rank {comms.world_rank} of {comms.world}")
         return results, observer
 
     def _known_program(self, arguments: Arguments, memory: Memory, shards: Shards | None, seed: Seed) -> Verified:

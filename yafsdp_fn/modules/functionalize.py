@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
-from yafsdp_fn.api.scan import apply
+from yafsdp_fn.api.scan import apply, run_block
 from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
@@ -29,7 +29,6 @@ from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
-from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, Row, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.util.torch_private import transforms_active
@@ -227,7 +226,7 @@ def _visit(of: _Visited, units: list[Tree], first: bool, *args: Any, **kwargs: A
         name = "{}[{}]".format(*of.name.rsplit(".", 1))
         given = carry, units[0], args[1:], kwargs
         call = BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True)
-        out, spec = (call.runner() or pure).visit(call)
+        out, spec = run_block(call)
     else:
         out, spec = apply(of.run, units, args, kwargs)
     _check(out, f"{of.name} returns")

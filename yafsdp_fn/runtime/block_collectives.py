@@ -26,7 +26,7 @@ from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.execute import Session, Visits
-from yafsdp_fn.timeline.record import Run
+from yafsdp_fn.runtime.protocols import OpObserver
 from yafsdp_fn.util.mesh_axes import AxisCollective
 
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")
@@ -66,7 +66,9 @@ class Stretch:
 
     __slots__ = ("expected", "found", "key", "place", "run", "sized", "typed")
 
-    def __init__(self, key: Key | None, noted: Noted | None, given: list[Any], place: str, run: Run | None) -> None:
+    def __init__(
+        self, key: Key | None, noted: Noted | None, given: list[Any], place: str, run: OpObserver | None
+    ) -> None:
         self.key, self.place, self.run = key, place, run
         self.found: list[Called] = []
         self.expected = None if noted is None else noted.calls
@@ -111,7 +113,7 @@ class BlockCollectives:
         self._end_loss()
         self._segment = None
 
-    def begin(self, kind: Kind, visit: int | None, run: Run | None = None) -> None:
+    def begin(self, kind: Kind, visit: int | None, run: OpObserver | None = None) -> None:
         """Begins a compute of a visit. visit: None without grad, amid the loss; run: observes its op"""
         key: Key | None = None
         if visit is not None:
@@ -138,7 +140,7 @@ class BlockCollectives:
             key = ("after", visit, self._segment) if kind == "forward" else ("before", visit - 1, self._segment)
             self._of_loss = self._stretch(key, f"the loss {self._visits.place}")
 
-    def _stretch(self, key: Key | None, place: str, run: Run | None = None) -> Stretch:
+    def _stretch(self, key: Key | None, place: str, run: OpObserver | None = None) -> Stretch:
         return Stretch(key, None if key is None else self.known.get(key), self._given, place, run)
 
     def _end_loss(self) -> None:

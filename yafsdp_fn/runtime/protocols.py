@@ -1,24 +1,64 @@
 """The hooks of a step, and the protocols of those that are not in this folder.
 
+StepObserver        is told of each op, and when it runs                          (timeline/record.py)
 Replays             runs a visit that keeps nothing in a way of its own           (extras/cuda_graphs.py)
 ActivationBuffers   keeps what recomputed visits save; work for its ops           (extras/offload.py)
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from yafsdp_fn.communication.streams import Work
+from yafsdp_fn.communication.streams import Event, Work
 from yafsdp_fn.nn.linear import Place
-from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.program.ops import Backward, Forward, Op
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.updates import StepUpdates
-from yafsdp_fn.timeline.record import Recorder
 
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""
 
 Outs = list[Tensor | None]
+
+
+class OpObserver(Protocol):
+    """Observes an op that has been issued."""
+
+    def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
+        """Notes where the op runs, what it completes and what it waits for."""
+
+    def begin(self) -> None:
+        """Notes that its waits are over."""
+
+    def end(self) -> None:
+        """Notes that it has run."""
+
+    def collective(self, name: str) -> Callable[[], None]:
+        """Begins a collective of the op's block; the result ends it."""
+
+    def timed(self, work: Work) -> Work:
+        """Returns `work` between `begin` and `end`."""
+
+
+class StepObserver(Protocol):
+    """Observes a step. Gradients that the step gives carry it, for their update."""
+
+    def issue(self, op: Op, number: int | None = None) -> OpObserver:
+        """Observes the next op. number: below zero, of a gather of what a slot should have held already"""
+
+    def issue_late(self, op: Op) -> OpObserver | None:
+        """Observes an update outside the step's program; None if nobody observes any more."""
+
+    def finish(self, trace: Trace, rank: str) -> None:
+        """Notes that the step ended well. rank: in words"""
+
+
+OBSERVE: ContextVar[Callable[[bool], StepObserver] | None] = ContextVar("observe", default=None)
+"""Makes the observer of a step, from whether streams are CUDA's. One of the two context variables of the library (the
+other: util/randomness.py). Read in the thread that calls steps alone: backwards may run in another, and get the
+observer by hand."""
 
 
 class Replays(Protocol):
@@ -62,7 +102,7 @@ class StepHooks(NamedTuple):
         `ActivationBuffers`, or the messages between stages
     """
 
-    observer: Recorder | None = None
+    observer: StepObserver | None = None
     updates: StepUpdates | None = None
     replays: Replays | None = None
     carries: Callable[[Any, object], Any] | None = None

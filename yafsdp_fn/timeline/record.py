@@ -13,7 +13,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,8 @@ import torch
 from yafsdp_fn.communication.streams import Event, Work
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.timeline.spans import Inside, Span
+from yafsdp_fn.runtime.protocols import OBSERVE
+from yafsdp_fn.timeline.spans import MEASURED, Inside, Span
 from yafsdp_fn.timeline.timeline import Timeline
 
 
@@ -94,9 +94,9 @@ class Recorder:
         self._runs.append(Run(next(self._numbers) if number is None else number, op, self._mark))
         return self._runs[-1]
 
-    def finish(self, trace: Trace, title: str) -> None:
+    def finish(self, trace: Trace, rank: str) -> None:
         """The step's session ended well; an update of its gradients may follow."""
-        self._trace, self._title = trace, title
+        self._trace, self._title = trace, f"{MEASURED}, {rank}"
         for recording in self._recordings:
             recording.steps.append(self)
 
@@ -190,10 +190,12 @@ class Recording:
         return self.steps
 
 
-RECORDINGS: ContextVar[tuple[Recording, ...]] = ContextVar("recordings", default=())
-"""The recordings under way, the outermost first, which has all that the others have. One of the two context variables
-of the library (the other: util/randomness.py). Read in the thread that calls steps alone: backwards may run in
-another, and get the recorder by hand."""
+class Recordings(tuple[Recording, ...]):
+    """The recordings under way, the outermost first, which has all that the others have: they make the observer of a
+    step."""
+
+    def __call__(self, cuda: bool) -> Recorder:
+        return Recorder(self, cuda)
 
 
 @contextmanager
@@ -215,9 +217,10 @@ def record() -> Iterator[Recording]:
     Forward(visit=0, slots=(2,), keep=True, microbatch=0, carry_slot=None, early=(), takes=(), gives=())
     """
     recording = Recording()
-    token = RECORDINGS.set((*RECORDINGS.get(), recording))
+    outer: Any = OBSERVE.get() or ()
+    token = OBSERVE.set(Recordings((*outer, recording)))
     try:
         yield recording
     finally:
-        RECORDINGS.reset(token)
+        OBSERVE.reset(token)
         recording.goes_on = False
