@@ -259,14 +259,14 @@ TOLD = [
         "Each rank made as many microbatches as its own tokens wanted; the rank with fewer left, the others hung.",
         "a step of one microbatch on rank 0, of two on rank 1",
         other_counts,
-        ("RanksDisagree: ranks disagree on what to communicate", "rank 1: gather of"),
+        ("RanksDisagree: ranks disagree on the program",),
     ),
     Message(
         f"{TORCH}/issues/158719",
         "Ranks used other parameters: collectives of other sizes met, or none.",
         "rank 1's loss does not use the head",
         other_parameters,
-        ("RanksDisagree: ranks disagree on what to communicate", "rank 0: gather of head (step 0)"),
+        ("RanksDisagree: ranks disagree on what to communicate", "rank 0: forward of head (visit "),
     ),
     Message(
         f"{MEGATRON}/pull/2218",

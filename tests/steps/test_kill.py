@@ -13,7 +13,7 @@ from tests.harness.failing import TX, Fault, batch, loss_with, state
 from tests.harness.groups import TIMEOUT, breakable, outcome
 from tests.harness.pool import Pool
 
-FIRST = r"gather of layers\[1\] \(step 0\)"
+FIRST = r"forward of layers\[1\] \(visit 2, microbatch 0, step 0\)"
 LATER = r"(reduce of \S+|gather of layers\[0\]) \(step 2\)"
 
 
