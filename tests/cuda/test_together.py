@@ -204,7 +204,7 @@ def test_a_receive_ahead_of_a_send_that_it_depends_on_hangs(
 def test_a_cold_communicator_is_found_and_hangs_where_messages_cross(in_child: InChild) -> None:
     cold = in_child(wrong, "nodes", "unmet")
     assert {found.kind for found in cold} == {"cold"}
-    # that of gathers was first used while the call was recorded, with nothing else under way
+    # that of gathers was first used while the call was recorded, which is no op of a step
     assert "reduce of head (step 0) is the first communicator of yafsdp reduce" in cold[0].what
     hung = [found for found in in_child(wrong, "crossing", "unmet") if found.kind == "hang"]
     assert [found.rank for found in hung] == [0, 1]
