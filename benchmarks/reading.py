@@ -3,7 +3,6 @@
     calls, changes     Python functions of the library that the main thread calls for a further layer of a steady step,
                        and how often the next call is in another file: steps of two depths, and the line through them
     files, lines       those that such a step enters, in any thread
-    circles            files, and folders, of a circle of imports, annotations included
     library            lines of `yafsdp_fn` without `lab/`
     nodes              AST nodes without docstrings, by folder of the repository and of the library; --budgets: these
                        alone, each within its budget (`BUDGETS`). A budget rises in a commit of its own, that says
@@ -20,8 +19,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,7 @@ from train.shapes import Shape
 LIBRARY = ROOT / "yafsdp_fn"
 LAYERS = (8, 16)
 SHAPE = Shape(dim=256, ffn=384, heads=4, seq=16, batch=1)
-GOALS = {"calls": 100, "changes": 35, "files": 22, "lines": 4500, "circles": 0, "library lines": 22_500}
+GOALS = {"calls": 100, "changes": 35, "files": 22, "lines": 4500, "library lines": 22_500}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +174,6 @@ def measure(reading: Reading, console: Console) -> dict[str, Any]:
     few, many = found
     further = {key: (many[key] - few[key]) / (LAYERS[1] - LAYERS[0]) for key in ("calls", "changes")}
     entered = {str(Path(file).relative_to(ROOT)): lines(Path(file)) for file in many["files"]}
-    imports = dict(imported(LIBRARY))
-    folders: dict[str, set[str]] = {}
-    for file, names in imports.items():
-        folders.setdefault(folder(file), set()).update(map(folder, names))
-    circles = {"files": circle(imports), "folders": circle(folders)}
     lengths: Counter[str] = Counter()
     for path in LIBRARY.rglob("*.py"):
         lengths[str(path.relative_to(ROOT).parent)] += lines(path)
@@ -188,10 +181,8 @@ def measure(reading: Reading, console: Console) -> dict[str, Any]:
         **further,
         "files": len(entered),
         "lines": sum(entered.values()),
-        "circles": sum(map(len, circles.values())),
         "library lines": sum(count for name, count in lengths.items() if not name.startswith("yafsdp_fn/lab")),
         "entered": entered,
-        "importing each other": circles,
         "folders": dict(lengths),
         "sizes": counted,
     }
@@ -199,39 +190,6 @@ def measure(reading: Reading, console: Console) -> dict[str, Any]:
 
 def lines(path: Path) -> int:
     return len(path.read_text().splitlines())
-
-
-def folder(module: str) -> str:
-    """`yafsdp_fn.runtime` for `yafsdp_fn.runtime.visit`. A module at the top, where the verbs are, is one by itself;
-    so is `optim.contrib`, which stands on public names of the whole library."""
-    return ".".join(module.split(".")[: 3 if ".contrib" in module else 2])
-
-
-def imported(library: Path) -> Iterator[tuple[str, set[str]]]:
-    """Yields each module, and the modules of the library that it names in an import anywhere in its text.
-
-    A package's `__init__` counts as what it names, and importing a package as importing its `__init__`.
-    """
-    paths = {".".join(path.relative_to(library.parent).with_suffix("").parts): path for path in library.rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in paths.items()}
-    for name, path in modules.items():
-        found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                whole = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {each if each in modules else node.module for each in whole}
-        yield name, (found & set(modules)) - {name}
-
-
-def circle(edges: Mapping[str, Iterable[str]]) -> list[str]:
-    """Nodes that reach each other: those of one circle, or none."""
-    try:
-        TopologicalSorter(edges).prepare()
-    except CycleError as error:
-        return sorted(set(error.args[1]))
-    return []
 
 
 def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
@@ -244,7 +202,6 @@ def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
         "changes": "changes of file per further layer",
         "files": "files that a step enters",
         "lines": "their lines",
-        "circles": "import circles, of files and of folders",
         "library lines": "lines of the library without lab/",
     }
     rows: Rows = {}
@@ -255,5 +212,3 @@ def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
     yield table("counted", rows)
     for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
         yield table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())})
-    for names in filter(None, found["importing each other"].values()):
-        yield f"import each other: {', '.join(names)}"

@@ -16,7 +16,7 @@ from tests.optim.trees import assert_close, bits, clone, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.api.sharding import init, unshard
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.optim.step.cutting import row_runs
+from yafsdp_fn.optim.cutting import row_runs
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask

@@ -127,6 +127,7 @@ def _collective(ranks: Any, x: Tensor, name: str, what: str, sent: Sizes = (), r
     runs = isinstance(ranks, Communicators)
     if ranks is None or (runs and isinstance(out, FakeTensor)):
         return out  # what another stage has
+    mine = x if what in REDUCTIONS else x.contiguous()  # here: a trace counts the copy, too
     rows: Rows = (sent, received) if sent and what != "all_to_all" else ()
     if runs:
         ranks.check()
@@ -137,18 +138,17 @@ def _collective(ranks: Any, x: Tensor, name: str, what: str, sent: Sizes = (), r
     if runs:
         parts = "" if not rows else f", rows to each rank {rows[0]}, from each {rows[1]}"
         with ranks.blocking(f"{what} over {name}{parts}"), torch.no_grad():
-            _communicate(ranks.along[name], what, out, x, rows)
+            _communicate(ranks.along[name], what, out, mine, rows)
     if ended is not None:
         ended()
     return out
 
 
-def _communicate(group: Group, what: str, out: Tensor, x: Tensor, rows: Rows) -> None:
-    """Fills `out` from all ranks' `x`; of a reduction it begins as a copy."""
+def _communicate(group: Group, what: str, out: Tensor, mine: Tensor, rows: Rows) -> None:
+    """Fills `out` from all ranks' `mine`, contiguous; of a reduction it begins as a copy."""
     if what in REDUCTIONS:
         group.all_reduce(out, REDUCTIONS[what])
         return
-    mine = x.contiguous()
     if what == "all_gather":
         group.all_gathers([out.view(-1)], [mine.view(-1)])
     elif what == "psum_scatter":

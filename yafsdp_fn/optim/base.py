@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.optim.step.cutting import SingleUnitOwner
+from yafsdp_fn.optim.cutting import SingleUnitOwner
 from yafsdp_fn.params.sharded import Origin, Sharded, handles_and_leaves, is_sharded
 from yafsdp_fn.params.sources import shards_of, whole_tree
 from yafsdp_fn.params.tree import Tree, dotted, shape_of, tensors_in

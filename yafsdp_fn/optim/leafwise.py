@@ -31,8 +31,8 @@ from yafsdp_fn.optim.base import (
     name,
     pair_of,
 )
+from yafsdp_fn.optim.cutting import rows
 from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, from_blocks, in_blocks
-from yafsdp_fn.optim.step.cutting import rows
 from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import Scalar, Stage
+from yafsdp_fn.optim.cutting import Runs, row_runs, rows
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
-from yafsdp_fn.optim.step.cutting import Runs, row_runs, rows
 from yafsdp_fn.optim.step.definition import Call, Lane
 from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves

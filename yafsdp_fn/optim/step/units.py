@@ -20,11 +20,11 @@ from yafsdp_fn.optim.base import (
     name,
     stages,
 )
+from yafsdp_fn.optim.cutting import Cutter, named
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
-from yafsdp_fn.optim.step.cutting import Cutter, named
 from yafsdp_fn.optim.step.definition import Call, Definition, Lane
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
 from yafsdp_fn.params.algebra import global_norm
