@@ -32,12 +32,13 @@ def test_refused() -> None:
 
 
 def test_a_small_run_of_optimizers(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["optimizers", "--config", "tiny", "--ranks", "2", "--steps", "2", "--warmup", "2", "--json"]) == 0
+    # of a smaller batch, what works on one matrix is most of the peak of a tiny model, and plans are too high
+    options = ["--ranks", "2", "--steps", "2", "--warmup", "2", "--batch", "16"]
+    assert main(["optimizers", "--config", "tiny", *options, "--json"]) == 0
     out = capfd.readouterr().out
     found = json.loads(out[out.index("{") :])
     rows = found["ranks"]["2"]
     assert tuple(rows) == OPTIMIZED and found["muon_adds_over_one_rank"] == {}
     assert rows["muon"]["wire_over_first"] > 1 and rows["muon"]["peak_over_first"] < 1
-    for name, each in rows.items():
-        # matrices of a tiny model are most of a unit, and what works on one does not shrink with ranks
-        assert each["step_ms"] > 0 and abs(each["planned_over_peak"] - 1) < (0.03 if name == "adamw" else 0.2)
+    for each in rows.values():
+        assert each["step_ms"] > 0 and abs(each["planned_over_peak"] - 1) < 0.03
