@@ -119,7 +119,7 @@ STEPS = {
         120, 40, "oracle", "a small Llama by schedule against float64 on the CPU: loss, gradients, steps", together=True
     ),
     "kernels": tests(
-        150, 60, "Triton kernels, products, optimizers against references", "tests/optim tests/nn tests/dist"
+        150, 60, "Triton kernels, products, optimizers against references", "tests/optim tests/nn tests/communication"
     ),
     "graphs": tests(90, 30, "CUDA graphs have the bits of eager steps", "tests/extras/test_cuda_graphs.py"),
     "delays": tests(

@@ -143,7 +143,7 @@ def skipping(kind: type[Any]) -> Iterator[None]:
     issue = Session.issue
 
     def skip(self: Session, op: Op, *why: Any, **number: Any) -> None:
-        if type(op) is not kind or self._step != 2:
+        if type(op) is not kind or self.number != 2:
             issue(self, op, *why, **number)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -233,8 +233,10 @@ def compare(
             plans[name] = given
             given = given.timeline
         if not isinstance(given, Timeline):
-            call = ": call it on a trace, schedule(trace)" if callable(given) else ""
-            raise TypeError(f"compare: {name!r} is a {type(given).__name__}, no Program, Plan or Timeline{call}")
+            kind, call = f"a {type(given).__name__}", ""
+            if callable(given):
+                kind, call = "a function", ": call it on a trace, schedule(trace)"
+            raise TypeError(f"compare: {name!r} is {kind}, no Program, Plan or Timeline{call}")
         timelines[name] = given
     if (cluster, memory) != (None, None) and not any(isinstance(given, Program) for given in schedules.values()):
         raise TypeError(

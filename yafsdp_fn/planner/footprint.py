@@ -181,7 +181,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     Raises ValueError for a trace without costs.
 
     >>> ya.planner.predict_memory(program).peak_bytes
-    50176
+    49152
     """
     if program.parts != (program,):
         return max((predict_memory(part, device=device) for part in program.parts), key=lambda each: each.peak_bytes)
