@@ -33,7 +33,7 @@ from models.llama import model as llama
 from models.llama.config import Config
 from train import schedule_names
 from train.shapes import Shape
-from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 from yafsdp_fn.params.tree import named_leaves
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -145,7 +145,7 @@ def switched_off(levers: frozenset[str]) -> Iterator[None]:
         if "nolinear" in levers:
             stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
         if "noexchange" in levers:
-            theirs = {name: getattr(Group, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
+            theirs = {name: getattr(RankGroup, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
             stack.enter_context(mock.patch.multiple(GlooGroup, **theirs))
         if "twopasses" in levers:
             stack.enter_context(mock.patch("yafsdp_fn.optim.step.fused.copying_kernel", lambda device: None))

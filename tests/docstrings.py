@@ -1,4 +1,5 @@
-"""Refuses docstrings whose first sentence has no subject: `python -m tests.docstrings yafsdp_fn models`.
+"""Refuses docstrings whose first sentence has no subject, and a class's name that the library uses twice:
+`python -m tests.docstrings yafsdp_fn models`.
 
 A docstring begins with what the thing is or does ("Reduces a unit's gradient ...", "The flat shards of ..."), not with
 a clause that hangs in the air ("What becomes of ...", "Of a unit: ...") or with a list of fields ("rows: ...").
@@ -7,6 +8,7 @@ a clause that hangs in the air ("What becomes of ...", "Of a unit: ...") or with
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +38,19 @@ def headless(file: Path) -> list[str]:
     return found
 
 
+def classes_of_one_name(library: Path) -> list[str]:
+    """Returns `name: files` for each name that classes of several files of the library have."""
+    places = defaultdict(list)
+    for file in sorted(library.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(file.relative_to(library.parent)))
+    return [f"class {name}: {', '.join(files)}" for name, files in places.items() if len(set(files)) > 1]
+
+
 def main(paths: list[str]) -> int:
-    """Prints all headless sentences in `paths`, files or folders, and returns 1, or returns 0 if there are none."""
+    """Prints all headless sentences in `paths`, files or folders, and classes of one name, and returns 1; 0 if there are
+    none."""
     files = [
         file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))
     ]
@@ -46,7 +59,10 @@ def main(paths: list[str]) -> int:
         print(entry)
     if found:
         print(f"{len(found)} docstrings begin with no subject: say first what the thing is or does", file=sys.stderr)
-    return int(bool(found))
+    twice = classes_of_one_name(ROOT / "yafsdp_fn")
+    for entry in twice:
+        print(f"{entry}: one name for several classes", file=sys.stderr)
+    return int(bool(found or twice))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from torch._C import _distributed_c10d as c10d
 
 from benchmarks.emulated.lanes import Collective, Lane
 from yafsdp_fn.communication.groups import EMULATED
-from yafsdp_fn.planner.cluster import Cluster, Group, Phase
+from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
 
 _ProcessGroup: Any = dist.ProcessGroup  # its declared types differ from version to version
 
@@ -203,10 +203,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._lanes[kind].run(Collective(name, phases, work, outs, inputs, asynchronous))
 
 
-def place(members: Sequence[int], per_node: int) -> Group:
+def place(members: Sequence[int], per_node: int) -> CollectiveRanks:
     """Returns the distribution of a group of global ranks over nodes of `per_node`."""
     nodes = len({rank // per_node for rank in members})
-    return Group(len(members), -(-len(members) // nodes))
+    return CollectiveRanks(len(members), -(-len(members) // nodes))
 
 
 def data(tensor: Tensor) -> Tensor:

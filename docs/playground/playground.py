@@ -28,7 +28,7 @@ from yafsdp_fn.program.trace import Trace, arguments, chained_order
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
-from yafsdp_fn.timeline.layout import GREY, Palette, Row, of_stage, of_stages
+from yafsdp_fn.timeline.layout import GREY, BoxRow, Palette, of_stage, of_stages
 from yafsdp_fn.timeline.text import idle, longest, reasons, shown
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.schema import kinds, typed
@@ -295,7 +295,7 @@ def _picture(timeline: Timeline) -> dict[str, Any]:
     several = timeline.stage_count > 1
     layout = of_stages(timeline) if several else of_stage(timeline)
 
-    def at(row: Row) -> list[float]:
+    def at(row: BoxRow) -> list[float]:
         return [round(row.top, 3), round(row.height, 3)]
 
     return {

@@ -34,7 +34,7 @@ from models.parts.config import Shape
 from models.parts.tree import Parts
 from yafsdp_fn.communication.groups import host_group
 from yafsdp_fn.util.model_folder import CONFIG, GENERATION, Settings, settings
-from yafsdp_fn.util.tensor_files import Stored, save_of, scan_directory
+from yafsdp_fn.util.tensor_files import StoredTensor, save_of, scan_directory
 
 C = TypeVar("C", bound=Shape)
 
@@ -58,7 +58,7 @@ def load(
     config = family.read_config(found[CONFIG], file)
     if GENERATION in found:
         config = dataclasses.replace(config, generation={**config.generation, "generation_config": found[GENERATION]})
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for name, tensor in scan_directory(root).items():
         if (known := family.known_as(name)) is not None:
             if known in stored:
@@ -97,7 +97,7 @@ def load(
     return config, Parts(*map(part, family.prefix, abstract))
 
 
-def _untied(family: Format[C], file: str, config: C, stored: Mapping[str, Stored]) -> C:
+def _untied(family: Format[C], file: str, config: C, stored: Mapping[str, StoredTensor]) -> C:
     """Returns the config, untied if the files hold a head that is not the embedding."""
     name = family.prefix.embed + family.embedding
     head, embedding = stored.get(HEAD), stored.get(name)
@@ -111,7 +111,7 @@ def _untied(family: Format[C], file: str, config: C, stored: Mapping[str, Stored
     return dataclasses.replace(config, tied=False)
 
 
-def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Mapping[str, Stored]) -> None:
+def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Mapping[str, StoredTensor]) -> None:
     # the config may name any number of layers: nothing is made for each before the files are known to hold as many
     if config.layers > len(stored):
         raise ValueError(
@@ -137,7 +137,7 @@ def _few(name: str, count: int) -> str:
     return name if count == 1 else f"{name} (and {count - 1} more)"
 
 
-def _check_shape(found: Stored, shape: tuple[int, ...]) -> None:
+def _check_shape(found: StoredTensor, shape: tuple[int, ...]) -> None:
     if found.shape != shape:
         raise ValueError(
             f"{found.file}: {found.name} has shape {found.shape}, config.json makes it {shape}; "

@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 from yafsdp_fn.api.mesh import _sizes
-from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import MeshRanks, device_of
 
@@ -113,7 +113,7 @@ def test_one_rank_under_any_axes_is_alone(names: tuple[str, ...]) -> None:
     assert (comms.rank, comms.world_rank, comms.replica, comms.local_rank, comms.streams) == (0, 0, 0, 0, {})
 
 
-def at(group: Group) -> tuple[int, int]:
+def at(group: RankGroup) -> tuple[int, int]:
     """Where this rank is in it, and of how many."""
     return group.process_group.rank(), group.process_group.size()
 

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 
 
 @contextlib.contextmanager
 def exchanging(on: bool) -> Iterator[None]:
     """With `on`, ranks exchange messages, as usual; else gloo's own collectives serve."""
-    own = {name: getattr(Group, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
+    own = {name: getattr(RankGroup, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
     with contextlib.nullcontext() if on else patch.multiple(GlooGroup, **own):
         yield

@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from tests.communication.backends import exchanging
 from tests.harness.pool import Pool
 from yafsdp_fn.communication import collectives, flat
-from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import group_of
 from yafsdp_fn.communication.ranks import receive_numel
@@ -216,7 +216,9 @@ class Ranks:
         self.name, self.size, self.rank = (lambda: backend), (lambda: size), (lambda: 0)
 
 
-@pytest.mark.parametrize(("backend", "ranks", "kind"), [("gloo", 2, GlooGroup), ("gloo", 1, Group), ("nccl", 2, Group)])
+@pytest.mark.parametrize(
+    ("backend", "ranks", "kind"), [("gloo", 2, GlooGroup), ("gloo", 1, RankGroup), ("nccl", 2, RankGroup)]
+)
 def test_several_gloo_ranks_exchange_messages(backend: str, ranks: int, kind: type) -> None:
     process_group: Any = Ranks(backend, ranks)
     assert type(group_of(process_group)) is kind

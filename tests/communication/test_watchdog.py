@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.stalls import until
 from yafsdp_fn.communication import watchdog
-from yafsdp_fn.communication.watchdog import PeerStatus, Watch
+from yafsdp_fn.communication.watchdog import PeerStatus, WorkWatch
 from yafsdp_fn.communication.where import RankStatus
 
 
@@ -32,10 +32,12 @@ class Work:
         until(lambda: self.asked >= before + times)
 
 
-def watched(work: dict[str, list[tuple[Work, str]]], seconds: float = 0.2) -> tuple[Watch, list[str], threading.Event]:
+def watched(
+    work: dict[str, list[tuple[Work, str]]], seconds: float = 0.2
+) -> tuple[WorkWatch, list[str], threading.Event]:
     said: list[str] = []
     told = threading.Event()
-    watch = Watch(3, timedelta(seconds=seconds), lambda what: (said.append(what), told.set())[0])
+    watch = WorkWatch(3, timedelta(seconds=seconds), lambda what: (said.append(what), told.set())[0])
     for stream, each in work.items():
         for end, label in each:
             watch.add(stream, end, label)

@@ -22,7 +22,7 @@ from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.stalls import until
 from yafsdp_fn.communication import groups
-from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
 InChild = Callable[..., Any]
@@ -39,15 +39,15 @@ def failing() -> list[str]:
     with fake_cuda(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
         state, step = ya.init(PROBLEM.params(3), TX, mesh=mesh), ya.train_step(PROBLEM.loss, TX)
         state, _ = step(state, batch(0))
-        gathers, calls = Group.all_gathers, []
+        gathers, calls = RankGroup.all_gathers, []
 
-        def all_gathers(self: Group, *args: Any) -> None:
+        def all_gathers(self: RankGroup, *args: Any) -> None:
             calls.append(1)
             if len(calls) == 3:
                 raise dist.DistBackendError("NCCL communicator was aborted")
             gathers(self, *args)
 
-        patch.setattr(Group, "all_gathers", all_gathers)
+        patch.setattr(RankGroup, "all_gathers", all_gathers)
         # the emulated ranks agree with whatever this one says: they have seen the same error in the same place
         return [outcome(lambda: step(state, batch(1))), outcome(lambda: step(state, batch(2)))]
 

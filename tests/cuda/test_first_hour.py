@@ -28,7 +28,7 @@ from tests.harness.stalls import until
 from yafsdp_fn import checkpoint
 from yafsdp_fn.communication import communicators as module
 from yafsdp_fn.communication import groups, watchdog
-from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
 InChild = Callable[..., Any]
@@ -193,7 +193,7 @@ def met_by_stages() -> tuple[list[str], int]:
     """The communicators of stages that were not used when ranks met, and how many collectives a shared unit began."""
     with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of({"stage": 2, "shard": 2}) as mesh:
         for name in ("send", "receive"):  # emulated ranks have no messages
-            patch.setattr(Group, name, lambda self, tensor, rank: self.process_group.issued.update(["message"]))
+            patch.setattr(RankGroup, name, lambda self, tensor, rank: self.process_group.issued.update(["message"]))
         comms = communicators(mesh)
         every = {each.process_group for each in (*comms.groups, *comms.message_groups, comms.metrics_group)}
         comms.share((0, 1))

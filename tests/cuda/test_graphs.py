@@ -22,7 +22,7 @@ from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from yafsdp_fn.extras import cuda_graphs
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 
 InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)
@@ -72,7 +72,7 @@ def scratch_made_anew(known: bool, reused: bool) -> str:
     """
     with fake_cuda(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
         if not known:
-            patch.setattr(Memory, "scratches", property(lambda self: []))
+            patch.setattr(StateMemory, "scratches", property(lambda self: []))
         step, state = begun(mesh, True)
         others: list[torch.Tensor] = []
         try:

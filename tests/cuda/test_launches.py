@@ -23,7 +23,7 @@ from tests.planner.test_footprint import held_by, tokens
 from yafsdp_fn.communication import flat, micro_shards
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
-from yafsdp_fn.nn.linear import DESTINATION, Destination, Task, weight_leaf
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, weight_leaf
 from yafsdp_fn.planner.footprint import predict_memory
 from yafsdp_fn.util import on_gpu
 
@@ -156,7 +156,7 @@ def confirmed(scale: float) -> tuple[list[str], list[str], Tensor]:
         with found.early() as may:
             assert may
         factor = torch.full((), scale, device=CUDA)
-        found.view, found.task = found._early, Task(())
+        found.view, found.task = found._early, AutogradRun(())
         found.task.number = torch._C._current_graph_task_id()
         device.launched.clear()
         device.may_sync = False

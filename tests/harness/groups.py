@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.communication import collectives, groups, watchdog
-from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
 TIMEOUT = 60.0
@@ -92,7 +92,7 @@ def by_the_backend() -> Iterator[None]:
     """Ranks communicate as those of NCCL do: by the collectives of the backend."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_gathers", "reduce_scatters", "all_to_all"):
-            patch.setattr(GlooGroup, name, getattr(Group, name))
+            patch.setattr(GlooGroup, name, getattr(RankGroup, name))
         yield
 
 

@@ -121,12 +121,12 @@ def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
 
 
 def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from yafsdp_fn.util.tensor_files import Stored
+    from yafsdp_fn.util.tensor_files import StoredTensor
 
     params = saved(tmp_path)
     read: list[str] = []
-    original = Stored.read
-    monkeypatch.setattr(Stored, "read", lambda self: (read.append(self.name), original(self))[1])
+    original = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", lambda self: (read.append(self.name), original(self))[1])
     _, lazy = llama.hf.load(tmp_path)
     leaf = lazy.layers.tree["mlp.up_proj.weight"]
     assert read == [] and leaf.shape == (3, 40, 32) and leaf.dtype == torch.float32

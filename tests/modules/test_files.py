@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 from tests.modules.test_functionalize import CODE, FROM_FILES, made, rows, squares, tokens_of
-from yafsdp_fn.util.tensor_files import Stored
+from yafsdp_fn.util.tensor_files import StoredTensor
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
 
@@ -31,14 +31,14 @@ class Reads:
         self._live: list[tuple[StorageWeakRef, int]] = []
 
     def __enter__(self) -> Reads:
-        self._before = Stored.read
-        Stored.read = lambda stored: self._read(stored)
+        self._before = StoredTensor.read
+        StoredTensor.read = lambda stored: self._read(stored)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Stored.read = self._before
+        StoredTensor.read = self._before
 
-    def _read(self, stored: Stored) -> Tensor:
+    def _read(self, stored: StoredTensor) -> Tensor:
         tensor = self._before(stored)
         self.names.append(stored.name)
         self._live = [kept for kept in self._live if not kept[0].expired()]

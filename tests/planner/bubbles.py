@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.planner.orders import Calls, Search, evaluate
+from yafsdp_fn.planner.orders import CallGraph, Search, evaluate
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.split import Argument, Call, Flow, Split
 from yafsdp_fn.program.trace import UnitSpec, Visit
@@ -83,13 +83,13 @@ def split_of(stages: int, per_stage: int = 1, *, v: bool = False) -> Split:
     return Split(tuple((k, k + 1) for k in range(len(homes))), homes, flows)
 
 
-def calls_of(row: Row, split: Split) -> Calls:
+def calls_of(row: Row, split: Split) -> CallGraph:
     """A row's calls on the segments of `split`, which share a stage evenly; memory in activations of a stage."""
     count, parts = len(split.homes), len(split.homes) // split.stages
     forward, inputs, weights = ((seconds / parts / 1e3,) * count for seconds in (row.T_F_ms, row.T_B_ms, row.T_W_ms))
     held = (1 / parts,) * count
     between = (MODELS[row.model].between / parts,) * count
-    return Calls(split.homes, row.microbatches, forward, inputs, weights, row.T_comm_ms / 1e3, held, between)
+    return CallGraph(split.homes, row.microbatches, forward, inputs, weights, row.T_comm_ms / 1e3, held, between)
 
 
 def zero_bubble_2(split: Split, microbatches: int) -> list[list[Call]]:
@@ -105,7 +105,7 @@ def zero_bubble_2(split: Split, microbatches: int) -> list[list[Call]]:
     return out
 
 
-def trace_of(calls: Calls, split: Split) -> tuple[Trace, Cluster]:
+def trace_of(calls: CallGraph, split: Split) -> tuple[Trace, Cluster]:
     """A step whose calls take as long as `calls` on the cluster beside it, where all else takes no time."""
     flops = 1e12
     units, visits = [], []
@@ -138,7 +138,7 @@ def trace_of(calls: Calls, split: Split) -> tuple[Trace, Cluster]:
     return trace, cluster
 
 
-def simulated(calls: Calls, split: Split, order: Sequence[Sequence[Call]]) -> tuple[Program, float]:
+def simulated(calls: CallGraph, split: Split, order: Sequence[Sequence[Call]]) -> tuple[Program, float]:
     """The program of an order, proved, and its bubble in simulation."""
     trace, cluster = trace_of(calls, split)
     program = verify(staged(lambda *_: [[*row] for row in order], zero1(), pace=calls.pace)(trace))

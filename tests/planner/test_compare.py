@@ -15,7 +15,7 @@ from models import llama
 from tests.harness import failing
 from tests.harness.pool import Pool
 from yafsdp_fn.planner import Plan, compare, simulate
-from yafsdp_fn.planner.compare import Row
+from yafsdp_fn.planner.compare import ScheduleFigures
 from yafsdp_fn.schedules import Program, Send, assign, chained_order, cut, one_f_one_b, zero2, zero3
 
 SMALL = llama.Config(vocab=256, embed=128, ffn=352, layers=4, heads=4, kv_heads=4, head_dim=32, max_length=64)
@@ -175,7 +175,7 @@ def test_timelines_of_one_program_are_compared_op_by_op() -> None:
     without = two._replace(spans=two.spans[1:])
     assert compare({"a": one, "b": without}).notes[1] == "in one of a and b alone: ops 0"
     assert compare({"a": one, "b": simulate(PROGRAMS["zero2"], "a100-80g")}).notes == []
-    assert FOUND.rows["zero3"] == Row.of(one, FOUND.plans["zero3"], 512)
+    assert FOUND.rows["zero3"] == ScheduleFigures.of(one, FOUND.plans["zero3"], 512)
 
 
 def measured(mesh: Any) -> tuple[str, list[str | None]]:

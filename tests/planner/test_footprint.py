@@ -25,7 +25,7 @@ from tests.harness.small import Model, batch, loss, model, one_rank
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.nn.linear import multiplies_wider
-from yafsdp_fn.planner.footprint import Dtype, Dtypes, Memory, predict_memory
+from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
 from yafsdp_fn.runtime.slots import acquire
@@ -546,7 +546,7 @@ def test_a_trace_without_costs_is_refused() -> None:
 
 def test_names_of_dtypes_mean_what_torch_means() -> None:
     """Predictions know dtypes by name, so that they need no torch."""
-    known = {Dtype(str(dtype).removeprefix("torch.")): dtype for dtype in KNOWN}
+    known = {NamedDtype(str(dtype).removeprefix("torch.")): dtype for dtype in KNOWN}
     assert [name.itemsize for name in known] == [dtype.itemsize for dtype in KNOWN]
     for (a, one), (b, other) in itertools.product(known.items(), repeat=2):
         assert known[a.promoted(b)] == torch.promote_types(one, other)

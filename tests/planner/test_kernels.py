@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from yafsdp_fn.planner import plan, trace
-from yafsdp_fn.planner.cluster import A100, Group
+from yafsdp_fn.planner.cluster import A100, CollectiveRanks
 from yafsdp_fn.planner.costs import by_ops
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.text import shown
@@ -85,7 +85,7 @@ def test_checkpoints_stop_before_the_last_product() -> None:
 
 
 def test_sums_are_two_rings_and_stragglers_cost_more_on_more_nodes() -> None:
-    many = Group(1024, 8)
+    many = CollectiveRanks(1024, 8)
     latency, moved = A100.ring(1e10, many)
     assert A100.all_reduce(1e10, many) == (latency, moved, latency, moved)
     assert latency.seconds == pytest.approx(896 * A100.node_latency + 127 * A100.network_latency)
@@ -97,8 +97,8 @@ def test_sums_are_two_rings_and_stragglers_cost_more_on_more_nodes() -> None:
 
 def test_a_congested_network_loses_bandwidth_with_nodes() -> None:
     busy = A100.replace(congestion=0.1)
-    assert busy.ring(1e10, Group(16, 8)) == A100.ring(1e10, Group(16, 8))
-    (_, moved), (_, before) = busy.ring(1e10, Group(96, 8)), A100.ring(1e10, Group(96, 8))
+    assert busy.ring(1e10, CollectiveRanks(16, 8)) == A100.ring(1e10, CollectiveRanks(16, 8))
+    (_, moved), (_, before) = busy.ring(1e10, CollectiveRanks(96, 8)), A100.ring(1e10, CollectiveRanks(96, 8))
     assert moved.seconds == pytest.approx(2 * before.seconds)  # 12 nodes: 1 + 0.1 x 10
 
 

@@ -15,7 +15,7 @@ from models import llama
 from models.parts.axes import Axes
 from yafsdp_fn.api.trace import trace as abstract_trace
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
-from yafsdp_fn.planner.cluster import Group
+from yafsdp_fn.planner.cluster import CollectiveRanks
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.search import Sweep
@@ -291,10 +291,13 @@ def test_parts_of_a_unit_are_gathered_by_those_that_hold_them() -> None:
     """Over tensor every second rank; what is not split, all of them."""
     trace = over_tensor(2)._replace(mesh=(("shard", 4), ("context", 2), ("tensor", 2)))
     costs = Costs(trace, SLOW)
-    assert costs.holders == {("tensor",): Group(8, 2), (): Group(16, 4)}
+    assert costs.holders == {("tensor",): CollectiveRanks(8, 2), (): CollectiveRanks(16, 4)}
     split, whole = (next(u for u in trace.units if bool(u.over) == over) for over in (True, False))
     alone = [costs.phases(Gather((unit.id,), (0,))) for unit in (split, whole)]
-    assert alone == [SLOW.ring(split.gather_bytes, Group(8, 2)), SLOW.ring(whole.gather_bytes, Group(16, 4))]
+    assert alone == [
+        SLOW.ring(split.gather_bytes, CollectiveRanks(8, 2)),
+        SLOW.ring(whole.gather_bytes, CollectiveRanks(16, 4)),
+    ]
     assert costs.phases(Gather((split.id, whole.id), (0, 1))) == sum(alone, ())
     with pytest.raises(ValueError, match="tensor=3: 3 neighbouring ranks do not lie evenly on nodes of 4"):
         Costs(trace._replace(mesh=(("shard", 8), ("tensor", 3)), units=()), SLOW)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import Model, assert_close, batch, block, embed, head, model, one_rank
-from yafsdp_fn.runtime.graph_walks import Watch, check_graph
+from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
 
 TX = ya.optim.sgd(0.1)
 OUTSIDE = (
@@ -81,7 +81,7 @@ def test_check_graph() -> None:
 
 def test_watch_knows_what_is_made_while_it_watches() -> None:
     known, foreign = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    with Watch([known], "v"):
+    with TensorWatch([known], "v"):
         made = torch.stack([known * 2, known.exp()])
         (made[0] + made[1]).sum()
         torch.cat([foreign.detach() for _ in range(0)] or [known])

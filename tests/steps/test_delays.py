@@ -20,7 +20,7 @@ from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.streams import Event, HostStream
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.schedules import Scoreboard
 
 TX = ya.optim.adamw(1e-2)
@@ -48,7 +48,7 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
             if numbers[kind].random() < probability:
                 time.sleep(longest * numbers[kind].random())
 
-    submit, compute, begin_write = HostStream.submit, Session.compute, Memory.begin_write
+    submit, compute, begin_write = HostStream.submit, Session.compute, StateMemory.begin_write
 
     def late_submit(self: HostStream, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
         def late() -> None:
@@ -64,14 +64,14 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
             yield op
             sleep("compute")
 
-    def late_write(self: Memory) -> None:
+    def late_write(self: StateMemory) -> None:
         sleep("update")
         begin_write(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStream, "submit", late_submit)
         patch.setattr(Session, "compute", late_compute)
-        patch.setattr(Memory, "begin_write", late_write)
+        patch.setattr(StateMemory, "begin_write", late_write)
         yield
 
 

@@ -15,11 +15,11 @@ from tests.timeline.test_draw import MESH, PLAIN, drawn, simulated
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.schedules import Trace, one_f_one_b, zero1, zero3
 from yafsdp_fn.timeline import Span, Timeline, paint
-from yafsdp_fn.timeline.layout import GREY, Bar, Layout, Palette, Row, of_stage
+from yafsdp_fn.timeline.layout import GREY, Bar, BoxRow, Layout, Palette, of_stage
 from yafsdp_fn.timeline.paint import ASIDE, CLEAR, LEFT, RIGHT, TEXT, Panel, labels, wide
 
 
-def lane(layout: Layout, name: str) -> Row:
+def lane(layout: Layout, name: str) -> BoxRow:
     (found,) = (row for row in layout.rows if row.name == name)
     return found
 

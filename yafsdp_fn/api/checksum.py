@@ -78,7 +78,7 @@ SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
-class Value(NamedTuple):
+class SummedValue(NamedTuple):
     """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, None for
     those of other stages"""
 
@@ -87,7 +87,7 @@ class Value(NamedTuple):
     here: Tensor | None
 
 
-def _shards(state: ShardedState) -> Iterator[Value]:
+def _shards(state: ShardedState) -> Iterator[SummedValue]:
     """Yields each unit's parameters, working copies and optimizer state."""
     memory = state.memory
     precision = state.precision
@@ -98,32 +98,32 @@ def _shards(state: ShardedState) -> Iterator[Value]:
         for place, unit in enumerate(group.units):
             name = memory.units[unit].name
             stages = group.holders(place)
-            yield Value(name, stages, master.get(unit))
+            yield SummedValue(name, stages, master.get(unit))
             if group.trainable and has_copies:
-                yield Value(f"{WORKING}{name}", stages, working.get(unit))
+                yield SummedValue(f"{WORKING}{name}", stages, working.get(unit))
     for at, node in handles_and_leaves(state.opt_state):
         for _, group, leaf in node.group_leaves() if is_sharded(node) else ():
             name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
             if leaf.ndim < 2:
-                yield Value(name, group.holders(0), leaf if group.here else None)
+                yield SummedValue(name, group.holders(0), leaf if group.here else None)
                 continue
             rows = dict(zip(group.here, leaf.unbind(), strict=True))
             for layer in range(len(group.units)):
-                yield Value(f"{name}[{layer}]", group.holders(layer), rows.get(layer))
+                yield SummedValue(f"{name}[{layer}]", group.holders(layer), rows.get(layer))
 
 
-def _replicated(state: ShardedState) -> Iterator[Value]:
+def _replicated(state: ShardedState) -> Iterator[SummedValue]:
     """Yields everything that every rank holds."""
     device = state.memory.comms.device
     for name, number in (("step", state.step), ("seed", state.seed)):
         halves = [number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF]
-        yield Value(name, None, torch.tensor(halves, device=device))
+        yield SummedValue(name, None, torch.tensor(halves, device=device))
     for at, node in handles_and_leaves(state.opt_state):
         if isinstance(node, Tensor | int | float):
-            yield Value(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
+            yield SummedValue(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
 
 
-def _sum_of(value: Value, device: torch.device) -> Tensor:
+def _sum_of(value: SummedValue, device: torch.device) -> Tensor:
     if value.here is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     return sum_of_bits(value.here)
@@ -141,7 +141,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     return found
 
 
-def _must_be_equal(found: Sequence[Value], every: Tensor, comms: Communicators) -> None:
+def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communicators) -> None:
     """Raises Corrupted where numbers differ: shards of replicas and of the stages that hold them, and what all ranks
     hold. every: [ranks of the mesh, numbers]"""
     ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)

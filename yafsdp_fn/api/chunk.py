@@ -21,7 +21,7 @@ from torch import Tensor
 
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, shape_of
-from yafsdp_fn.runtime.graph_walks import Watch, check_graph
+from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
 from yafsdp_fn.runtime.pure import Rematerialised, is_smooth
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
 from yafsdp_fn.runtime.visit import TensorCall
@@ -117,7 +117,7 @@ class _Part:
             return ready
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.watch:
-            watch = Watch(tensors, self.name)
+            watch = TensorWatch(tensors, self.name)
             self.watch = False
         with watch:
             outs = self._replay.run(self.call.run, tensors)

@@ -17,7 +17,7 @@ from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, join
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 
 STOPPED = -1
 
@@ -65,7 +65,7 @@ def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
         has = f"one with a {others[0]}" if others else "nothing"
         raise TypeError(f"named_weights: expected a sharded tree such as state.params, got {has}")
     memory = handles[0].owner
-    if not isinstance(memory, Memory):
+    if not isinstance(memory, StateMemory):
         raise TypeError(f"named_weights: {handles[0].entry.name!r} has no weights here: {memory.why_not_whole()}")
     return handles, memory.comms
 

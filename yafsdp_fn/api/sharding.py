@@ -37,7 +37,7 @@ from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shar
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 
@@ -154,7 +154,9 @@ def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
     return list(zip(group.layout.names, group.layer_shapes, strict=True))
 
 
-def _first_state(memory: Memory, tx: optim.GradientTransformation | None, seed: int, step: int = 0) -> ShardedState:
+def _first_state(
+    memory: StateMemory, tx: optim.GradientTransformation | None, seed: int, step: int = 0
+) -> ShardedState:
     """Returns a state over `memory`, with its optimizer before the first step."""
     params = memory.params(seed, step)
     opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
@@ -266,7 +268,7 @@ def _filled(
     *,
     together: bool,
     compare: Callable[[], None] | None = None,
-) -> Memory:
+) -> StateMemory:
     """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
     once shapes are known to agree"""
     comms = communicators(mesh)
@@ -284,7 +286,7 @@ def _filled(
             fill_group(master, entry, group, comms, sources(group), together)
         return made
 
-    return Memory(layout, masters, mesh, precision, stages)
+    return StateMemory(layout, masters, mesh, precision, stages)
 
 
 class _Whole:

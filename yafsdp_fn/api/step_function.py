@@ -32,12 +32,12 @@ from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
 from yafsdp_fn.runtime.execute import Session, Visits
 from yafsdp_fn.runtime.graph_walks import depends
-from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepHooks, StepObserver
-from yafsdp_fn.runtime.recording import Recording
+from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
@@ -103,12 +103,12 @@ class StepFunction:
         optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
         return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
 
-    def program(self, memory: Memory, parts: int) -> Program | None:
+    def program(self, memory: StateMemory, parts: int) -> Program | None:
         """Returns the program in use for this memory and number of microbatches, None before the first step."""
         found = self.programs.peek(memory, parts)
         return None if found is None else found.whole
 
-    def measured(self, memory: Memory, parts: int, batch: Hashable = None) -> Program | None:
+    def measured(self, memory: StateMemory, parts: int, batch: Hashable = None) -> Program | None:
         """Returns the program in use; across stages the optimizer's costs are added to its trace first, since all
         others are there from the first step on. Steps need none of them, and do not run the optimizer on fake tensors.
 
@@ -130,7 +130,7 @@ class StepFunction:
     def run(
         self,
         arguments: Arguments,
-        memory: Memory | None,
+        memory: StateMemory | None,
         shards: Shards | None,
         seed: Seed,
         updates: StepUpdates | None = None,
@@ -165,7 +165,7 @@ class StepFunction:
     def _run_sharded(
         self,
         arguments: Arguments,
-        memory: Memory,
+        memory: StateMemory,
         shards: Shards | None,
         seed: Seed,
         updates: StepUpdates | None,
@@ -217,7 +217,7 @@ class StepFunction:
             observer.finish(verified.program.trace, f"rank {comms.world_rank} of {comms.world}")
         return results, observer
 
-    def _known_program(self, arguments: Arguments, memory: Memory, shards: Shards | None, seed: Seed) -> Verified:
+    def _known_program(self, arguments: Arguments, memory: StateMemory, shards: Shards | None, seed: Seed) -> Verified:
         """Returns the program to run, and learns it before the first run."""
         comms = memory.comms
         batch = None if comms.stages == 1 else shapes(arguments.rest)
@@ -229,11 +229,11 @@ class StepFunction:
         crossing = crossing_of(arguments, memory, self.programs)
         return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
 
-    def _recorded(self, arguments: Arguments, memory: Memory, trains: bool, seed: Seed) -> Verified:
+    def _recorded(self, arguments: Arguments, memory: StateMemory, trains: bool, seed: Seed) -> Verified:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
         the step."""
         comms = memory.comms
-        recording = Recording(memory, seed.step, differentiates=self.track, trains=trains)
+        recording = CallRecording(memory, seed.step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
             recording.begin(FIRST)
@@ -277,7 +277,7 @@ def _run_by(visits: Visits, known: dict[Any, Any], arguments: Arguments, after: 
         comms.called = around
 
 
-def _activation_buffers(memory: Memory, number: object) -> ActivationBuffers:
+def _activation_buffers(memory: StateMemory, number: object) -> ActivationBuffers:
     from yafsdp_fn.extras.offload import HostActivationBuffers
 
     return HostActivationBuffers(memory, number)

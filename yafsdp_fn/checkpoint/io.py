@@ -22,7 +22,7 @@ from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint import tensors as files
 from yafsdp_fn.checkpoint.content import Content, Manifest, parts
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
-from yafsdp_fn.checkpoint.tensors import Place, Stored
+from yafsdp_fn.checkpoint.tensors import CheckpointTensor, FilePlace
 from yafsdp_fn.communication.micro_shards import circumstances
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.one_state import must_be_one
@@ -33,7 +33,7 @@ from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
 
 Directory = str | os.PathLike[str]
@@ -61,15 +61,15 @@ class Job(NamedTuple):
             folder.write(target, ranks)
             return ranks.first(lambda: folder.publish(root, step, self.keep_last, self.keep_every), what)
 
-    def _share(self, ranks: AllRanks, what: str) -> dict[Place, Tensor]:
+    def _share(self, ranks: AllRanks, what: str) -> dict[FilePlace, Tensor]:
         """Returns the parts that this rank writes: of those that several ranks have, replicas say, one of them."""
         mine = {
-            Place(key, offsets): part
+            FilePlace(key, offsets): part
             for key, tensor in self.tensors.items()
             for offsets, part in parts(tensor, saved=True).items()
             if part.numel()
         }
-        holders: dict[Place, list[int]] = {}
+        holders: dict[FilePlace, list[int]] = {}
         for rank, places in enumerate(ranks.each(lambda: list(mine), what)):
             for place in places:
                 holders.setdefault(place, []).append(rank)
@@ -135,7 +135,7 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
-def writing(memory: Memory) -> Use:
+def writing(memory: StateMemory) -> Use:
     """Returns the context in which a load overwrites a state: it waits for all that uses its buffers."""
     return memory.using(*Update(tuple(unit.id for unit in memory.units)).uses())
 
@@ -241,16 +241,20 @@ def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:
     raise folder.Damaged(f"{directory}: none of {len(found)} checkpoints is whole: {'; '.join(faults)}")
 
 
-def _stored(source: Path, tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut]) -> dict[str, Stored]:
+def _stored(
+    source: Path, tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut]
+) -> dict[str, CheckpointTensor]:
     """Finds each of `tensors` in `source`, whole. Of a unit without elements nothing was written."""
     found = files.scan(source)
     for name, tensor in tensors.items():
         for key, shape in (recuts[name].shapes if name in recuts else {name: tuple(tensor.shape)}).items():
-            found.setdefault(key, Stored(key, ())).check(tensor.dtype, shape)
+            found.setdefault(key, CheckpointTensor(key, ())).check(tensor.dtype, shape)
     return found
 
 
-def _fill(tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut], stored: Mapping[str, Stored]) -> None:
+def _fill(
+    tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut], stored: Mapping[str, CheckpointTensor]
+) -> None:
     for key, tensor in tensors.items():
         if key in recuts:
             recuts[key].fill(lambda key, target, offsets: stored[key].read_into(target, offsets))
@@ -266,7 +270,7 @@ def _program(text: str | None, where: str) -> Program | None:
         raise CheckpointError(f"{where}: its program: {error}") from error
 
 
-def _fits(program: Program, memory: Memory) -> bool:
+def _fits(program: Program, memory: StateMemory) -> bool:
     """Returns whether the program is of a state like that of `memory`, cut alike."""
     trace = program.trace
     if (trace.units, trace.mesh) != (memory.abstract().units, memory.mesh_axes):

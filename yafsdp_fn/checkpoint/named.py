@@ -41,7 +41,7 @@ from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
 from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
 from yafsdp_fn.util.disk import sync_folder
@@ -141,7 +141,7 @@ def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> N
     >>> ya.checkpoint.save_named(f"{folder}/theirs", state.params, name)
     """
     owner = next((handle.owner for handle in handles(params)), None)
-    ranks = ranks_of(owner.mesh) if isinstance(owner, Memory) else AllRanks()
+    ranks = ranks_of(owner.mesh) if isinstance(owner, StateMemory) else AllRanks()
     _save(Path(directory), lambda: _mine(params, name, ranks), ranks)
 
 

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint: files of safetensors, one for each rank, with the parts that it has written.
 
-    write(folder, rank, {Place("params.layers", (0, 1024)): part, ...})     # a rank's parts, by where they lie
-    stored = scan(folder)                           # the headers alone: {key: Stored(parts)}
+    write(folder, rank, {FilePlace("params.layers", (0, 1024)): part, ...})     # a rank's parts, by where they lie
+    stored = scan(folder)                           # the headers alone: {key: CheckpointTensor(parts)}
     stored["params.layers"].read_into(shard, (0, a))    # a slice of it, from the parts that overlap
 
 A part is called by its key and its offsets in the whole tensor, `params.layers@0,1024`. The files are untrusted: they
@@ -39,7 +39,7 @@ DTYPES = {
 _NAME = re.compile(r"(.*)@((?:\d{1,18}(?:,\d{1,18})*)?)", re.DOTALL)
 
 
-class Place(NamedTuple):
+class FilePlace(NamedTuple):
     """The place of a part: the key of its tensor, and its offsets there."""
 
     key: str
@@ -50,7 +50,7 @@ class Place(NamedTuple):
         return f"{self.key}@{','.join(map(str, self.offsets))}"
 
 
-def write(folder: Path, rank: int, parts: Mapping[Place, Tensor]) -> None:
+def write(folder: Path, rank: int, parts: Mapping[FilePlace, Tensor]) -> None:
     """Writes a rank's parts into `folder`, and has them reach the disk. Raises OSError."""
     path = folder / f"rank-{rank:05d}{SUFFIX}"
     for place, part in parts.items():
@@ -65,7 +65,7 @@ def write(folder: Path, rank: int, parts: Mapping[Place, Tensor]) -> None:
     disk.sync_file(path)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor: where it lies there, its shape, and its name in a file."""
 
     offsets: tuple[int, ...]
@@ -75,11 +75,11 @@ class Part(NamedTuple):
     name: str
 
 
-class Stored(NamedTuple):
+class CheckpointTensor(NamedTuple):
     """A tensor in the files of a folder."""
 
     key: str
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     def check(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Raises CheckpointError unless the parts make up a tensor of that form."""
@@ -107,7 +107,7 @@ class Stored(NamedTuple):
             if common.numel():
                 common.copy_(self._read(part, tuple(there)))
 
-    def _read(self, part: Part, cut: tuple[slice, ...]) -> Tensor:
+    def _read(self, part: TensorPart, cut: tuple[slice, ...]) -> Tensor:
         try:
             with safe_open(part.file, framework="pt") as file:
                 found: Tensor = file.get_slice(part.name)[cut] if cut else file.get_tensor(part.name)
@@ -116,9 +116,9 @@ class Stored(NamedTuple):
         return found
 
 
-def scan(folder: Path) -> dict[str, Stored]:
+def scan(folder: Path) -> dict[str, CheckpointTensor]:
     """Returns the tensors in `folder`, by key, from the headers of its files. Raises CheckpointError."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[TensorPart]] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path} is no file of this folder")
@@ -129,10 +129,10 @@ def scan(folder: Path) -> dict[str, Stored]:
                     found.setdefault(name.rpartition("@")[0], []).append(part)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return {key: Stored(key, tuple(parts)) for key, parts in found.items()}
+    return {key: CheckpointTensor(key, tuple(parts)) for key, parts in found.items()}
 
 
-def _part(path: Path, name: str, about: Any) -> Part:
+def _part(path: Path, name: str, about: Any) -> TensorPart:
     match = _NAME.fullmatch(name)
     dtype = about.get_dtype()
     sizes = tuple(about.get_shape())
@@ -144,10 +144,10 @@ def _part(path: Path, name: str, about: Any) -> Part:
             f"{path}: {name!r:.200} ({dtype} {sizes}): expected the key and the offsets of a part, of a dtype among "
             f"{', '.join(DTYPES)}"
         )
-    return Part(offsets, sizes, DTYPES[dtype], path, name)
+    return TensorPart(offsets, sizes, DTYPES[dtype], path, name)
 
 
-def _tiles(shape: tuple[int, ...], parts: Sequence[Part]) -> bool:
+def _tiles(shape: tuple[int, ...], parts: Sequence[TensorPart]) -> bool:
     """Returns whether the parts are the cells of a grid over `shape`: ranks cut tensors so, evenly or not."""
     held = [part for part in parts if 0 not in part.sizes]
     if 0 in shape or not held:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.streams import CommunicationError
 
 
@@ -17,7 +17,7 @@ class RanksDisagree(CommunicationError):
     """Ranks would do different things; the message shows the ranks on each side."""
 
 
-def first_difference(parts: Mapping[str, str], group: Group, first: int = 0) -> str | None:
+def first_difference(parts: Mapping[str, str], group: RankGroup, first: int = 0) -> str | None:
     """Returns the first part that differs between ranks, with each rank's text, or None. Collective. first: the number
     of the group's first rank"""
     every: list[dict[str, str]] = [{}] * group.process_group.size()
@@ -32,7 +32,7 @@ def first_difference(parts: Mapping[str, str], group: Group, first: int = 0) -> 
     return None
 
 
-def same_on_all(text: str, group: Group) -> bool:
+def same_on_all(text: str, group: RankGroup) -> bool:
     """Returns whether all ranks of `group`, a gloo group, pass the same text."""
     mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64)
     every = torch.empty(group.process_group.size(), dtype=torch.int64)

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.differentiable import Collective
 from yafsdp_fn.communication.ranks import Axis, Rows
@@ -144,7 +144,7 @@ def _collective(ranks: Any, x: Tensor, name: str, what: str, sent: Sizes = (), r
     return out
 
 
-def _communicate(group: Group, what: str, out: Tensor, mine: Tensor, rows: Rows) -> None:
+def _communicate(group: RankGroup, what: str, out: Tensor, mine: Tensor, rows: Rows) -> None:
     """Fills `out` from all ranks' `mine`, contiguous; of a reduction it begins as a copy."""
     if what in REDUCTIONS:
         group.all_reduce(out, REDUCTIONS[what])

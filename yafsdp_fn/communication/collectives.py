@@ -23,8 +23,8 @@ from yafsdp_fn.util.torch_private import AllGatherOptions
 #     group.send(tensor, rank)              that rank's tensor = tensor; it calls group.receive(tensor, this rank)
 #
 # The first two take lists of vectors. Results have the bits of one call per vector; messages are merged where that
-# pays. All calls block the current stream, on the CPU the thread. `Group` uses the backend's collectives; gloo ranks
-# exchange messages instead (`GlooGroup`, below).
+# pays. All calls block the current stream, on the CPU the thread. `RankGroup` uses the backend's collectives; gloo
+# ranks exchange messages instead (`GlooGroup`, below).
 
 # torch 2.13 warns about the older names
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,7 +36,7 @@ REDUCE_SCATTERS = "reduce_scatter_tensor_coalesced" if _older else "reduce_scatt
 in torch 2.11 it does not keep gathers on the current stream."""
 
 
-class Group:
+class RankGroup:
     """A group of ranks that communicate. All pass the same sizes and dtypes in the same order."""
 
     def __init__(self, process_group: ProcessGroup) -> None:
@@ -130,7 +130,7 @@ Piece = list[tuple[int, int, int]]
 """The content of one message: (number of the vector, first, last + 1 element of its shard) for each part."""
 
 
-class GlooGroup(Group):
+class GlooGroup(RankGroup):
     """Several gloo ranks. One thread at a time may use it: there is one scratch. Sums are in the order of ranks."""
 
     def __init__(self, process_group: ProcessGroup) -> None:

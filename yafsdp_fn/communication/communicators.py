@@ -34,13 +34,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.communication import agreement, flat, watchdog, where
 from yafsdp_fn.communication.agreement import RanksDisagree
-from yafsdp_fn.communication.collectives import Group
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.communication.store import answers
 from yafsdp_fn.communication.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
-from yafsdp_fn.communication.watchdog import PendingLabels, RankPosition, Steps, Watch, Watchdog
+from yafsdp_fn.communication.watchdog import PendingLabels, RankPosition, Steps, Watchdog, WorkWatch
 from yafsdp_fn.util.mesh_axes import ALIGN
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
@@ -65,9 +65,9 @@ class Communicators(Groups):
         self.steps = Steps()
         self.states = itertools.count(1)
         self.watchdog: Watchdog | None = None
-        self._watch: Watch | None = None
+        self._watch: WorkWatch | None = None
         if self.device.type == "cuda" and self.timeout is not None:  # so it is not alone
-            self._watch = Watch(self.world_rank, self.timeout, self.abort_late, self.device)
+            self._watch = WorkWatch(self.world_rank, self.timeout, self.abort_late, self.device)
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
         self.streams: dict[str, Stream] = {}
@@ -144,7 +144,7 @@ class Communicators(Groups):
             if group is not self.gather_group:
                 make_communicator(group.process_group, self.device)
 
-    def _use_once(self, stream: str, group: Group, kind: str) -> None:
+    def _use_once(self, stream: str, group: RankGroup, kind: str) -> None:
         """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
         connections of their own."""
         ranks = group.process_group.size()
@@ -316,7 +316,7 @@ class Communicators(Groups):
         with self._checks_consistency(what):
             return agreement.same_on_all(text, self._control(in_stage))
 
-    def _control(self, in_stage: bool) -> Group:
+    def _control(self, in_stage: bool) -> RankGroup:
         return self.stage_control_group if in_stage else self.control_group
 
     def _checks_consistency(self, what: str) -> AbstractContextManager[None]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication.collectives import GlooGroup, Group
+from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 from yafsdp_fn.communication.micro_shards import Scratch, micro_shards_of
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.communication.store import new_group
@@ -157,11 +157,11 @@ class Groups(MeshRanks):
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
-        self.groups = list[Group]()
-        self._others = list[Group]()
-        self.message_groups: list[Group] = []
-        self._sharing: dict[tuple[int, ...], Group] = {}
-        self.along: dict[str, Group] = {}
+        self.groups = list[RankGroup]()
+        self._others = list[RankGroup]()
+        self.message_groups: list[RankGroup] = []
+        self._sharing: dict[tuple[int, ...], RankGroup] = {}
+        self.along: dict[str, RankGroup] = {}
         if self.alone:
             return
         # several axes have groups of their own, made with torch's timeout whatever that of the process group is
@@ -204,7 +204,7 @@ class Groups(MeshRanks):
             self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = _group(everyone, self.abort_timeout, control, "abort")
 
-    def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> Group:
+    def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> RankGroup:
         """Makes `groups`, each of global ranks, and returns that of this rank."""
         made = _group(groups, *self._how, name)
         (self.groups if moves_units else self._others).append(made)
@@ -252,7 +252,7 @@ class Groups(MeshRanks):
             rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
             self._sharing[stages] = self._new([*of, *filter(None, rest)], f"stages {stages}")
 
-    def sharing(self, stages: tuple[int, ...]) -> Group:
+    def sharing(self, stages: tuple[int, ...]) -> RankGroup:
         """Returns the group that `share` has made, for the stream "replicate"."""
         return self._sharing[stages]
 
@@ -266,7 +266,7 @@ class Groups(MeshRanks):
                 dist.destroy_process_group(group.process_group)
 
 
-def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> Group:
+def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> RankGroup:
     """Makes all of `groups`, each of global ranks, and returns the one with this rank."""
     # torch numbers groups, so all ranks make all of them in one order. If the mesh is only a part of the ranks, the
     # others take no part, and names are made of the members and the number of groups that each is in
@@ -301,6 +301,6 @@ def host_group() -> ProcessGroup | None:
     return _HOST_GROUPS[default]
 
 
-def group_of(process_group: ProcessGroup) -> Group:
+def group_of(process_group: ProcessGroup) -> RankGroup:
     several = process_group.name() == "gloo" and process_group.size() > 1
-    return GlooGroup(process_group) if several else Group(process_group)
+    return GlooGroup(process_group) if several else RankGroup(process_group)

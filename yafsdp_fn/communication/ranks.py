@@ -216,14 +216,14 @@ CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 fill it."""
 
 
-class Dtype(Protocol):
+class DtypeLike(Protocol):
     """A dtype, torch's or another's."""
 
     @property
     def itemsize(self) -> int: ...
 
 
-def receive_numel(comms: Ranks, n: int, accumulate: Dtype | None) -> int:
+def receive_numel(comms: Ranks, n: int, accumulate: DtypeLike | None) -> int:
     """Returns the elements of the buffer that `flat.reduce_into` needs for shards of `n`. Without `accumulate` only
     adding or converting uses it."""
     if comms.ranks == 1:
@@ -235,7 +235,7 @@ def receive_numel(comms: Ranks, n: int, accumulate: Dtype | None) -> int:
     return (comms.local_ranks + 2 * comms.nodes) * n if hierarchical(comms) else comms.ranks * n
 
 
-def staging_numel(comms: Ranks, n: int, dtype: Dtype, wire: Dtype, accumulate: Dtype | None) -> int:
+def staging_numel(comms: Ranks, n: int, dtype: DtypeLike, wire: DtypeLike, accumulate: DtypeLike | None) -> int:
     """Returns the elements of the buffer that `flat.all_reduce_replicas` needs for shards of `n` in `dtype`."""
     if comms.replicas == 1:
         return 0

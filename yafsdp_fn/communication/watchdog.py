@@ -332,7 +332,7 @@ class _Pending:
     since: float
 
 
-class Watch:
+class WorkWatch:
     """The watchdog of one rank. late: called once, with a text, when work lasts longer than `timeout`; then the watch
     ends"""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_fn.nn.linear import Place
+from yafsdp_fn.nn.linear import GradSlot
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime.protocols import Outs
@@ -187,7 +187,7 @@ class Graphs:
         self,
         visit: Any,
         op: Backward,
-        places: Sequence[Place],
+        places: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],

@@ -19,12 +19,12 @@ from torch import Tensor
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.program.ops import Fetch, Offload
 from yafsdp_fn.program.split import in_carry_slot
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.visit import address_of, movable
 
 
-class Place(NamedTuple):
+class CarryPlace(NamedTuple):
     """The memory of a tensor in an activation buffer, in bytes, and the tensor's layout in it, in elements."""
 
     start: int
@@ -41,13 +41,13 @@ class HostActivationBuffers:
     number: of the set
     """
 
-    def __init__(self, memory: Memory, number: object) -> None:
-        self._memory: Memory = weakref.proxy(memory)  # weak, as that of its slots
+    def __init__(self, memory: StateMemory, number: object) -> None:
+        self._memory: StateMemory = weakref.proxy(memory)  # weak, as that of its slots
         self._device, self._number = memory.comms.device, number
         self._stream = memory.comms.stream("offload")
         self._slots: dict[int, Tensor] = {}
         self._host: dict[int, Tensor] = {}  # by visit
-        self._places: dict[int, dict[int, Place]] = {}  # visit -> number of an argument -> where it is
+        self._places: dict[int, dict[int, CarryPlace]] = {}  # visit -> number of an argument -> where it is
 
     def save(
         self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
@@ -55,12 +55,12 @@ class HostActivationBuffers:
         """Copies what it can of the first `carried` of a visit's arguments into `slot`; returns the others."""
         memory = {address_of(out) for out in outs}
         passed = [k for k, x in enumerate(tensors[:carried]) if address_of(x) in memory or not self._plain(x)]
-        places: dict[int, Place] = {}
+        places: dict[int, CarryPlace] = {}
         end = 0
         for k in movable(tensors[:carried], passed):
             x = tensors[k]
             nbytes = x.untyped_storage().nbytes()
-            places[k] = Place(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+            places[k] = CarryPlace(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
             end += in_carry_slot(nbytes)
         self._reserve(slot, end)
         for k, place in places.items():

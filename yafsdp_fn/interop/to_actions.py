@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, written
-from yafsdp_fn.program.events import Event, play
+from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import AllReduce, Forward, Gather, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Split
@@ -86,7 +86,7 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
     parts = verify(program).parts
     last = calls_of(split, split.homes[-1], parts[split.homes[-1]])
     taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == len(split.homes) - 1]
-    stages = [_Stage(split, number, part, taken) for number, part in enumerate(parts)]
+    stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]
     whole = format == "compute_comms"
     rows = tuple(tuple(stage.row() if whole else map(written, stage.calls)) for stage in stages)
     of_communication = _of_communication(stages, rows) if whole else [BY_TORCH]
@@ -104,7 +104,7 @@ def _check_neighbours(split: Split) -> None:
         raise ValueError(f"to_actions: {why}; torch's runtime sends from each segment to the next, and gradients back")
 
 
-class _Stage:
+class _StageCalls:
     """The calls of one stage, and the place of its ops among them: an op is before call `k`, or inside of it."""
 
     def __init__(self, split: Split, number: int, program: Program, taken: list[int]) -> None:
@@ -207,7 +207,7 @@ def _left_out(program: Program) -> Iterator[str]:
         yield "gathers inside of a node, from secondary shards: torch gathers from all ranks of a stage"
 
 
-def _of_communication(stages: Sequence[_Stage], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _of_communication(stages: Sequence[_StageCalls], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Names what rows with messages, gathers and reductions cannot say of these."""
     slots = [str(len(stage.program.slot_bytes())) for stage in stages]
     yield f"slots, of weights {', '.join(slots)} on the stages: torch allocates what it gathers"
@@ -230,11 +230,11 @@ def _crossing(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     other = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
     messages = [action for row in read_rows(rows) for action in row if action.word in other]
     number = {(action.word, action.segment, action.microbatch): at for at, action in enumerate(messages)}
-    events: list[Event] = []
+    events: list[StageEvent] = []
     for action in messages:
         word, by = other[action.word]
         partner = number[word, action.segment + by, action.microbatch]
-        events.append(Event(action.row, "messages", (), partner=partner))
+        events.append(StageEvent(action.row, "messages", (), partner=partner))
     waiting: dict[int, Action] = {}  # rank -> its first message that never begins
     for action, time in zip(messages, play(events), strict=True):
         if time is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from yafsdp_fn.util.tensor_files import Stored, scan_directory
+from yafsdp_fn.util.tensor_files import StoredTensor, scan_directory
 
 
 class ModuleFiles:
@@ -25,7 +25,7 @@ class ModuleFiles:
         names: dict[int, list[str]] = {}
         for name, tensor in held.items():
             names.setdefault(id(tensor), []).append(name)
-        self._found: dict[str, Stored] = {}
+        self._found: dict[str, StoredTensor] = {}
         for of_one in names.values():
             self._found |= dict.fromkeys(of_one, _found(of_one, held[of_one[0]], stored, directory))
         self._dtypes = {name: tensor.dtype for name, tensor in held.items()}
@@ -41,7 +41,9 @@ class ModuleFiles:
         return self._found[name].read().to(self._dtypes[name])
 
 
-def _found(names: list[str], like: Tensor, stored: Mapping[str, Stored], directory: str | os.PathLike[str]) -> Stored:
+def _found(
+    names: list[str], like: Tensor, stored: Mapping[str, StoredTensor], directory: str | os.PathLike[str]
+) -> StoredTensor:
     """Returns the tensor that is there under one of `names`."""
     there = [stored[name] for name in names if name in stored]
     if not there:

@@ -29,7 +29,7 @@ from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
-from yafsdp_fn.runtime.visit import BlockCall, Row, rows_of
+from yafsdp_fn.runtime.visit import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.util.torch_private import transforms_active
 
@@ -218,7 +218,7 @@ def _straight(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
 def _visit(of: _Visited, units: list[Tree], first: bool, *args: Any, **kwargs: Any) -> Tree:
     """Runs a visit in place of the forward of `of`. first: it is the first layer of its stack"""
     _check((args, kwargs), f"{of.name} is called with")
-    if isinstance(units[0], Row):
+    if isinstance(units[0], HandleWeights):
         carry: Any = args[:1]
         if not args:
             key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)

@@ -49,14 +49,14 @@ class GradViews(NamedTuple):
     gaps: list[Tensor]
 
 
-class Place(NamedTuple):
+class GradSlot(NamedTuple):
     """The gradient slot of one trained unit. add: to its content"""
 
     views: GradViews
     add: bool
 
 
-class Task:
+class AutogradRun:
     """One run of autograd: from `roots`, which begins soon, or the one that runs `now`. Another may run inside it: a
     block that asks for a gradient of its own in its backward must not find that in the slot."""
 
@@ -92,7 +92,7 @@ class Destination:
 
     def __init__(self, scratch: Scratch) -> None:
         self.view: Tensor | None = None
-        self.task: Task | None = None
+        self.task: AutogradRun | None = None
         self.later: Callable[..., None] | None = None
         self.state: Literal["free", "early", "written"] = "free"
         self._scratch = scratch

@@ -131,7 +131,7 @@ class _TimesStored(SingleLevelFunction):  # type: ignore[misc]
 # ---- as a pytree node
 
 
-class Part(optree.GetAttrEntry):
+class LowRankEntry(optree.GetAttrEntry):
     """The path entry of a part. The weight's leaves no trace in a path, as if it were a marker: with an adapter a
     weight is named, drawn and regrouped as without. Except in int8, whose integers mean nothing elsewhere."""
 
@@ -160,5 +160,5 @@ def _node_of_torch(parts: Iterable[Any], factor: Any) -> LowRank:
     return LowRank(weight, row_scale[0] if row_scale else None, a, b, factor)
 
 
-optree.register_pytree_node(LowRank, _flat, _node, path_entry_type=Part, namespace=GLOBAL_NAMESPACE)
+optree.register_pytree_node(LowRank, _flat, _node, path_entry_type=LowRankEntry, namespace=GLOBAL_NAMESPACE)
 torch_pytree.register_pytree_node(LowRank, _flat_for_torch, _node_of_torch)

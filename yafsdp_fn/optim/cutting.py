@@ -29,7 +29,7 @@ GLOBAL = (
 )
 
 
-class Cut(NamedTuple):
+class UnitTree(NamedTuple):
     """A tree cut into units. nodes: values that are no handles, or a handle's units as handles, by unit"""
 
     spec: optree.PyTreeSpec
@@ -68,7 +68,7 @@ class Cutter:
                 for layer, unit in zip(group.here, group.held, strict=True):
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
 
-    def cut(self, what: str, tree: Tree) -> Cut:
+    def cut(self, what: str, tree: Tree) -> UnitTree:
         """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and constants."""
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
         out: list[Any] = []
@@ -80,7 +80,7 @@ class Cutter:
                     "keep the optimizer outside the program"
                 )
             out.append(self._handle(what, node) if isinstance(node, Sharded) else node)
-        return Cut(spec, out)
+        return UnitTree(spec, out)
 
     def _handle(self, what: str, handle: Sharded) -> dict[int, Sharded]:
         out: dict[int, Sharded] = {}

@@ -53,7 +53,7 @@ def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
     return (found, 1) if isinstance(found, int) else found
 
 
-class Piece(NamedTuple):
+class LeafPiece(NamedTuple):
     """A part of a leaf in a slice: elements `[start, stop)` of the slice are leaf number `leaf` from its element
     `origin` on."""
 
@@ -107,13 +107,13 @@ class FlatLayout:
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
-    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, start: int, stop: int) -> Iterator[LeafPiece]:
         """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             a = max(offset, start)
             b = min(offset + size, stop)
             if a < b:
-                yield Piece(index, a - start, b - start, a - offset)
+                yield LeafPiece(index, a - start, b - start, a - offset)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,10 +77,10 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     path = _Path(trace, where)
     found: dict[str, float] = {}
     if trace.split is None or trace.stage is not None:
-        found = _Stage(trace, trace.stage or 0, where, path, budget).terms()
+        found = _StageBound(trace, trace.stage or 0, where, path, budget).terms()
     else:
         for stage in range(trace.split.stages):
-            for name, seconds in _Stage(trace, stage, where, path, budget).terms().items():
+            for name, seconds in _StageBound(trace, stage, where, path, budget).terms().items():
                 found[f"{name} of stage {stage}"] = seconds
     terms = tuple(sorted(found.items(), key=lambda term: -term[1]))
     by, most = terms[0]
@@ -158,7 +158,7 @@ class _Path:
 # ---- One stage.
 
 
-class _Stage:
+class _StageBound:
     """The least that a stage's part of a step takes.
 
     forward, backward, recompute: seconds of visits; computes: of all of them; calls: of the collectives in them

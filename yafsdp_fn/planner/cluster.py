@@ -39,7 +39,7 @@ class Phase(NamedTuple):
     seconds: float
 
 
-class Group(NamedTuple):
+class CollectiveRanks(NamedTuple):
     """The ranks of a collective. ranks: how many; per_node: how many of them share a node."""
 
     ranks: int
@@ -126,11 +126,11 @@ class Cluster:
         """Seconds of a step of so many units that no op explains."""
         return self.step_overhead + self.unit_overhead * units
 
-    def group(self, ranks: int, stride: int = 1) -> Group:
+    def group(self, ranks: int, stride: int = 1) -> CollectiveRanks:
         """The group of `ranks` ranks, every `stride`-th one, from the first rank of a node on."""
-        return Group(ranks, max(1, min(ranks, self.gpus_per_node // stride)))
+        return CollectiveRanks(ranks, max(1, min(ranks, self.gpus_per_node // stride)))
 
-    def ring(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+    def ring(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
         """An all-gather or reduce-scatter of a vector of `nbytes`; an all-reduce is two of them."""
         n, k = group
         nodes = math.ceil(n / k)
@@ -143,7 +143,7 @@ class Cluster:
         bandwidth = min(self.node_bandwidth, network * min(1.0, k / self.gpus_per_node))
         return self._phases(latency, nbytes * (n - 1) / n / bandwidth, "network")
 
-    def all_reduce(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+    def all_reduce(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
         """Two rings."""
         return self.ring(nbytes, group) * 2
 
@@ -153,7 +153,7 @@ class Cluster:
         nodes = math.ceil(ranks / self.gpus_per_node)
         return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25)) if nodes > 1 else 0.0
 
-    def all_to_all(self, nbytes: float, group: Group) -> tuple[Phase, ...]:
+    def all_to_all(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
         """Every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per rank."""
         n, k = group
         inside = self._phases((k - 1) * self.node_latency, nbytes * (k - 1) / n / self.node_bandwidth, "node")

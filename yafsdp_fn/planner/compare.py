@@ -27,7 +27,7 @@ SIZES = {"parameters": 0.01, "FLOPs of forward products": 0.01, "FLOPs of forwar
 """Figures that steps of one batch share, and how nearly: attention of parts of a sequence counts as a little more."""
 
 
-class Row(NamedTuple):
+class ScheduleFigures(NamedTuple):
     """The figures of one schedule; None what is not known, such as the memory of a measured step.
 
     step_s: seconds of the step; bound_s: no order of the same ops is faster, and bound: by what; compute_s, comm_s:
@@ -52,11 +52,11 @@ class Row(NamedTuple):
     tokens_per_s: float | None
 
     @staticmethod
-    def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "Row":
+    def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "ScheduleFigures":
         trace = timeline.trace
         parts = timeline.parts
         sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
-        return Row(
+        return ScheduleFigures(
             timeline.stage_count,
             timeline.stage_count * trace.stage_ranks,
             trace.microbatches,
@@ -93,9 +93,11 @@ class Comparison(NamedTuple):
     words: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> dict[str, Row]:
+    def rows(self) -> dict[str, ScheduleFigures]:
         """The figures by name."""
-        return {name: Row.of(each, self.plans.get(name), self.tokens) for name, each in self.timelines.items()}
+        return {
+            name: ScheduleFigures.of(each, self.plans.get(name), self.tokens) for name, each in self.timelines.items()
+        }
 
     def ranked(self) -> "Comparison":
         """Returns the same with the fastest first; those that do not fit into memory come last."""

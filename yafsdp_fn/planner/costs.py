@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable
 from typing import Protocol
 
-from yafsdp_fn.planner.cluster import Cluster, Group, Phase
+from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.measured import Cost, Moved
 from yafsdp_fn.program.ops import Op, Uses
@@ -162,9 +162,9 @@ class Costs:
                 found[resource] = found.get(resource, 0.0) + seconds
         return tuple(Phase(*each) for each in found.items())
 
-    def _rings(self, vectors: Iterable[tuple[int, Group]]) -> tuple[Phase, ...]:
+    def _rings(self, vectors: Iterable[tuple[int, CollectiveRanks]]) -> tuple[Phase, ...]:
         """The phases of vectors of so many bytes, each over a group: those of one group travel together."""
-        nbytes: dict[Group, int] = {}
+        nbytes: dict[CollectiveRanks, int] = {}
         for each, group in vectors:
             nbytes[group] = nbytes.get(group, 0) + each
         rings = [self.cluster.ring(whole, group) for group, whole in nbytes.items()]
@@ -178,7 +178,7 @@ class Costs:
         if nodes == 1 or local == 1:
             return cluster.all_to_all(unit.reduce_bytes, self.holders[unit.over])
         inside = cluster.all_to_all(unit.reduce_bytes / nodes, cluster.group(local))
-        return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, Group(nodes, 1))
+        return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, CollectiveRanks(nodes, 1))
 
     def _all_reduce(self, unit: UnitSpec) -> tuple[Phase, ...]:
         ranks = self.trace.ranks_of(unit)
@@ -214,7 +214,7 @@ def _check_mesh(trace: Trace, cluster: Cluster) -> None:
             )
 
 
-def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Group:
+def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> CollectiveRanks:
     """The ranks of a shard group, from the first of a node on, that hold the same part of a unit split over `over`."""
     ranks = 1
     per_node = 1
@@ -225,7 +225,7 @@ def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Group:
             ranks = ranks * size
             per_node = per_node * min(size, max(1, cluster.gpus_per_node // stride))
         stride *= size
-    return Group(ranks, per_node)
+    return CollectiveRanks(ranks, per_node)
 
 
 def seconds_of(found: Iterable[Phase]) -> float:

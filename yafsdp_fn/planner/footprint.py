@@ -235,7 +235,7 @@ def state_bytes(trace: Trace) -> dict[str, int]:
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Dtype(NamedTuple):
+class NamedDtype(NamedTuple):
     """A dtype by its name, as traces have it; torch is not asked."""
 
     name: str
@@ -244,20 +244,20 @@ class Dtype(NamedTuple):
     def itemsize(self) -> int:
         return ITEMSIZES[self.name]
 
-    def promoted(self, other: "Dtype") -> "Dtype":
+    def promoted(self, other: "NamedDtype") -> "NamedDtype":
         """Returns the dtype that holds what both do, as `torch.promote_types`."""
         if self.itemsize == other.itemsize and self != other:
-            return Dtype("float32")
+            return NamedDtype("float32")
         return max(self, other, key=lambda each: each.itemsize)
 
 
 class Dtypes(NamedTuple):
     """The dtypes of a `Precision`. wide: of sums that ranks make themselves, `Precision.sum_dtype`"""
 
-    param: Dtype
-    compute: Dtype
-    reduce: Dtype
-    wide: Dtype | None
+    param: NamedDtype
+    compute: NamedDtype
+    reduce: NamedDtype
+    wide: NamedDtype | None
 
     def multiplied_wider(self, device: str) -> bool:
         """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
@@ -268,7 +268,7 @@ def _dtypes(trace: Trace) -> Dtypes:
     *needed, last = trace.precision
     if len(needed) != 3 or not {*needed, last or "float32"} <= ITEMSIZES.keys():
         raise ValueError(f"trace.precision: expected 3 or 4 of {', '.join(ITEMSIZES)}, got {trace.precision!r:.200}")
-    param, compute, reduce, accumulate = map(Dtype, trace.precision)
+    param, compute, reduce, accumulate = map(NamedDtype, trace.precision)
     wide = accumulate if accumulate.name and accumulate.itemsize > reduce.itemsize else None
     return Dtypes(param, compute, reduce, wide)
 
@@ -304,7 +304,7 @@ def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tup
     return receive, staging
 
 
-def _scratch(dtype: Dtype, device: str) -> int:
+def _scratch(dtype: NamedDtype, device: str) -> int:
     """Bytes of scratch of a sum, which a kernel of Triton's does without."""
     return 0 if device == "cuda" else 2 * CHUNK[device] * dtype.itemsize
 

@@ -1,6 +1,6 @@
 """Orders of calls for pipelines, written by search: forwards, backwards of inputs and of weights on each stage.
 
-    Calls            the seconds of each call, and the memory that a microbatch holds meanwhile
+    CallGraph            the seconds of each call, and the memory that a microbatch holds meanwhile
     evaluate         runs rows of calls: each begins as soon as its stage is free and its input has come
     Search           lists calls greedily by rules, then moves calls on the critical path; keeps the best rows
 
@@ -27,7 +27,7 @@ Rows = Sequence[Sequence[Call]]
 KINDS: tuple[Kind, ...] = ("forward", "inputs", "weights")
 
 
-class Calls(NamedTuple):
+class CallGraph(NamedTuple):
     """The calls of a step. Each segment takes the output of the one before.
 
     homes: segment -> stage; forward, inputs, weights: seconds of each segment's calls
@@ -46,7 +46,7 @@ class Calls(NamedTuple):
     between: tuple[float, ...]
 
     @staticmethod
-    def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "Calls":
+    def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "CallGraph":
         """The calls of a step that is cut, with memory in bytes. recomputed: visits"""
         split = trace.split
         assert split is not None
@@ -74,7 +74,7 @@ class Calls(NamedTuple):
                 message = max(message, seconds(Send(number, 0)))
         all_forward, all_inputs, all_weights, all_held, all_between = zip(*segments, strict=True)
         seconds_of_calls = all_forward, all_inputs, all_weights
-        return Calls(split.homes, trace.microbatches, *seconds_of_calls, message, all_held, all_between)
+        return CallGraph(split.homes, trace.microbatches, *seconds_of_calls, message, all_held, all_between)
 
     @property
     def stages(self) -> int:
@@ -100,7 +100,7 @@ class Calls(NamedTuple):
         return seconds[call.kind][call.segment]
 
 
-class Run(NamedTuple):
+class OrderRun(NamedTuple):
     """The result of a run. seconds: until the last call ends; span: of the stage that takes longest, from its first
     call to its last; memory: the most that each stage holds"""
 
@@ -108,12 +108,12 @@ class Run(NamedTuple):
     span: float
     memory: tuple[float, ...]
 
-    def bubble(self, calls: Calls) -> float:
+    def bubble(self, calls: CallGraph) -> float:
         """The part of `span` in which the busiest stage computes nothing: as zero-bubble papers count it."""
         return 1 - max(map(calls.work, range(calls.stages))) / self.span
 
 
-def evaluate(calls: Calls, rows: Rows, *, unawaited: Iterable[Call] = ()) -> Run:
+def evaluate(calls: CallGraph, rows: Rows, *, unawaited: Iterable[Call] = ()) -> OrderRun:
     """Runs rows, in which a backward may be whole. unawaited: calls that begin without the message from another segment
 
     Raises ValueError where calls wait for each other.
@@ -143,7 +143,7 @@ class _Simulator:
     ends: when each call of the last run ended; causes: the call after which it could begin, -1 for none
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: CallGraph) -> None:
         self.calls = calls
         m = calls.microbatches
         count = len(calls.homes)
@@ -170,7 +170,7 @@ class _Simulator:
         kind, left = divmod(code, self.size)
         return Call(KINDS[kind], *divmod(left, self.calls.microbatches))
 
-    def run(self, rows: Sequence[Sequence[int]]) -> Run:
+    def run(self, rows: Sequence[Sequence[int]]) -> OrderRun:
         """Runs rows. Raises ValueError where calls wait for each other."""
         seconds = self.seconds
         delay = self.delay
@@ -208,7 +208,7 @@ class _Simulator:
             raise ValueError(f"the calls wait for each other: stage {next(iter(waiting.values()))} for ever")
         firsts = [ends[row[0]] - seconds[row[0]] for row in rows]
         span = max(end - first for end, first in zip(clock, firsts, strict=True))
-        return Run(max(clock), span, tuple(map(self.memory, rows)))
+        return OrderRun(max(clock), span, tuple(map(self.memory, rows)))
 
     def memory(self, row: Sequence[int]) -> float:
         """The most that the calls of a row hold at once."""
@@ -310,7 +310,7 @@ class Search:
     """
 
     def __init__(
-        self, calls: Calls, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0, span: bool = False
+        self, calls: CallGraph, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0, span: bool = False
     ) -> None:
         self.calls = calls
         self.memory = memory * (1 + 1e-9)

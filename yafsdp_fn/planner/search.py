@@ -12,7 +12,7 @@ from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.costs import phases_of_compute, seconds_of
-from yafsdp_fn.planner.orders import Calls, evaluate
+from yafsdp_fn.planner.orders import CallGraph, evaluate
 from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.space import (
     Choice,
@@ -267,7 +267,7 @@ class Sweep:
         self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
         self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.parts)
         if order is not None:
-            calls = Calls.of_step(self.whole, cluster)._replace(message=0.0)
+            calls = CallGraph.of_step(self.whole, cluster)._replace(message=0.0)
             rows = pipelines.ORDERS[order.name](pipelines.split_of(self.whole), order.microbatches)
             self.bound = max(self.bound, evaluate(calls, rows).seconds)
 

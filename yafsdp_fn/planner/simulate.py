@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
-from yafsdp_fn.program.events import Event, Times, play
+from yafsdp_fn.program.events import EventTime, StageEvent, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Parcel
 from yafsdp_fn.program.trace import Trace, arguments
-from yafsdp_fn.timeline.spans import Crossing, Inside, Span
+from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted
 
@@ -24,7 +24,7 @@ LINKS = ("node", "network")
 Calls = tuple[tuple[str, float], ...]
 
 
-class Task(NamedTuple):
+class OpTask(NamedTuple):
     """An op with its waits and costs.
 
     waits: numbers of other tasks; phases: what it does, one after the other
@@ -41,7 +41,7 @@ class Task(NamedTuple):
     calls: Calls = ()
 
 
-def play_tasks(todo: Sequence[Task], contention: float, link_contention: float = 0.0) -> list[Times]:
+def play_tasks(todo: Sequence[OpTask], contention: float, link_contention: float = 0.0) -> list[EventTime]:
     """Returns the times of the tasks. Raises ValueError where some never begin.
 
     contention: compute takes 1 + contention times as long while its stage runs something else; link_contention: what
@@ -55,7 +55,7 @@ def play_tasks(todo: Sequence[Task], contention: float, link_contention: float =
             return 1.0 / (1.0 + contention)
         return 1.0
 
-    times = play([Event(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo], rate)
+    times = play([StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo], rate)
     left = [task for task, at in zip(todo, times, strict=True) if at is None]
     if left:
         heads = {(task.stage, task.stream): task for task in reversed(left)}
@@ -76,7 +76,7 @@ def play_tasks(todo: Sequence[Task], contention: float, link_contention: float =
 # of the whole gradient, which the updates of every stage wait for.
 
 
-def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, float]] = ()) -> list[Task]:
+def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, float]] = ()) -> list[OpTask]:
     """The ops with their waits and costs, one stage after the other.
 
     durations: of each stage, op number -> seconds alone, in place of costs
@@ -88,19 +88,21 @@ def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, f
     if len(program.stages) == 1:
         return _of_stage(program, 0, 0, cluster, durations[0] if durations else {})
     _check_places(program, cluster)
-    out: list[Task] = []
+    out: list[OpTask] = []
     for stage, part in enumerate(program.parts):
         out += _of_stage(part, stage, len(out), cluster, durations[stage] if durations else {})
     return _tied(out)
 
 
-def _of_stage(program: Program, stage: int, first: int, cluster: Cluster, durations: Mapping[int, float]) -> list[Task]:
+def _of_stage(
+    program: Program, stage: int, first: int, cluster: Cluster, durations: Mapping[int, float]
+) -> list[OpTask]:
     """The tasks of one stage, which are numbered from `first` on."""
     trace = program.trace
     costs = Costs(trace, cluster)
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
-    out: list[Task] = []
+    out: list[OpTask] = []
     known: dict[tuple[Any, ...], tuple[tuple[Phase, ...], Calls]] = {}  # of computes, alike in every microbatch
     on_host: list[int] = []  # the last compute, where the host does it
     for number, op in enumerate(_whole(program)):
@@ -126,11 +128,11 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster, durati
             raise ValueError(f"{what}: expected a finite time of at least 0")
         if op.stream == "compute" and cluster.host_computes:
             on_host = [first + number]
-        out.append(Task(op, op.stream, tuple(dict.fromkeys(waits)), cost, stage, calls=calls))
+        out.append(OpTask(op, op.stream, tuple(dict.fromkeys(waits)), cost, stage, calls=calls))
     return out
 
 
-def _tied(todo: Sequence[Task]) -> list[Task]:
+def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
     """Ties stages together: a send and its receive are partners; updates wait for the norms of all stages; and what
     waits for the sum of a unit's gradient on one stage waits for it on all stages that share the unit."""
     ends: dict[Parcel, dict[type, int]] = {}
@@ -260,7 +262,7 @@ def _on(program: Program, ranks: int) -> Program:
     return program.with_trace(program.trace.on(((program.trace.mesh[0][0], ranks),)))
 
 
-def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "") -> Timeline:
+def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str = "") -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
@@ -273,11 +275,11 @@ def run(program: Program, todo: Sequence[Task], cluster: Cluster, title: str = "
     return Timeline(program.trace, spans, end + after, shown, after, crossings(program, cluster))
 
 
-def _span(number: int, task: Task, at: Times) -> Span:
+def _span(number: int, task: OpTask, at: EventTime) -> Span:
     return Span(number, task.op, task.stream, *at, task.stage, _inside(task, at))  # type: ignore[arg-type]
 
 
-def _inside(task: Task, at: Times) -> tuple[Inside, ...]:
+def _inside(task: OpTask, at: EventTime) -> tuple[Inside, ...]:
     """The collectives of a compute, with equal parts of what it computes around them."""
     if not task.calls:
         return ()
@@ -301,14 +303,14 @@ def _in_words(program: Program) -> str:
     return ranks if stages == 1 else f"{stages} stages of {ranks}, {counted(trace.microbatches, 'microbatch')}"
 
 
-def crossings(program: Program, cluster: Cluster) -> tuple[Crossing, ...]:
+def crossings(program: Program, cluster: Cluster) -> tuple[StageTraffic, ...]:
     """The messages that each stage's ranks send to those of each other one in a step."""
     trace = program.trace
-    found: dict[tuple[int, int], Crossing] = {}
+    found: dict[tuple[int, int], StageTraffic] = {}
     for op in [op for ops in program.stages for op in ops if isinstance(op, Send)]:
         assert trace.split is not None
         ends = trace.split.ends(op.flow, op.back)
-        before = found.get(ends, Crossing(*ends, link(trace, cluster, op.flow), 0, 0))
+        before = found.get(ends, StageTraffic(*ends, link(trace, cluster, op.flow), 0, 0))
         flow = trace.split.flows[op.flow]
         nbytes = flow.grad_bytes if op.back else flow.nbytes
         found[ends] = before._replace(messages=before.messages + 1, nbytes=before.nbytes + nbytes)
@@ -340,7 +342,7 @@ class Work(NamedTuple):
         return max(self.compute_s, self.comm_s) + self.overhead_s
 
 
-def work(program: Program, todo: Iterable[Task], cluster: Cluster) -> Work:
+def work(program: Program, todo: Iterable[OpTask], cluster: Cluster) -> Work:
     """The work in `todo`, the tasks of `program`, each alone."""
     streams: defaultdict[tuple[int, str], float] = defaultdict(float)
     links: defaultdict[tuple[int, str], float] = defaultdict(float)

@@ -24,7 +24,7 @@ from typing import Annotated, NamedTuple
 
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.orders import Calls, Rows, Search, evaluate
+from yafsdp_fn.planner.orders import CallGraph, Rows, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Order, Point
 from yafsdp_fn.planner.stage_config import (
@@ -118,7 +118,7 @@ class Written:
 VERSION = 2
 
 
-class Measured(NamedTuple):
+class StoredOutcome(NamedTuple):
     """An outcome in a file: no seconds where the program does not fit."""
 
     seconds: Annotated[float, Within(0, 1e12)] | None
@@ -134,7 +134,7 @@ class File(NamedTuple):
     budget: int
     seed: int
     moves: Annotated[int, Within(0, 10**6)]
-    seen: tuple[Measured, ...]
+    seen: tuple[StoredOutcome, ...]
 
     @staticmethod
     def read(path: Path) -> "File":
@@ -240,7 +240,7 @@ class Synthesis:
 
     def save(self, path: str | Path) -> None:
         """Writes what the search has seen, as JSON."""
-        seen = [Measured(None if math.isinf(seconds) else seconds, peaks) for seconds, peaks in self._seen]
+        seen = [StoredOutcome(None if math.isinf(seconds) else seconds, peaks) for seconds, peaks in self._seen]
         points = tuple(map(str, self.points))
         file = File(VERSION, points, self.builder.seconds, self.budget, self.seed, self.moves, tuple(seen))
         disk.replace(Path(path), f"{json.dumps(file._asdict())}\n".encode())
@@ -296,10 +296,10 @@ TURN = 100
 
 
 @dataclasses.dataclass
-class Cut:
+class CutCandidate:
     """A way to cut the step, and its best program so far.
 
-    room: memory that calls may fill on each stage, as `Calls` counts it; search: for orders within it
+    room: memory that calls may fill on each stage, as `CallGraph` counts it; search: for orders within it
     """
 
     design: Design
@@ -321,7 +321,7 @@ class Pipelines:
         self.best = Design(owner.points[0])
         self.outcome = owner.builder
         self.starts = self._starts()
-        self.cuts = list[Cut]()
+        self.cuts = list[CutCandidate]()
 
     def _starts(self) -> Iterator[Point]:
         """Yields points to begin with: the builders' own orders, then others, on cuts of other shapes."""
@@ -366,7 +366,7 @@ class Pipelines:
             configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
             return
-        cut = Cut(Design(point), whole, [Changes(part, self.owner.cluster, self.rng) for part in parts])
+        cut = CutCandidate(Design(point), whole, [Changes(part, self.owner.cluster, self.rng) for part in parts])
         layers = [remat.layer_visits(part) for part in parts]
         few = [-1] * len(parts)
         enough = [*map(len, layers)]
@@ -381,16 +381,16 @@ class Pipelines:
         if self._try(cut, _recomputing(configs, layers, enough), rows):
             self.cuts.append(cut)
 
-    def _design(self, cut: Cut, configs: tuple[StageConfig, ...], rows: Rows) -> Design:
+    def _design(self, cut: CutCandidate, configs: tuple[StageConfig, ...], rows: Rows) -> Design:
         return cut.design._replace(
             configs=configs, rows=tuple(map(tuple, rows)), pace=self._calls(cut.whole, configs).pace
         )
 
-    def _calls(self, whole: Trace, configs: Iterable[StageConfig]) -> Calls:
+    def _calls(self, whole: Trace, configs: Iterable[StageConfig]) -> CallGraph:
         recomputed = frozenset[int]().union(*(config.recomputed for config in configs))
-        return Calls.of_step(whole, self.owner.cluster, recomputed)
+        return CallGraph.of_step(whole, self.owner.cluster, recomputed)
 
-    def _try(self, cut: Cut, configs: tuple[StageConfig, ...], rows: Rows) -> bool:
+    def _try(self, cut: CutCandidate, configs: tuple[StageConfig, ...], rows: Rows) -> bool:
         """Adopts a program as the cut's best if it is faster, or in less memory; returns whether it did. One that does
         not fit leaves orders less room on its stages."""
         whole = cut.whole
@@ -414,7 +414,7 @@ class Pipelines:
             self.outcome = found
         return True
 
-    def _search(self, cut: Cut, room: Sequence[float]) -> None:
+    def _search(self, cut: CutCandidate, room: Sequence[float]) -> None:
         """Begins a search for orders of the cut's configurations within `room`."""
         calls = self._calls(cut.whole, cut.design.configs)
         parts = [1 / room[home] for home in calls.homes]  # memory in parts of the room of its stage
@@ -424,7 +424,7 @@ class Pipelines:
         cut.room = room
         cut.search = Search(calls._replace(held=held, between=between), 1.0, starts=[cut.design.rows], seed=seed)
 
-    def _reorder(self, cut: Cut) -> None:
+    def _reorder(self, cut: CutCandidate) -> None:
         search = cut.search
         assert search is not None
         before = search.seconds
@@ -432,7 +432,7 @@ class Pipelines:
         if search.seconds < before:
             self._try(cut, cut.design.configs, search.rows)
 
-    def _change(self, cut: Cut) -> None:
+    def _change(self, cut: CutCandidate) -> None:
         """Changes the configuration of a stage; all stages update at the same place."""
         configs = [*cut.design.configs]
         stage = self.rng.randrange(len(configs))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 
-class Event(NamedTuple):
+class StageEvent(NamedTuple):
     """Something that happens on a stream of a stage, behind those before it there.
 
     waits: numbers of other events; phases: `(resource, seconds alone)`, one after the other
@@ -30,7 +30,7 @@ class Event(NamedTuple):
     partner: int | None = None
 
 
-class Times(NamedTuple):
+class EventTime(NamedTuple):
     """The time of an event. cause: number of the one whose end let it begin, None where it began with the step"""
 
     start: float
@@ -42,7 +42,7 @@ Rate = Callable[[str, bool, Sequence[str]], float]
 """The rate of a phase, given its resource, whether its stream computes, and the resources of all its stage runs."""
 
 
-def play(todo: Sequence[Event], rate: Rate = lambda *_: 1.0) -> list[Times | None]:
+def play(todo: Sequence[StageEvent], rate: Rate = lambda *_: 1.0) -> list[EventTime | None]:
     """Returns the times of events; None for those that never begin, since they wait for each other."""
     return _Loop(todo, rate).play()
 
@@ -65,7 +65,7 @@ class _Running:
 
 
 class _Loop:
-    def __init__(self, todo: Sequence[Event], rate: Rate) -> None:
+    def __init__(self, todo: Sequence[StageEvent], rate: Rate) -> None:
         self.todo, self.now, self._rate = todo, 0.0, rate
         self.starts, self.ends = [0.0] * len(todo), [math.nan] * len(todo)
         self.causes: list[int | None] = [None] * len(todo)
@@ -81,7 +81,7 @@ class _Loop:
         self._agenda: list[tuple[float, int, _Running, float]] = []  # when something ends at a rate, if that stays
         self._turn = itertools.count()
 
-    def play(self) -> list[Times | None]:
+    def play(self) -> list[EventTime | None]:
         changed = self._begin([queue[0] for queue in self._queues.values()])
         self._set_rates(changed)
         while self._agenda:
@@ -99,7 +99,7 @@ class _Loop:
                     ready += self._end(running.events)
             self._set_rates(changed | self._begin(ready))
         times = zip(self.starts, self.ends, self.causes, strict=True)
-        return [None if math.isnan(end) else Times(start, end, cause) for start, end, cause in times]
+        return [None if math.isnan(end) else EventTime(start, end, cause) for start, end, cause in times]
 
     def _due(self) -> list[_Running]:
         """Returns those that end now; a rounding later is now, too."""

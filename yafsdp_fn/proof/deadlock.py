@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program.events import Event, play
+from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Norm, Op, Receive, Send
 from yafsdp_fn.program.program import Program
@@ -102,17 +102,20 @@ def _met(rows: Sequence[Sequence[Op]]) -> _Met:
     return met
 
 
-def _events(rows: Sequence[Sequence[Op]], met: _Met) -> tuple[list[Event], dict[tuple[int, int], int]]:
+def _events(rows: Sequence[Sequence[Op]], met: _Met) -> tuple[list[StageEvent], dict[tuple[int, int], int]]:
     """Returns two events for each item: it begins, and it ends, when all that are done with it have begun; and the
     number of the first of them."""
     places = [(stage, at) for stage, items in enumerate(rows) for at in range(len(items))]
     begins = {place: 2 * number for number, place in enumerate(places)}
-    events: list[Event] = []
+    events: list[StageEvent] = []
     for stage, items in enumerate(rows):
         for at, (item, after_begin, after_end) in enumerate(zip(items, *_waits(items), strict=True)):
             waits = [begins[stage, other] for other in after_begin] + [begins[stage, other] + 1 for other in after_end]
             together = met[_together(item)].items() if _together(item) else [(stage, at)]
-            events += [Event(stage, item.stream, waits), Event(stage, item.stream, [begins[one] for one in together])]
+            events += [
+                StageEvent(stage, item.stream, waits),
+                StageEvent(stage, item.stream, [begins[one] for one in together]),
+            ]
     return events, begins
 
 

@@ -22,7 +22,7 @@ from yafsdp_fn.communication import flat
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
-from yafsdp_fn.nn.linear import GradViews, Place
+from yafsdp_fn.nn.linear import GradSlot, GradViews
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import (
@@ -45,10 +45,10 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
-from yafsdp_fn.runtime.slots import Bound, acquire, fills_of
+from yafsdp_fn.runtime.slots import BoundOp, acquire, fills_of
 from yafsdp_fn.runtime.visit import BlockCall, Running
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
@@ -78,7 +78,7 @@ class Visits:
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     """
 
-    def __init__(self, memory: Memory, number: int, *, differentiates: bool, trains: bool) -> None:
+    def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
         self.memory, self.number, self.differentiates = memory, number, differentiates
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
@@ -202,7 +202,7 @@ class Session(Visits):
 
     def __init__(
         self,
-        memory: Memory,
+        memory: StateMemory,
         verified: Verified,
         number: int,
         grads: Shards | None,
@@ -362,9 +362,9 @@ class Session(Visits):
         if self.collectives is not None:
             self.collectives.after(kind_of(op), visit.id)
 
-    def places(self, op: Backward, trained: Sequence[int]) -> list[Place]:
+    def places(self, op: Backward, trained: Sequence[int]) -> list[GradSlot]:
         """Returns the gradient slots of the trained units, and records that they will hold gradients."""
-        bound, out = self.slots.bound.get((type(op), op)), list[Place]()
+        bound, out = self.slots.bound.get((type(op), op)), list[GradSlot]()
         all_views: Sequence[GradViews] = () if bound is None else bound.grads
         if not all_views and self.grads is not None:
             pairs = zip(trained, op.grad_slots, strict=True)
@@ -376,16 +376,16 @@ class Session(Visits):
             else:
                 add = self._unreduced.get(slot) == unit
                 self._unreduced[slot] = unit
-            out.append(Place(views, add))
+            out.append(GradSlot(views, add))
         return out
 
-    def early_places(self, op: Forward, trained: Sequence[int]) -> list[Place]:
+    def early_places(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
         """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
         alias = self.memory.grads_alias
         if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
-        return [Place(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
+        return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
 
     # ---- issued ops: a table maps each kind to the function that returns its work, so that a new kind is one more row
 
@@ -420,7 +420,7 @@ class Session(Visits):
             work = run.timed(work)
         stream.submit(work, waits, event, label)
 
-    def bind(self, op: Op, visit: Visit | None = None) -> Bound:
+    def bind(self, op: Op, visit: Visit | None = None) -> BoundOp:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
         memory, grads = self.memory, self.grads
         if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
@@ -442,7 +442,7 @@ class Session(Visits):
         what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
         name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
-        found = Bound(name, op.stream, reads, writes, work, views, fills_of(op))
+        found = BoundOp(name, op.stream, reads, writes, work, views, fills_of(op))
         self.slots.bound[type(op), op] = found
         return found
 

@@ -137,7 +137,7 @@ def check_graph(
     allowed = list(allowed)
     if _foreign_leaf(outs, allowed, name, visit) is None:
         return
-    watch = Watch(allowed, name)
+    watch = TensorWatch(allowed, name)
     with watch:
         outs = again()
     if (leaf := _foreign_leaf(outs, watch.known(), name, visit)) is not None:
@@ -164,7 +164,7 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, 
     return None
 
 
-class Watch(TorchFunctionMode):
+class TensorWatch(TorchFunctionMode):
     """Raises if a block uses an unknown tensor that requires grad."""
 
     def __init__(self, allowed: Iterable[Tensor], name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.nn.linear import DESTINATION, LARGE, Destination, Task
+from yafsdp_fn.nn.linear import DESTINATION, LARGE, AutogradRun, Destination
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
@@ -94,7 +94,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # ---- Runs a body once on fake tensors: its outputs, FLOPs, and the memory of its forward and of its backward.
 
 
-class Measured(NamedTuple):
+class BodyCosts(NamedTuple):
     """The measurements of one run of a body.
 
     structure: of its outputs; outs: these, detached; shares: for each the number of the input that it shares memory
@@ -141,7 +141,7 @@ class _TracedDestination(Destination):
     def _wider(factors: torch.dtype, view: Tensor) -> bool:
         return False  # a trace is the same for all devices: `planner.footprint` knows which of them take scratch
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: AutogradRun) -> None:
         """Begins the backward."""
         self.view, self.task, self.state = self._held[0], task, "free"
 
@@ -180,7 +180,7 @@ def _own(
     return weights, [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
 
 
-def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> Measured:
+def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> BodyCosts:
     """Runs `call` as `measure` does, without counting: in a fifth of the time. Its backward runs only where the block
     communicates."""
     weights, inputs = _own(call, trained, track, placement)
@@ -205,9 +205,9 @@ def _found(
     cost: Cost,
     called: Noted,
     back: Noted,
-) -> Measured:
+) -> BodyCosts:
     passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
-    return Measured(
+    return BodyCosts(
         call.structure,
         [out.detach().requires_grad_(out.requires_grad) for out in outs],
         [passed.get(memory_key(out)) for out in outs],
@@ -220,7 +220,7 @@ def _found(
 
 def measure(
     call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
-) -> Measured:
+) -> BodyCosts:
     """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
     weights, inputs = _own(call, trained, track, placement)
     leaves = [leaf for unit in weights for leaf in unit]
@@ -244,7 +244,7 @@ def measure(
     lives.peak = lives.bytes
     grads = [torch.ones_like(root) for root in roots]
     lives.ignore(grads)
-    task = Task(roots)
+    task = AutogradRun(roots)
     for place in places:
         place.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:

@@ -67,7 +67,7 @@ class Shards:
         return self._gaps[unit]
 
 
-class Memory(Placement[Communicators]):
+class StateMemory(Placement[Communicators]):
     """Owns the shards of one layout on one mesh. make: returns them, one per group, for this placement
 
     master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself if
@@ -114,10 +114,10 @@ class Memory(Placement[Communicators]):
         for tensor in (*self.master.present, *self.working.present):
             self.comms.keep(tensor)  # gathers for a step that never comes may still read them
 
-    def over(self, masters: Sequence[Tensor]) -> "Memory":
+    def over(self, masters: Sequence[Tensor]) -> "StateMemory":
         """Makes another memory of the same layout, on the same mesh."""
         number = zlib.crc32(f"{self.number} {next(self._copies)}".encode())  # one rank alone may make a copy
-        return Memory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
+        return StateMemory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
 
     def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
         same = not trainable or master.dtype == self.precision.gather_dtype

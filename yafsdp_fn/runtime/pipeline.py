@@ -27,7 +27,7 @@ from yafsdp_fn.runtime.arguments import argument_name
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
@@ -38,7 +38,7 @@ from yafsdp_fn.util.torch_private import asks_for_values
 class StageSession(Session):
     """A session of one stage."""
 
-    def __init__(self, memory: Memory, verified: Verified, *step: Any, **how: Any) -> None:
+    def __init__(self, memory: StateMemory, verified: Verified, *step: Any, **how: Any) -> None:
         super().__init__(memory, verified, *step, **how)
         assert isinstance(verified.crossing, Crossing)
         self.crossing = verified.crossing

@@ -15,7 +15,7 @@ from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.schedules.builders import AnySchedule
@@ -85,7 +85,7 @@ class Programs:
 
     # ---- kept
 
-    def get(self, memory: Memory, microbatches: int, shapes: Hashable = None) -> Verified | None:
+    def get(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Verified | None:
         """The program for `memory`, None before its first step. All ranks ask alike.
 
         shapes: of the batch, for which alone a step is cut into stages; None without stages
@@ -104,14 +104,14 @@ class Programs:
             return self._kept.get((memory.key, microbatches, shapes))
         return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
 
-    def learn(self, memory: Memory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
+    def learn(self, memory: StateMemory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
         """Builds the program for a complete trace, before its first step; across stages with `crossing`, on a batch of
         these `shapes`."""
         found = self.build(trace, memory.comms.stage, crossing)
         self._keep(found, memory, shapes)
         return found
 
-    def _keep(self, found: Verified, memory: Memory, shapes: Hashable = None) -> None:
+    def _keep(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
         agree(found.whole, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):

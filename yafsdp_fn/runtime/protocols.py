@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from yafsdp_fn.communication.streams import Event, Work
-from yafsdp_fn.nn.linear import Place
+from yafsdp_fn.nn.linear import GradSlot
 from yafsdp_fn.program.ops import Backward, Forward, Op
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.updates import StepUpdates
@@ -71,7 +71,7 @@ class Replays(Protocol):
         self,
         visit: Any,
         op: Backward,
-        places: Sequence[Place],
+        places: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],

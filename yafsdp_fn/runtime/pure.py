@@ -10,10 +10,10 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.nn.linear import DESTINATION, Task, destination
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.graph_walks import Watch
+from yafsdp_fn.runtime.graph_walks import TensorWatch
 from yafsdp_fn.runtime.visit import BlockCall, address_of
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
@@ -131,7 +131,7 @@ def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]
     """Makes writes to the destinations of `leaves` count in the run of autograd from `roots` that follows."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
-    task = Task(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    task = AutogradRun(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
     for here in found:
         here.task = task
     try:
@@ -219,7 +219,7 @@ def outputs(call: BlockCall) -> Sequence[Tensor]:
         versions = [leaf._version for leaf in leaves]
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
-            watch = Watch([*(leaf for unit in weights for leaf in unit), *args], call.name)
+            watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
         if versions != [leaf._version for leaf in leaves]:  # at world size 1 the weights are the shards themselves

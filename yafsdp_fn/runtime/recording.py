@@ -23,7 +23,7 @@ from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
-class Recording(Visits):
+class CallRecording(Visits):
     """Runs a call of a loss in place of a session; knows the visits afterwards.
 
     differentiates: visits without grad are no part of the trace

@@ -20,14 +20,14 @@ from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, destination
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.memory import Memory, Shards
+from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.visit import address_of
 
 Views = dict[tuple[int, int], Any]
 """Views of a unit in a slot, by (slot, unit)."""
 
 
-class Bound(NamedTuple):
+class BoundOp(NamedTuple):
     """An op bound to a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
     gradients that it writes or reduces; `(unit, slot, source)` of the weights that it puts into slots, where source is
     the slot that it has them from, None where it gathers them."""
@@ -42,14 +42,14 @@ class Bound(NamedTuple):
 
 
 def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
-    """`Bound.fills` of an op."""
+    """`BoundOp.fills` of an op."""
     filled = ops.filled(op)
     read = ops.weight_slots(op, "reads") if filled else []
     sources = {unit: slot for slots in read for (unit, _), slot in zip(filled, slots, strict=True)}
     return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
 
 
-def acquire(memory: Memory) -> "Slots":
+def acquire(memory: StateMemory) -> "Slots":
     """Returns slots for a session."""
     idle: list[Slots] = memory.idle
     return idle.pop() if idle else Slots(memory)
@@ -64,10 +64,10 @@ class Slots:
     carries: the content of carry slots, if the program has any: `StepHooks.carries`
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory: Memory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
+    def __init__(self, memory: StateMemory) -> None:
+        self.memory: StateMemory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
         self.number = object()
-        self.bound: dict[tuple[type[Op], Op], Bound] = {}
+        self.bound: dict[tuple[type[Op], Op], BoundOp] = {}
         self.carries: Any = None
         self._reserved: Program | None = None
         self._carried: dict[int, int] = {}  # of the program it is reserved for

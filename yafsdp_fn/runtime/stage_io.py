@@ -18,7 +18,7 @@ from yafsdp_fn.program.split import LINE, Parcel
 from yafsdp_fn.program.text import describe_parcel
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
@@ -35,7 +35,7 @@ from yafsdp_fn.util.randomness import in_step
 # between visits runs on them as on others. What it makes of them is elsewhere, too.
 
 
-class Piece(NamedTuple):
+class MessagePiece(NamedTuple):
     """A tensor of a parcel, and where it lies in it, in bytes. grad: whether it has a gradient that comes back"""
 
     start: int
@@ -108,13 +108,13 @@ class Crossing:
         mode = PlaceholderMode(allow_non_fake_inputs=True)
         self.placeholders = [Placeholder(result, mode) for result in found.results]
         self.place: dict[tuple[int, int], tuple[int, int]] = {}
-        self._pieces: list[list[Piece]] = []
+        self._pieces: list[list[MessagePiece]] = []
         for flow, tensors in enumerate(crossing(trace)):
-            start, pieces = 0, list[Piece]()
+            start, pieces = 0, list[MessagePiece]()
             for takers in tensors:
                 self.place |= {(visit, argument.place): (flow, len(pieces)) for visit, argument in takers}
                 a = takers[0][1]
-                pieces.append(Piece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
+                pieces.append(MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
                 start += round_up(a.nbytes, LINE)
             self._pieces.append(pieces)
         if not trace.loss_of:
@@ -125,7 +125,7 @@ class Crossing:
         self._home(mean, found.made, "the loss")
         self.aux = [self._home(node, found.made, "aux") for node in nodes]
 
-    def pieces(self, parcel: Parcel) -> list[Piece]:
+    def pieces(self, parcel: Parcel) -> list[MessagePiece]:
         """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
         return [piece for piece in self._pieces[parcel.flow] if piece.grad or not parcel.back]
 
@@ -175,7 +175,7 @@ def shapes(tree: Any) -> Hashable:
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
 
 
-def crossing_of(arguments: Arguments, memory: Memory, programs: Programs) -> Crossing:
+def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -> Crossing:
     """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
 
     What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
@@ -242,8 +242,8 @@ class MessageBuffers:
 
     crossing: Crossing
 
-    def __init__(self, memory: Memory, number: object) -> None:
-        self._memory: Memory = weakref.proxy(memory)  # as slots have it
+    def __init__(self, memory: StateMemory, number: object) -> None:
+        self._memory: StateMemory = weakref.proxy(memory)  # as slots have it
         self._number = number
         self._slots: dict[int, Tensor] = {}
         self._reserved: Crossing | None = None  # a crossing has one program

@@ -23,7 +23,7 @@ from yafsdp_fn.params.tree import Tree, register_node, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.consistency import optimizer
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 
 
 class NoOptimizer(NamedTuple):
@@ -49,7 +49,7 @@ class ShardedState:
     opt_state: Tree
     step: int
     seed: int
-    memory: Memory
+    memory: StateMemory
     generation: int = 0
     program: Program | None = dataclasses.field(default=None, compare=False)
     unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, compare=False)
@@ -121,7 +121,7 @@ class ShardedState:
     def __deepcopy__(self, memo: object) -> "ShardedState":
         return self.copy()  # the mesh is shared, not copied
 
-    def over(self, memory: Memory, opt_state: Tree) -> "ShardedState":
+    def over(self, memory: StateMemory, opt_state: Tree) -> "ShardedState":
         """Returns this step and seed over `memory` as it is now."""
         params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
         return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
@@ -141,7 +141,7 @@ class _Static:
 
     seed: int
     step: int = dataclasses.field(compare=False)
-    memory: Memory = dataclasses.field(compare=False)
+    memory: StateMemory = dataclasses.field(compare=False)
     generation: int = dataclasses.field(compare=False)
     program: Program | None = dataclasses.field(compare=False)
 
@@ -153,12 +153,12 @@ register_node(
 )
 
 
-def memory_of(found: Sequence[Sharded]) -> Memory:
+def memory_of(found: Sequence[Sharded]) -> StateMemory:
     """The memory whose own leaves these handles hold; if leaves were replaced, a new memory with copies of them."""
     if not found:
         raise TypeError("expected the params of a sharded state, found no sharded leaves")
     first, memory = found[0], found[0].check().owner
-    if not isinstance(memory, Memory):
+    if not isinstance(memory, StateMemory):
         raise TypeError(f"{first.entry.name!r} is no parameter of a state: it has no memory that a step could use")
     for index, handle in enumerate(found):
         if handle.check().owner is not memory:

@@ -20,7 +20,7 @@ from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.graph_walks import saved_by
-from yafsdp_fn.runtime.measuring import LiveBytes, Measured, measure, noting, outline
+from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting, outline
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.visit import BlockCall, movable
@@ -136,7 +136,7 @@ class Tracer:
         self._since = 0  # bytes beside visits when the last one ended
         self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number, and what it stands for in a real step
         self._count = itertools.count()
-        self._seen: dict[Any, Measured] = {}
+        self._seen: dict[Any, BodyCosts] = {}
         self._saved: list[set[int]] = []  # numbers: by the graph of each visit, and by the loss beside them
         self._saved_beside: set[int] = set()
         self.called: list[tuple[AxisCollective, bool]] = []  # by the loss since the last visit, see `noting`

@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import DESTINATION, Destination, Place, Task, destination
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, GradSlot, destination
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
@@ -29,8 +29,8 @@ from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, tran
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
 #
-# A `Row` among the arguments marks the weights of a unit, or of one layer of a stack. Rows and tensors are taken out,
-# so that autograd sees flat tensors, and put back when the block runs.
+# A `HandleWeights` among the arguments marks the weights of a unit, or of one layer of a stack. These and tensors are
+# taken out, so that autograd sees flat tensors, and put back when the block runs.
 
 
 class Rows:
@@ -57,7 +57,7 @@ class Rows:
                 raise errors.partial_stack(group.name, leaf, layers)
 
 
-class Row:
+class HandleWeights:
     """The weights of one visit to a handle. units: `(id, group)` pairs"""
 
     __slots__ = ("handle", "layer", "rows", "units")
@@ -83,17 +83,17 @@ class Row:
         return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in self.units})
 
 
-def rows_of(handle: Sharded) -> list[Row]:
+def rows_of(handle: Sharded) -> list[HandleWeights]:
     """Returns the weights of each layer, for the visits of one scan; of one visit, if the handle is no stack."""
     rows = Rows(handle)
-    return [Row(rows, layer) for layer in range(handle.entry.length or 1)]
+    return [HandleWeights(rows, layer) for layer in range(handle.entry.length or 1)]
 
 
-class Argument:
+class ArgumentPosition:
     """Marks a tensor's position among the arguments."""
 
 
-ARGUMENT: Any = Argument()
+ARGUMENT: Any = ArgumentPosition()
 
 
 def split_tensors(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
@@ -126,7 +126,7 @@ class TensorCall:
         for leaf in self._template:
             if leaf is ARGUMENT:
                 leaf = next(arguments)
-            elif isinstance(leaf, Row):
+            elif isinstance(leaf, HandleWeights):
                 assert by_unit is not None
                 leaf = leaf.weights(by_unit)
             args.append(leaf)
@@ -163,10 +163,10 @@ class BlockCall(TensorCall):
         super().__init__(block, leaves, spec)
         self.name, self.block, self.first = name, block, first
         self._carries, self._code = carries, signature
-        self.rows: list[Row] = []
-        self.of_unit: dict[int, tuple[Group, Row]] = {}
+        self.rows: list[HandleWeights] = []
+        self.of_unit: dict[int, tuple[Group, HandleWeights]] = {}
         for leaf in leaves:
-            if isinstance(leaf, Row):
+            if isinstance(leaf, HandleWeights):
                 self.rows.append(leaf)
                 for unit, group in leaf.units:
                     self.of_unit.setdefault(unit, (group, leaf))
@@ -199,13 +199,17 @@ class BlockCall(TensorCall):
     @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
-        others = tuple(repr(leaf) for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
+        others = tuple(
+            repr(leaf) for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights)
+        )
         return self._code, self._spec, others
 
     @property
     def code(self) -> tuple[Any, ...]:
         """The block and its arguments, without tensors and weights."""
-        return self._code, *(leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, Row))
+        return self._code, *(
+            leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights)
+        )
 
     @property
     def form(self) -> Hashable:
@@ -282,7 +286,7 @@ def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
     return found
 
 
-def open_all(uses: Uses, places: Sequence[Place], task: Task) -> None:
+def open_all(uses: Uses, places: Sequence[GradSlot], task: AutogradRun) -> None:
     """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
     for unit, place in zip(uses, places, strict=True):
         for gap in () if place.add else place.views.gaps:
@@ -296,7 +300,7 @@ def open_all(uses: Uses, places: Sequence[Place], task: Task) -> None:
                     found.state = "written" if place.add else "free"
 
 
-def close_all(uses: Uses, places: Sequence[Place], grads: Sequence[Tensor | None]) -> None:
+def close_all(uses: Uses, places: Sequence[GradSlot], grads: Sequence[Tensor | None]) -> None:
     """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
     found_grads = iter(grads)
     views: list[Tensor] = []
@@ -339,7 +343,7 @@ class Later:
         self._writes: list[Callable[[], None]] = []
         self._fresh: Sequence[Tensor | None] = ()
 
-    def open(self, uses: Uses, task: Task) -> None:
+    def open(self, uses: Uses, task: AutogradRun) -> None:
         """Starts keeping the products that are gradients of leaves, in `task`."""
         self._uses = uses
         keep = partial(_keep, self._writes, self._slots)
@@ -352,9 +356,9 @@ class Later:
         for found, _ in self._all():
             found.later = found.task = None
 
-    def write(self, places: Sequence[Place]) -> None:
+    def write(self, places: Sequence[GradSlot]) -> None:
         """Runs the second half: writes the gradients to `places`."""
-        open_all(self._uses, places, Task(()))
+        open_all(self._uses, places, AutogradRun(()))
         for write in self._writes:
             write()
         close_all(self._uses, places, self._fresh)
@@ -420,7 +424,7 @@ class Running:
         self.asked: Asked | None = None
         self.uses: Uses = ()
         self._done = False
-        self._places: Sequence[Place] = ()
+        self._places: Sequence[GradSlot] = ()
         self._later: Later | None = None
 
     def forward(self) -> list[Tensor]:
@@ -491,7 +495,7 @@ class Running:
 
     # ---- without a graph until the backward
 
-    def run(self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[Place] = ()) -> LocalGraph:
+    def run(self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()) -> LocalGraph:
         """Runs the block; with `track`, under a graph of its own.
 
         early: gradient slots of its trained units, if they may be written before its backward begins
@@ -516,7 +520,7 @@ class Running:
     def gradients(
         self,
         op: Backward,
-        places: Sequence[Place],
+        places: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
@@ -555,7 +559,7 @@ class Running:
         smooth = len(wanted)
         for unit_leaves in trained:
             wanted += unit_leaves
-        self.open(Task(roots))
+        self.open(AutogradRun(roots))
         fresh: Outs = [None] * len(wanted)
         if roots and wanted:
             fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
@@ -599,7 +603,7 @@ class Running:
             return replays.gradients(self, op, self._places, tensors, needs, grads)
         return self.gradients(op, self._places, tensors, needs, grads)
 
-    def open(self, task: Task) -> None:
+    def open(self, task: AutogradRun) -> None:
         """Opens the destinations of the weights' gradients, in the run of autograd `task`."""
         if self._later is not None:
             self._later.open(self.uses, task)
@@ -615,7 +619,7 @@ class Running:
             close_all(self.uses, self._places, fresh)
 
 
-def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[Place]) -> None:
+def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[GradSlot]) -> None:
     """Lets blocks write gradients of `leaves`, by unit, before their backward begins, in slots that are empty."""
     for unit_leaves, place in zip(leaves, places, strict=False):
         if not place.add:
@@ -673,7 +677,7 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.closes
         running.begin_backward()
-        running.open(Task((), now=True))
+        running.open(AutogradRun((), now=True))
         return None, None, *grads
 
 

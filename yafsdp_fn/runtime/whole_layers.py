@@ -13,12 +13,12 @@ from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import part_at_home
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
 from yafsdp_fn.program.ops import Buffer
-from yafsdp_fn.runtime.memory import Memory
+from yafsdp_fn.runtime.memory import StateMemory
 
 # ---- Iterates over whole layers without autograd: the gather of the next overlaps with the use of this one.
 
 
-def whole_layers(memory: Memory, stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
+def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
     """Yields, for each layer, the whole weights of every stack in the dtype of its leaves. They are valid until the
     next one.
 
@@ -165,7 +165,7 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
             )
         return stacked([f(*layers) for layers in zip(*columns, strict=True)])
     memory = stack.owner
-    if not isinstance(memory, Memory):
+    if not isinstance(memory, StateMemory):
         raise TypeError(f"map_whole_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
     with memory.comms.guarded(f"map_whole_layers of {stack.entry.name}"):
         return _sharded(f, memory, stack, rest)
@@ -186,7 +186,7 @@ def _must_be_stack(tree: Tree) -> None:
             )
 
 
-def _sharded(f: Callable[..., Tree], memory: Memory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
+def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
     stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
     for other in stacks:
         if other.check().entry.length is None:

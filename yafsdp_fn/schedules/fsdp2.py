@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # programs are built where there is no torch
     from yafsdp_fn.util.torch_private import FsdpGroup
 
 
-class Group(NamedTuple):
+class WrappedUnits(NamedTuple):
     """Units that are gathered and reduced together.
 
     reshard: whether they are freed after their forward; a number: kept by as many ranks, and gathered from these
@@ -114,7 +114,9 @@ def _visited(trace: Trace) -> list[int]:
     return [*dict.fromkeys(unit for visit in trace.visits for unit in visit.units)]
 
 
-def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None) -> list[Group]:
+def groups_of(
+    trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None
+) -> list[WrappedUnits]:
     """The groups that settings make of a trace's units, in the order of their visits."""
     modules: dict[str, list[int]] = {}  # what is split over an axis inside of blocks is a unit of the same module
     for unit in _visited(trace):
@@ -124,12 +126,12 @@ def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch:
     if wrap == "layers":
         whole = tuple(unit for units in outside for unit in units)
         groups = [
-            *[Group(whole, False)] * bool(whole),
-            *[Group(units, reshard) for units in each if units not in outside],
+            *[WrappedUnits(whole, False)] * bool(whole),
+            *[WrappedUnits(units, reshard) for units in each if units not in outside],
         ]
     else:
         held = each[-1] if each and each[-1] in outside else None
-        groups = [Group(units, reshard if units != held else False) for units in each]
+        groups = [WrappedUnits(units, reshard if units != held else False) for units in each]
     if prefetch is None:
         return groups
     count = range(len(groups))
@@ -142,7 +144,7 @@ def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch:
     ]
 
 
-def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
+def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[WrappedUnits]:
     """The groups that hold the parameters of the trace's units, in the order of its visits."""
     of = {name: number for number, group in enumerate(found) for name in group.parameters}
     units: dict[int, list[int]] = {}
@@ -164,7 +166,7 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
         return tuple(number[group] for group in groups if group in number)
 
     return [
-        Group(tuple(own), of.reshard, listed(of.forward), listed(of.backward) or None, of.stays)
+        WrappedUnits(tuple(own), of.reshard, listed(of.forward), listed(of.backward) or None, of.stays)
         for of, own in ((found[at], own) for at, own in units.items())
     ]
 
@@ -172,7 +174,9 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[Group]:
 # ---- ops
 
 
-def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool = False, hold: bool = False) -> Program:
+def program_of(
+    trace: Trace, groups: list[WrappedUnits], remat: Remat, *, defer: bool = False, hold: bool = False
+) -> Program:
     """The program of groups. hold: none is freed after its backward"""
     if isinstance(remat, Offloading):
         raise ValueError(
@@ -184,11 +188,11 @@ def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool =
             f"fsdp2: {kept} ranks keep weights after forward, on the mesh {dict(trace.mesh)}: build the state on "
             f"ya.mesh(local={kept})"
         )
-    dry, recompute = _Builder(trace, groups, defer, hold, None), remat(trace)
+    dry, recompute = _Fsdp2Builder(trace, groups, defer, hold, None), remat(trace)
     for i in () if hold else range(len(trace.order)):
         dry.gather(i)
         dry.free(i)
-    builder = _Builder(trace, groups, defer, hold, max(2, dry.most))
+    builder = _Fsdp2Builder(trace, groups, defer, hold, max(2, dry.most))
     for i, now in enumerate(trace.order):
         builder.gather(i)
         builder.ops.append(op_of(now, trace, builder.slots, builder.grad_slots, recompute))
@@ -197,14 +201,14 @@ def program_of(trace: Trace, groups: list[Group], remat: Remat, *, defer: bool =
     return Program(trace, (*builder.ops, *sums_over_stages(trace)))
 
 
-class _Builder:
+class _Fsdp2Builder:
     """The ops so far, and what is gathered.
 
     width: slots, or sets of slots, that take turns; None: every unit has its own
     most: of the groups that take turns, how many were gathered at once
     """
 
-    def __init__(self, trace: Trace, groups: list[Group], defer: bool, hold: bool, width: int | None) -> None:
+    def __init__(self, trace: Trace, groups: list[WrappedUnits], defer: bool, hold: bool, width: int | None) -> None:
         self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
         visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]

@@ -5,7 +5,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program.events import Event, play
+from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, Parcel, Split
@@ -52,7 +52,7 @@ def gives(split: Split, call: Call) -> tuple[Parcel, ...]:
     return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
 
 
-class Times(NamedTuple):
+class PlayedTimes(NamedTuple):
     """A run of stages' lists, without calls and messages that never come.
 
     begins: of each call, by stage; sent: parcel -> when its message was
@@ -64,7 +64,7 @@ class Times(NamedTuple):
     made: dict[Parcel, tuple[float, int, int]]
 
 
-def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> Times:
+def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> PlayedTimes:
     """Runs lists, by default in unit time, with as many carry slots as there could be: a call begins when the one
     before it is over, and there is all that it takes.
 
@@ -78,25 +78,25 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     ]
     comes, partners = _sources(split, places, messages)
     never = len(places)
-    travels: list[Event] = []
+    travels: list[StageEvent] = []
     if pace.message and not messages:
         for parcel, source in comes.items():
             if split.crosses(parcel):
                 comes[parcel] = never + 1 + len(travels)
-                travels.append(Event(-1, f"{parcel}", [source], (("latency", pace.message),)))
+                travels.append(StageEvent(-1, f"{parcel}", [source], (("latency", pace.message),)))
     before: dict[int, int] = {}  # stage -> its last call
-    events: list[Event] = []
+    events: list[StageEvent] = []
     for number, (stage, item, _) in enumerate(places):
         if isinstance(item, Call):
             waits = [comes.get(parcel, never) for parcel in takes(split, item)]
-            events.append(Event(stage, "compute", waits, (("compute", pace.call(item)),)))
+            events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
             before[stage] = number
         else:
             waits = [before[stage]] if stage in before else []
             waits += [] if number in partners else [never]
-            events.append(Event(stage, item.stream, waits, partner=partners.get(number)))
-    events += [Event(-1, "never", [never]), *travels]
-    found = Times([[] for _ in lists], {}, {})
+            events.append(StageEvent(stage, item.stream, waits, partner=partners.get(number)))
+    events += [StageEvent(-1, "never", [never]), *travels]
+    found = PlayedTimes([[] for _ in lists], {}, {})
     for (stage, item, given), time in zip(places, play(events)[:never], strict=True):
         if time is not None and isinstance(item, Call):
             found.begins[stage].append(time.start)

@@ -60,7 +60,7 @@ class Kernel(NamedTuple):
     name: str
 
 
-class Recording(NamedTuple):
+class ProfiledStep(NamedTuple):
     """A step, in microseconds. ranges: by their beginnings; kernels: by when they were launched"""
 
     start: float
@@ -148,7 +148,7 @@ class Timed(NamedTuple):
         return self.ts + self.dur
 
 
-def _recorded(timed: Sequence[Timed], step: int | None) -> Recording:
+def _recorded(timed: Sequence[Timed], step: int | None) -> ProfiledStep:
     """One step of what the host and a GPU did."""
     host = [e for e in timed if e.cat in OF_HOST and e.name.startswith("FSDP::")]
     steps = {int(e.name[len(STEP) :]): e for e in timed if NUMBERED.fullmatch(e.name) and not e.cat.startswith("gpu")}
@@ -169,7 +169,7 @@ def _recorded(timed: Sequence[Timed], step: int | None) -> Recording:
     ran = [e for e in timed if e.cat == KERNEL and e.correlation is not None and e.correlation in launches]
     kernels = [Kernel(launches[e.correlation], e.ts, e.end, e.name) for e in ran]
     inside = [kernel for kernel in kernels if start <= kernel.launched < end]
-    return Recording(start, end, sorted(ranges), sorted(inside))
+    return ProfiledStep(start, end, sorted(ranges), sorted(inside))
 
 
 def _unpacked(path: Path) -> bytes:
@@ -220,7 +220,7 @@ def _event(place: str, event: Any) -> Timed | None:
 # ---- each op of the program, and when the host did it
 
 
-def _windows(found: Recording, program: Program) -> dict[int, Window]:
+def _windows(found: ProfiledStep, program: Program) -> dict[int, Window]:
     """Op -> when the host did it.
 
     Modules are known by their order: the first that is gathered is the program's first group of units. The n-th time

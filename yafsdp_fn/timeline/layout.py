@@ -153,7 +153,7 @@ class Bar(NamedTuple):
     op: int | None = None
 
 
-class Row(NamedTuple):
+class BoxRow(NamedTuple):
     """Boxes on one line. top: from the upper edge; name, aside: to the left and to the right of it; large: the name"""
 
     name: str
@@ -183,8 +183,8 @@ class Layout(NamedTuple):
     words: str
     height: float
     wanted: float
-    rows: tuple[Row, ...]
-    path: tuple[tuple[Row, float, float], ...]
+    rows: tuple[BoxRow, ...]
+    path: tuple[tuple[BoxRow, float, float], ...]
     legend: tuple[Sample, ...]
 
 
@@ -195,11 +195,11 @@ def _runs(spans: Iterable[Span], place: Callable[[Span], T]) -> Iterator[tuple[T
         yield at, first.start, (others or [first])[-1].end
 
 
-def _inside(spans: Spans, row: Row) -> Row:
+def _inside(spans: Spans, row: BoxRow) -> BoxRow:
     """The collectives of blocks, at the foot of a row of computes."""
     bars = tuple(Bar("inside", each.start, each.end, INSIDE, each.name) for each in spans.inside)
     low = 0.3 * row.height
-    return Row("", row.top + row.height - low, low, bars, stage=row.stage)
+    return BoxRow("", row.top + row.height - low, low, bars, stage=row.stage)
 
 
 # ---- The layout of one stage.
@@ -220,8 +220,8 @@ REASONS = {
 def of_stage(timeline: Spans) -> Layout:
     """Lanes of streams, and rows of slots below them."""
     palette = Palette(timeline.trace)
-    rows: list[Row] = []
-    lanes: dict[str, Row] = {}
+    rows: list[BoxRow] = []
+    lanes: dict[str, BoxRow] = {}
     top = 0.0
     for stream in timeline.streams:
         bars = [palette.box(span) for span in timeline.on(stream)]
@@ -230,9 +230,9 @@ def of_stage(timeline: Spans) -> Layout:
             bars = [*_gaps(timeline, palette), *_computes(timeline, palette)]
             height = COMPUTE
             for name, strip in _strips(timeline, palette):
-                rows.append(Row(name, top, STRIP, tuple(strip)))
+                rows.append(BoxRow(name, top, STRIP, tuple(strip)))
                 top += STRIP + 0.02
-        lanes[stream] = Row(stream, top, height, tuple(bars), large=True)
+        lanes[stream] = BoxRow(stream, top, height, tuple(bars), large=True)
         rows.append(lanes[stream])
         if stream == "compute":
             rows.append(_inside(timeline, lanes[stream]))
@@ -285,13 +285,13 @@ def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, list[Bar]]
             yield name, [bar._replace(short=bar.text.rpartition(".")[2]) for bar in bars]
 
 
-def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: bool) -> Iterator[Row]:
+def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: bool) -> Iterator[BoxRow]:
     """Yields a row per slot that is used; thin ones under one name where there are many."""
     numbers = sorted({each.slot for each in held})
     many = len(numbers) > MANY_SLOTS
     height, gap = (BLOCK / len(numbers), 0.0) if many else (SLOT, 0.03)
     if many:
-        yield Row(f"{len(numbers)} {name}s", top, BLOCK)
+        yield BoxRow(f"{len(numbers)} {name}s", top, BLOCK)
     for k, slot in enumerate(numbers):
         own = [each for each in held if each.slot == slot]
         units = [palette.trace.units[each.unit] for each in own]
@@ -300,10 +300,10 @@ def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: 
             for each, unit in zip(own, units, strict=True)
         ]
         bars += [Bar("filling", each.start, each.ready, WHITE) for each in own if each.ready > each.start]
-        yield Row("" if many else f"{name} {slot}", top + k * (height + gap), height, tuple(bars))
+        yield BoxRow("" if many else f"{name} {slot}", top + k * (height + gap), height, tuple(bars))
 
 
-def _legend(timeline: Spans, palette: Palette, rows: Sequence[Row]) -> Iterator[Sample]:
+def _legend(timeline: Spans, palette: Palette, rows: Sequence[BoxRow]) -> Iterator[Sample]:
     """Yields what is to be explained."""
     bars = [bar for row in rows for bar in row.bars]
     kinds = {bar.kind for bar in bars}
@@ -344,8 +344,8 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
     thin = [name for name, (streams, _) in THIN.items() if used & set(streams)]
     several, tall = timeline.stage_count > 1, TALL * squeezed
     pitch = tall + THIN_ROW * len(thin) + BETWEEN * squeezed
-    computes: list[Row] = []
-    rows: list[Row] = []
+    computes: list[BoxRow] = []
+    rows: list[BoxRow] = []
     most = 0
     for stage, part in enumerate(timeline.parts):
         gaps = [gap for gap in timeline.idle_of(stage) if gap.why != "overhead"]
@@ -354,13 +354,13 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
         most = max(most, len(calls))
         aside = f"{part.compute_s / (timeline.seconds or 1.0):.0%}"
         name, top = f"stage {stage}" if several else "compute", stage * pitch
-        computes.append(Row(name, top, tall, (*waits, *calls), True, aside, stage))
+        computes.append(BoxRow(name, top, tall, (*waits, *calls), True, aside, stage))
         rows += [computes[-1], _inside(part, computes[-1])]
         for number, kind in enumerate(thin):
             streams, colour = THIN[kind]
             spans = [span for stream in streams for span in part.on(stream) if span.seconds]
             bars = tuple(Bar("thin", span.start, span.end, colour, op=span.number) for span in spans)
-            rows.append(Row("", top + tall + THIN_ROW * number + 0.01, THIN_ROW - 0.01, bars, stage=stage))
+            rows.append(BoxRow("", top + tall + THIN_ROW * number + 0.01, THIN_ROW - 0.01, bars, stage=stage))
     lost = f"bubble {timeline.bubble:.1%}, over all stages" if several else f"compute idle {timeline.bubble:.1%}"
     words = f"step {shown(timeline.seconds)}, {lost}: {idle(timeline)}"
     on_path = (span for span in timeline.critical_path() if span.stream == "compute")
@@ -397,7 +397,7 @@ def _calls(part: Spans) -> list[Bar]:
     return found
 
 
-def _legend_of_stages(rows: Sequence[Row], segments: int) -> tuple[Sample, ...]:
+def _legend_of_stages(rows: Sequence[BoxRow], segments: int) -> tuple[Sample, ...]:
     """Explains the colours that are in some row."""
     shades = [tuple(shade(kind, number, segments) for number in range(segments)) for kind in CALLS]
     samples = [Sample(words, colours) for words, colours in zip(KINDS, shades, strict=True)]

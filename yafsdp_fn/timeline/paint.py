@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from yafsdp_fn.timeline.layout import Bar, Layout, Row, Sample, of_stage, of_stages
+from yafsdp_fn.timeline.layout import Bar, BoxRow, Layout, Sample, of_stage, of_stages
 from yafsdp_fn.timeline.spans import Spans
 from yafsdp_fn.timeline.text import unit_of
 
@@ -211,7 +211,7 @@ class Panel:
         how = {"xycoords": self.axes.get_yaxis_transform(), "textcoords": "offset points", "annotation_clip": False}
         self.axes.annotate(text, (x, y), points, **how, **options)
 
-    def _row(self, row: Row) -> None:
+    def _row(self, row: BoxRow) -> None:
         middle = row.top + row.height / 2
         if row.name:
             size = TEXT + 1 if row.large else SMALL + 0.5
@@ -234,7 +234,7 @@ class Panel:
             place = {"ha": "center", "va": "center_baseline", "zorder": 6}
             self.axes.text(x, middle, label.text, bbox=box, fontsize=size, **how, **place)
 
-    def _boxes(self, row: Row, bars: Sequence[Bar], **style: Any) -> None:
+    def _boxes(self, row: BoxRow, bars: Sequence[Bar], **style: Any) -> None:
         if not bars:
             return
         # a white edge tells neighbours apart; it must not cover what is thin, nor may that be moved to whole pixels

@@ -27,7 +27,7 @@ from yafsdp_fn.timeline.timeline import Timeline
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class OpRun:
     """One op of a step under way. number: its place in the program; it has no times if there was nothing to do.
 
     mark: reads the clock; inside: name, beginning and end of the collectives of its block
@@ -86,12 +86,12 @@ class Recorder:
         self._title = ""
         self._mark: Callable[[], Any] = _cuda_mark if cuda else time.perf_counter
         self._origin: Any = self._mark()
-        self._runs: list[Run] = []
+        self._runs: list[OpRun] = []
         self._trace: Trace | None = None
 
-    def issue(self, op: Op, number: int | None = None) -> Run:
+    def issue(self, op: Op, number: int | None = None) -> OpRun:
         """The next op, which has not begun. number: below zero, of a gather of what a slot should have held already"""
-        self._runs.append(Run(next(self._numbers) if number is None else number, op, self._mark))
+        self._runs.append(OpRun(next(self._numbers) if number is None else number, op, self._mark))
         return self._runs[-1]
 
     def finish(self, trace: Trace, rank: str) -> None:
@@ -100,7 +100,7 @@ class Recorder:
         for recording in self._recordings:
             recording.steps.append(self)
 
-    def issue_late(self, op: Op) -> Run | None:
+    def issue_late(self, op: Op) -> OpRun | None:
         """Issues an update outside of the step's program; None where the recording is over."""
         return self.issue(op) if any(recording.goes_on for recording in self._recordings) else None
 
@@ -132,7 +132,7 @@ class Recorder:
         return float(self._origin.elapsed_time(mark)) / 1e3
 
 
-def _causes(runs: Sequence[Run], ends: Sequence[float], host_computes: bool) -> list[int | None]:
+def _causes(runs: Sequence[OpRun], ends: Sequence[float], host_computes: bool) -> list[int | None]:
     """The cause of each run: the number of the last to end of what it waited for and the one before it on its stream.
 
     host_computes: the thread that issues also computes: nothing is issued before the compute ahead of it has ended

@@ -91,7 +91,7 @@ class Idle(NamedTuple):
         return self.why not in ("host", "end", "overhead", "drain")
 
 
-class Crossing(NamedTuple):
+class StageTraffic(NamedTuple):
     """The messages of a rank of stage `source` to its like on stage `target` in a step. link: "node" or "network" """
 
     source: int
@@ -107,7 +107,7 @@ class _Fields(NamedTuple):
     seconds: float
     title: str
     overhead: float = 0.0
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[StageTraffic, ...] = ()
 
 
 class Spans(_Fields):

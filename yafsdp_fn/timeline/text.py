@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from yafsdp_fn.program.trace import shortened
-from yafsdp_fn.timeline.spans import Crossing, Span, Spans, by_reason, kind, sums
+from yafsdp_fn.timeline.spans import Span, Spans, StageTraffic, by_reason, kind, sums
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -87,6 +87,6 @@ def idle(timeline: Spans, stage: int | None = None) -> str:
     return longest(waits) or "never"
 
 
-def _crossing(crossing: Crossing) -> str:
+def _crossing(crossing: StageTraffic) -> str:
     source, target, link, messages, nbytes = crossing
     return f"  {f'stage {source} -> {target}':<16}{messages} messages, {nbytes / 2**30:.2f} GiB a rank, over the {link}"

@@ -22,7 +22,7 @@ from yafsdp_fn.util.schema import Within, typed_at
 Seconds = Annotated[float, Within(0, 1e300)]
 
 
-class Part(NamedTuple):
+class InsideRecord(NamedTuple):
     """A collective in a block, as `Inside`."""
 
     start: Seconds
@@ -38,7 +38,7 @@ class Ran(NamedTuple):
     start: Seconds
     end: Seconds
     cause: int | None
-    inside: tuple[Part, ...] = ()
+    inside: tuple[InsideRecord, ...] = ()
 
 
 class Kept(NamedTuple):
@@ -67,7 +67,7 @@ def _spans(kept: Kept, ops: Sequence[Op]) -> Iterator[Span]:
         yield Span(ran.number, op, ran.stream, ran.start, ran.end, ran.cause, inside=inside)
 
 
-def _check_within(place: str, what: Ran | Part, start: float, end: float) -> None:
+def _check_within(place: str, what: Ran | InsideRecord, start: float, end: float) -> None:
     if not start <= what.start <= what.end <= end:
         raise ValueError(f"{place}: it lasts from {what.start} to {what.end} s, in what lasts from {start} to {end} s")
 

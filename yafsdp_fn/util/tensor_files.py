@@ -1,6 +1,6 @@
 """Directories of safetensors files, one file or several with an index: read by name. `tensor_writer.py` writes them.
 
-stored = scan_directory(directory)             # headers only: {name: Stored(name, file, shape, kind)}
+stored = scan_directory(directory)             # headers only: {name: StoredTensor(name, file, shape, kind)}
 stored["model.norm.weight"].read()             # that tensor and nothing else
 """
 
@@ -22,7 +22,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its location, and the header's description of it."""
 
     name: str
@@ -53,10 +53,10 @@ class Stored:
             return tensor
 
 
-def scan_directory(directory: Path) -> dict[str, Stored]:
+def scan_directory(directory: Path) -> dict[str, StoredTensor]:
     """Describes every tensor in `directory`, from headers alone: shapes, dtypes and offsets are checked against the
     lengths of the files. Raises if a file is missing, cut short or damaged."""
-    out: dict[str, Stored] = {}
+    out: dict[str, StoredTensor] = {}
     for file in weight_files(directory):
         stamp = _stamp(file)
         with _open(file) as handle:
@@ -67,7 +67,7 @@ def scan_directory(directory: Path) -> dict[str, Stored]:
                         f"not of this model"
                     )
                 part = handle.get_slice(name)
-                out[name] = Stored(name, file, tuple(part.get_shape()), part.get_dtype(), stamp)
+                out[name] = StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype(), stamp)
     return out
 
 

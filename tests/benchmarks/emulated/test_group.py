@@ -18,8 +18,8 @@ from benchmarks.emulated import emulate
 from benchmarks.emulated.group import gathered, place
 from tests.benchmarks.emulated.toy import UNIT_BYTES, cluster
 from yafsdp_fn.communication import agreement
-from yafsdp_fn.communication.collectives import Group as Collectives
-from yafsdp_fn.planner.cluster import Group
+from yafsdp_fn.communication.collectives import CollectiveRanks as Collectives
+from yafsdp_fn.planner.cluster import CollectiveRanks
 
 RANKS, RANK = 4, 1
 InChild = Callable[..., Any]
@@ -229,12 +229,12 @@ def test_errors(in_child: InChild) -> None:
 @pytest.mark.parametrize(
     ("members", "where"),
     [
-        (range(8), Group(8, 8)),
-        (range(8, 12), Group(4, 4)),
-        (range(64), Group(64, 8)),
-        (range(0, 64, 8), Group(8, 1)),
-        (range(0, 64, 4), Group(16, 2)),
+        (range(8), CollectiveRanks(8, 8)),
+        (range(8, 12), CollectiveRanks(4, 4)),
+        (range(64), CollectiveRanks(64, 8)),
+        (range(0, 64, 8), CollectiveRanks(8, 1)),
+        (range(0, 64, 4), CollectiveRanks(16, 2)),
     ],
 )
-def test_where_a_group_lies_follows_from_its_global_ranks(members: range, where: Group) -> None:
+def test_where_a_group_lies_follows_from_its_global_ranks(members: range, where: CollectiveRanks) -> None:
     assert place(members, 8) == where

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.emulated.lanes import Links
 from tests.schedules.cases import SMALL, program
 from yafsdp_fn.planner.cluster import CLUSTERS, Phase
-from yafsdp_fn.planner.simulate import Task, run
+from yafsdp_fn.planner.simulate import OpTask, run
 from yafsdp_fn.program.ops import Norm
 
 
@@ -56,7 +56,7 @@ def test_the_simulation_has_the_same_model(seed: int) -> None:
     anything = program(SMALL["one unit"], "zero3")
     phase = lambda: Phase(draw.choice(("node", "network", "latency")), draw.uniform(0.1, 2.0))  # noqa: E731
     todo = [
-        Task(
+        OpTask(
             Norm(()),
             draw.choice(("gather", "reduce", "replicate")),
             (),

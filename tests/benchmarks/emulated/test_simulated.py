@@ -22,7 +22,7 @@ import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from benchmarks.emulated.group import EmulatedGroup
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
-from yafsdp_fn.planner.simulate import Task, run, tasks
+from yafsdp_fn.planner.simulate import OpTask, run, tasks
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce
 from yafsdp_fn.timeline import Timeline
 from yafsdp_fn.timeline.record import record
@@ -49,7 +49,7 @@ class Steps(NamedTuple):
 
     measured: tuple[Timeline, ...]
     simulated: Timeline
-    tasks: list[Task]
+    tasks: list[OpTask]
     meetings: int
     unmet: int
 

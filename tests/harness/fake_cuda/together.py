@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tests.harness.fake_cuda.log import HOST, Entry, Launch, Log
-from yafsdp_fn.program.events import Event, play
+from yafsdp_fn.program.events import StageEvent, play
 
 
 class Trouble(NamedTuple):
@@ -41,13 +41,13 @@ def troubles(logs: Mapping[int, Log], *, causes: str = "", retries: bool = False
 
 
 def _hangs(logs: Mapping[int, Log], causes: str, retries: bool) -> Iterator[Trouble]:
-    events: list[Event] = []
+    events: list[StageEvent] = []
     what: dict[int, str] = {}  # of events that someone may wait for, by number
     hosts: dict[int, list[int]] = {}  # where the host of a rank waits
     met: defaultdict[tuple[str, Launch, int], dict[int, int]] = defaultdict(dict)  # kernel or meeting -> rank -> begins
 
     def event(rank: int, waits: Sequence[int]) -> int:
-        events.append(Event(rank, str(len(events)), waits))
+        events.append(StageEvent(rank, str(len(events)), waits))
         return len(events) - 1
 
     ends: list[tuple[int, tuple[str, Launch, int]]] = []
@@ -87,7 +87,7 @@ def _hangs(logs: Mapping[int, Log], causes: str, retries: bool) -> Iterator[Trou
         waits = [*events[end].waits, *members.values(), *[len(events)] * bool(missing)]
         events[end] = events[end]._replace(waits=waits)
     never = len(events)
-    times = play([*events, Event(-1, "never", [never])])
+    times = play([*events, StageEvent(-1, "never", [never])])
     for rank, gates in hosts.items():
         stuck = next((gate for gate in gates if times[gate] is None), None)
         # what it launched that does not end, and is not launched behind something that does not either

@@ -29,7 +29,7 @@ from tests.harness.unlike import TINY, Model
 from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
 from yafsdp_fn import schedules as s
-from yafsdp_fn.planner.orders import Calls, Search, evaluate
+from yafsdp_fn.planner.orders import CallGraph, Search, evaluate
 from yafsdp_fn.program.split import Call, Split
 
 TOLERANCE = 1e-12
@@ -79,7 +79,7 @@ def written(split: Split, microbatches: int, memory: float) -> s.Schedule:
     forward = tuple(1.0 + 0.2 * (k % 3) for k in count)
     held, between = (1.0,) * len(count), (0.5,) * len(count)
     inputs, weights = tuple(1.2 * f for f in forward), tuple(0.7 * f for f in forward)
-    calls = Calls(split.homes, microbatches, forward, inputs, weights, 0.3, held, between)
+    calls = CallGraph(split.homes, microbatches, forward, inputs, weights, 0.3, held, between)
     search = Search(calls, memory, seed=0)
     search.run(MOVES)
     rows = search.rows

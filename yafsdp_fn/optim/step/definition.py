@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
-from yafsdp_fn.optim.cutting import GLOBAL, Cut, Cutter
+from yafsdp_fn.optim.cutting import GLOBAL, Cutter, UnitTree
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
@@ -65,7 +65,7 @@ class Lane(NamedTuple):
     units: frozenset[int] | None
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """A call for the step of some units, or of all (None). parts: of it, more than one where leaves of a unit travel
 
     cutter: of trees into units; scale, found_inf, on_write: as for `UnitSteps.run`
@@ -94,11 +94,11 @@ class Definition:
         self._plans = {number: plan(rule, found) for number, rule in rules}
         states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
-        self._cut: tuple[list[Cut | None], list[Cut]] | None = None  # trees, and states
+        self._cut: tuple[list[UnitTree | None], list[UnitTree]] | None = None  # trees, and states
         self._new: dict[int, Tensor] = {}
         self._compared = False
 
-    def steps(self, call: Call) -> Iterator[list[Messages]]:
+    def steps(self, call: StepCall) -> Iterator[list[Messages]]:
         """Takes the step of some units, or of all; yields the messages to exchange between its parts.
 
         Leaves of one unit travel to owners and back between two of them; those of all do inside the update.
@@ -152,7 +152,7 @@ class Definition:
         row, kept = yield from at_owners(rule, of_group, unit, ranks, row, of_unit, weights)
         return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, [] if kept is None else [kept])
 
-    def _cut_by(self, cutter: Cutter) -> tuple[list[Cut | None], list[Cut]]:
+    def _cut_by(self, cutter: Cutter) -> tuple[list[UnitTree | None], list[UnitTree]]:
         lane = self.lane
         trees = {"params": lane.params, "the gradients": lane.grads, "the copies": lane.copies, "masks": self._masks}
         states = [cutter.cut(f"the state of {name(tx)}", state) for tx, state in lane.stages]

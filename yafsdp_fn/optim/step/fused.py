@@ -15,7 +15,7 @@ from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
 from yafsdp_fn.optim.scaling import Scale, ScaleByScheduleState
-from yafsdp_fn.optim.step.definition import Call, Lane
+from yafsdp_fn.optim.step.definition import Lane, StepCall
 from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.tree import Param, Tree, dotted
@@ -166,7 +166,7 @@ class Fusion(NamedTuple):
                 state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
-class Piece(NamedTuple):
+class RowStretch(NamedTuple):
     """A stretch of elements of one row.
 
     large: it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
@@ -184,7 +184,7 @@ class FusedSteps:
         self.lane, self._fusion, self._columns = lane, fusion, columns
         self._launch: Launch | None = None  # of the step under way
 
-    def steps(self, call: Call) -> Iterator[list[Messages]]:
+    def steps(self, call: StepCall) -> Iterator[list[Messages]]:
         """Takes the step of some units, or of all, in the last of its parts."""
         for _ in range(1, call.parts):
             yield []
@@ -199,9 +199,9 @@ class FusedSteps:
             self._launch(decay, large, pieces, call.scale, call.found_inf)
 
     @cached_property
-    def _pieces(self) -> dict[int, list[Piece]]:
+    def _pieces(self) -> dict[int, list[RowStretch]]:
         """The pieces of each unit; leaves of a plain tree count as units."""
-        out: dict[int, list[Piece]] = {}
+        out: dict[int, list[RowStretch]] = {}
         columns = iter(list(zip(*self._columns, strict=True)))
         for accessor, node in handles_and_leaves(self.lane.params):
             if not isinstance(node, Sharded):
@@ -227,12 +227,12 @@ class FusedSteps:
         self._fusion.advance(found_inf)
 
 
-def _split(runs: Runs, numel: int, leaves: Sequence[Tensor]) -> list[Piece]:
+def _split(runs: Runs, numel: int, leaves: Sequence[Tensor]) -> list[RowStretch]:
     """Splits a row, or a plain leaf. numel: elements of its unit, over all ranks"""
     lengths = [length for _, length in runs]
     pieces = [[leaf] if len(runs) == 1 else leaf.split(lengths) for leaf in leaves]  # type: ignore[no-untyped-call]
     of_runs = zip(runs, zip(*pieces, strict=True), strict=True)
-    return [Piece(decays, numel >= LARGE, list(piece)) for (decays, _), piece in of_runs if decays is not None]
+    return [RowStretch(decays, numel >= LARGE, list(piece)) for (decays, _), piece in of_runs if decays is not None]
 
 
 def _fp32(value: Any, device: torch.device) -> Any:

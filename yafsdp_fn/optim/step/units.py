@@ -25,7 +25,7 @@ from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
-from yafsdp_fn.optim.step.definition import Call, Definition, Lane
+from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.leaf_mask import LeafRule
@@ -292,7 +292,7 @@ class UnitSteps:
             held = steps.lane.units
             own = None if units is None else [unit for unit in units if unit in (held or ())]
             if own or (own is None and held != frozenset()):
-                of_each.append(steps.steps(Call(own, parts, cutter, self._scale, found_inf, on_write)))
+                of_each.append(steps.steps(StepCall(own, parts, cutter, self._scale, found_inf, on_write)))
         for _ in range(1, parts):  # messages are in no variable, which would keep their memory until the next
             yield [messages for each in of_each for messages in next(each)]
         for each in of_each:
@@ -329,7 +329,7 @@ class UnitSteps:
             raise RuntimeError(f"optim: the step ends without an update of {named(names, missing)}")
         for steps in self._lanes:
             if steps.lane.units == frozenset():  # other stages hold them all; here counts advance as there
-                list(steps.steps(Call([], 1, self._cutter, None, found_inf, lambda: None)))
+                list(steps.steps(StepCall([], 1, self._cutter, None, found_inf, lambda: None)))
             steps.finish(found_inf)
         self._left = None
         return self._opt_state
