@@ -5,8 +5,9 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
@@ -14,9 +15,6 @@ from yafsdp_fn.program.split import LINE, Call
 from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, elsewhere, writes_of
 from yafsdp_fn.util.mesh_axes import OUTSIDE, padded_numel, round_up, subgroups
 from yafsdp_fn.util.owners import Leaf, assign
-
-if TYPE_CHECKING:
-    from yafsdp_fn.planner.cluster import Cluster
 
 # ---- What the optimizer's exchanges move, from leaves as they were measured.
 
@@ -377,13 +375,12 @@ class Program:
             head += f"\ncarried over from the step before: {held}"
         return "\n".join([head, *text.collectives(trace)])
 
-    def draw(self, path: str | Path, cluster: "str | Cluster") -> None:
-        """Draws a step of it, simulated on `cluster`, to a .png, .svg or .pdf: `ya.planner.simulate` says what that is.
+    def draw(self, path: str | Path, cluster: Any) -> None:
+        """Draws a step of it to a .png, .svg or .pdf. cluster: as for `ya.planner.simulate`, which predicts it
 
         Raises ValueError for another suffix and an unknown cluster, ModuleNotFoundError without matplotlib."""
-        from yafsdp_fn.planner.simulate import simulate  # which builds on programs
-
-        simulate(self, cluster).save(path)
+        planner = import_module("yafsdp_fn.planner.simulate")  # which stands on programs
+        planner.simulate(self, cluster).save(path)
 
     def diff(self, other: "Program") -> str:
         """The ops that differ, in words, as a unified diff; empty where all ops are equal."""
