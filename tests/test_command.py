@@ -55,7 +55,7 @@ def test_no_is_said_with_status_1(program: ya.Program, capsys: pytest.CaptureFix
     assert main(["verify", "wrong.json"]) == 1
     assert capsys.readouterr().out.startswith("no: op ")
     assert main(shlex.split(f"{PLAN} --schedule my_model:ya.schedules.ddp")) == 2  # a builder, no schedule
-    (Path("my_model.py")).write_text(MODEL.replace("empty(4, 2048,", "empty(4000, 2048,"))
+    (Path("my_model.py")).write_text(MODEL.replace("empty(4, 2048,", "empty(64, 2048,"))
     sys.modules.pop("my_model")
     assert main(shlex.split(PLAN)) == 1
     assert "\nno: " in capsys.readouterr().out
