@@ -168,6 +168,15 @@ def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) ->
             assert not lines or max(lines) > 120, (name, max(lines))
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_pictures_are_dark_on_a_dark_page(site: Site) -> None:
+    for scheme, expected in (("light", "none"), ("dark", "invert(0.88) hue-rotate(180deg)")):
+        with served(site.folder) as url, Browser(1400, 1000) as browser:  # each begins without a choice of its reader
+            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            browser.open(f"{url}index.html")
+            browser.wait(f"getComputedStyle(document.querySelector('article img')).filter == '{expected}'")
+
+
 def test_every_page_is_reached_from_the_first(site: Site) -> None:
     reached, todo = {"404.html"}, {"index.html"}
     while todo:
