@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 import yafsdp_fn as ya
 from yafsdp_fn.command import main
 
-PAGE = (Path(__file__).parents[1] / "docs" / "command.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "command.md").read_text()
 (MODEL,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
 SHOWN = re.findall(r"^```\n\$ yafsdp ([^\n]*)\n(.*?)^```", PAGE, re.S | re.M)
 PLAN = "plan my_model:loss my_model:params my_model:batch --ranks 16 --cluster a100-80g"
@@ -39,7 +42,7 @@ def test_the_page_shows_what_the_commands_print(folder: Path, capsys: pytest.Cap
         assert not said.err
         assert said.out.splitlines()[: int(head or 100)] == shown.splitlines(), line
     made = {path.name for path in folder.iterdir()} - {"my_model.py", "__pycache__"}
-    assert made == {"zero3.json", "zero3.svg", "hsdp.json", "hsdp.png"}
+    assert made == {"zero3.json", "hsdp.json", "hsdp.png"}
 
 
 @pytest.fixture
@@ -69,7 +72,7 @@ def test_no_is_said_with_status_1(program: ya.Program, capsys: pytest.CaptureFix
         (PLAN.replace("my_model:loss", "no_model:loss"), "plan: ModuleNotFoundError: No module named 'no_model'"),
         (PLAN.replace("a100-80g", "a100"), "plan: unknown cluster 'a100'"),
         (f"{PLAN} --schedule zero9", "plan: AttributeError: module 'yafsdp_fn.schedules' has no attribute 'zero9'"),
-        (f"{PLAN} --draw step.gif", "plan: step.gif"),
+        ("draw step.json step.gif --cluster a100-80g", "draw: step.gif"),
         (f"{PLAN} --mesh tensor=3", "plan: tensor=3 does not divide 16 ranks"),
         ("verify nothing.json", "verify: [Errno 2] No such file or directory: 'nothing.json'"),
         ("verify my_model.py", "verify: my_model.py: not a program in JSON"),
@@ -104,6 +107,16 @@ def test_a_recorded_step_stands_beside_programs(program: ya.Program, capsys: pyt
     assert main(["compare", "step.json", "measured.json", "--cluster", "a100-80g", "--draw", "both.svg"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert rows[2].startswith("measured.json") and rows[3].startswith("step.json") and Path("both.svg").is_file()
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_word(program: ya.Program) -> None:
+    code = "import sys; from yafsdp_fn.command import main; sys.exit(main(sys.argv[1:]))"
+    read, write = os.pipe()
+    os.close(read)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    told = subprocess.run([sys.executable, "-c", code, "verify", "step.json"], stdout=write, stderr=-1, env=env)
+    os.close(write)
+    assert (told.returncode, told.stderr) == (141, b"")
 
 
 def test_help_says_once_what_needs_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ yafsdp verify step.json
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return 141
     except (ya.errors.Refused, ya.errors.DoesNotFit) as no:
         print(f"no: {no}")
         return 1
@@ -48,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> None:
-    """Time and memory of a step of your loss on a cluster, and its picture."""
+    """Time and memory of a step of your loss on a cluster."""
     schedule = options.schedule
     found = ya.planner.plan(
         _named(options.loss),
@@ -62,8 +67,6 @@ def plan(options: argparse.Namespace) -> None:
         **dict(options.mesh),
     )
     print(found)
-    if options.draw:
-        found.timeline.save(options.draw)
     if options.save:
         Path(options.save).write_text(found.program.to_json())
     found.check()
@@ -132,7 +135,6 @@ ARGUMENTS = {
         "--schedule": "SCHEDULE  zero3 (if it is left out), zero2, ...; or MODULE:NAME, from a trace to a program",
         "--microbatches": "NUMBER  of a step; 1 if it is left out",
         "--mesh": "AXIS=RANKS  as ya.mesh takes them, and stages: --mesh tensor=4 --mesh stages=2",
-        "--draw": "OUT.svg  draw the step (or .png, .pdf)",
         "--save": "OUT.json  save the program, for the other commands",
     },
     verify: {"file": "FILE.json  a program"},
