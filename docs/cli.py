@@ -22,10 +22,11 @@ TOLD = {
     "predict": "planner",
 }
 """The page that tells how a subcommand is used."""
-TEXT = """# The command line
+TEXT = """# python -m train
 
 In a checkout, `python -m train SUBCOMMAND ...`: reference code that trains models of this repository, and looks at
-plans, runs and other libraries. `make train` is `launch clm`, `report` and `sample`.
+plans, runs and other libraries; [`yafsdp`](command.md) does what needs no checkout.
+`make train` is `launch clm`, `report` and `sample`.
 
 | subcommand | does | more |
 |---|---|---|

@@ -36,7 +36,7 @@ CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.S | re.M)
 DIRECTIVE = re.compile(r"^::: (ya\.[\w.]+)$", re.M)
 NAMED = re.compile(r"<(?:a|pre|h\d)\b.*?</(?:a|pre|h\d)>|<code>(ya\.[\w.]+)[^<]*</code>", re.S)
 PICTURE = re.compile(r'(?<=<p>)<img ([^>]*?)src="([^"]+)"([^>]*)>')
-STANDS_FOR = {"README.md": "index.md", "docs/gallery/make.py": "gallery/index.md"}
+STANDS_FOR = {"README.md": "index.md", "docs/gallery/make.py": "gallery/index.md", "docs/cli.py": "cli.md"}
 """The page of a file, where it is not the file itself."""
 LANGUAGES = {".py": "python", ".json": "json", ".cff": "yaml", ".toml": "toml"}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 import yafsdp_fn as ya
 from yafsdp_fn.optim import adamw
+from yafsdp_fn.util.foreign_names import MEANT
 
 WIDE = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +49,24 @@ def test_a_name_that_is_elsewhere_or_misspelt_is_named() -> None:
     with pytest.raises(AttributeError) as misspelt:
         _ = ya.planner.simulat
     assert misspelt.value.name == "simulat" and misspelt.value.obj is ya.planner  # Python adds "did you mean" by these
+
+
+@pytest.mark.parametrize("name", sorted(MEANT))
+def test_a_name_of_another_library_says_what_it_is_here(name: str) -> None:
+    space = ya.checkpoint if name.startswith("checkpoint.") else ya
+    last = name.rpartition(".")[2]
+    with pytest.raises(AttributeError, match=rf"no attribute '{last}'; it is here: \w") as error:
+        getattr(space, last)
+    for path in re.findall(r"\bya((?:\.\w+)+)", str(error.value)):  # what it says is there
+        assert attrgetter(path[1:])(ya) is not None
+    for path in re.findall(r"torch\.func\.(\w+)", str(error.value)):
+        assert callable(getattr(torch.func, path))
+
+
+def test_a_name_that_nobody_has_is_refused_as_before() -> None:
+    with pytest.raises(AttributeError, match=r"module 'yafsdp_fn.checkpoint' has no attribute 'nothing'$"):
+        _ = ya.checkpoint.nothing
+    assert not hasattr(ya, "jit") and not hasattr(ya.checkpoint, "restore")
 
 
 WITHOUT_TORCH = """

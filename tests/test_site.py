@@ -125,6 +125,9 @@ def test_the_page_of_an_address_that_is_not_there_leads_home(site: Site) -> None
         ("peft", "coming_from/transformers.html"),
         ("quickstart", "tutorial.html"),
         ("install", "index.html"),
+        ("yafsdp compare", "command.html"),
+        ("windows", "faq.html"),
+        ("donated", "faq.html"),
     ],
 )
 def test_search_finds_what_one_knows_from_elsewhere(word: str, page: str, site: Site) -> None:
@@ -143,7 +146,17 @@ CLIPPED = """[...document.querySelectorAll("article pre > code")]
 def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) -> None:
     """At 1400 pixels, lines of up to 120 columns are seen whole; what is wider (a program, printed) scrolls. At 400, a
     page as a whole does not."""
-    seen = ("index", "tutorial", "from_scratch", "coming_from/jax", "api/training", "examples/from_scratch.py", "axes")
+    seen = (
+        "index",
+        "tutorial",
+        "from_scratch",
+        "coming_from/jax",
+        "api/training",
+        "examples/from_scratch.py",
+        "axes",
+        "faq",
+        "know",
+    )
     with served(site.folder) as url, Browser(1400, 1000) as browser:
         for name in seen:
             for width in (1400, 400):
@@ -153,6 +166,15 @@ def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) ->
             browser.size(1400, 1000)
             lines = browser.evaluate(CLIPPED)
             assert not lines or max(lines) > 120, (name, max(lines))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_pictures_are_dark_on_a_dark_page(site: Site) -> None:
+    for scheme, expected in (("light", "none"), ("dark", "invert(0.88) hue-rotate(180deg)")):
+        with served(site.folder) as url, Browser(1400, 1000) as browser:  # each begins without a choice of its reader
+            browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            browser.open(f"{url}index.html")
+            browser.wait(f"getComputedStyle(document.querySelector('article img')).filter == '{expected}'")
 
 
 def test_every_page_is_reached_from_the_first(site: Site) -> None:

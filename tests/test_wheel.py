@@ -22,6 +22,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.harness.readme import FIRST
+from tests.test_command import MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -109,3 +110,7 @@ def test_the_first_code_of_the_readme_runs_on_the_wheel_and_what_it_asks_for(
     assert float(losses[0][1]) == pytest.approx(float(losses[1][1]), abs=2e-4)
     assert "program of" in ran.stdout and "gather layers[7] -> slot" in ran.stdout
     assert "loaded: [0, 0]" in ran.stdout and not ran.stderr, ran.stderr
+    (tmp_path / "my_model.py").write_text(MODEL)
+    plan = ["plan", "my_model:loss", "my_model:params", "my_model:batch", "--ranks", "16", "--cluster", "a100-80g"]
+    told = subprocess.run([python.with_name("yafsdp"), *plan], **alone)
+    assert told.returncode == 0 and "a step of 131,072 tokens on a100-80g" in told.stdout, told.stderr

@@ -32,10 +32,14 @@ def __getattr__(name: str) -> Any:
             without = f"without {error.name}, which is not installed"
             raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r} {without}") from error
         return found
+    from yafsdp_fn.util.foreign_names import hint
+
+    if found := hint(name):
+        raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}{found}")
     meant = [f"ya.{module}.{name}" for module in _MODULES if name in _public_names(module)]
     meant = meant or [f"ya.{near}" for near in get_close_matches(name, __all__, 1)]
-    hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
-    raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}{hint}")
+    near = f"; did you mean {' or '.join(meant)}?" if meant else ""
+    raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r}{near}")
 
 
 def _public_names(module: str) -> Any:

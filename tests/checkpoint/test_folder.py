@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from yafsdp_fn.checkpoint import CheckpointError, folder, latest
+from yafsdp_fn.checkpoint import CheckpointError, folder, latest, load, load_params, steps
 from yafsdp_fn.util import disk
 
 
@@ -32,6 +32,20 @@ def test_publishing_makes_it_the_latest_and_keeps_the_newest(tmp_path: Path) -> 
     assert names(root) == ["latest", "step-00000010", "step-00000100"]
     assert [path.name for path in folder.candidates(root, None)] == ["step-00000100", "step-00000010"]
     assert folder.candidates(root, 10) == [root / "step-00000010"]
+
+
+def test_steps_are_those_of_complete_checkpoints(tmp_path: Path) -> None:
+    assert steps(tmp_path / "nothing") == []
+    for step in (10, 5):
+        write(tmp_path, step)
+    folder.prepare(tmp_path, 20)
+    assert steps(tmp_path) == [5, 10]
+
+
+def test_loading_without_a_state_says_what_to_give(tmp_path: Path) -> None:
+    for load_it in (load, load_params):
+        with pytest.raises(TypeError, match=r"like= is missing.*like=ya\.init\(params, tx, mesh=mesh\)"):
+            load_it(tmp_path)
 
 
 def test_what_is_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The code of docs/planner.md runs, and prints what the page shows; what it names exists."""
+"""The code of docs/planner.md runs, and prints what the page shows; what it and the pages beside it name exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from yafsdp_fn.planner import Found, Plan
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "planner.md").read_text()
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("planner", "synthesis", "accuracy")}
+PAGE = PAGES["planner"]
 
 
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,10 +34,12 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert str(names["plan"]) in printed and str(names["found"]) in printed
 
 
-def test_what_it_names_exists() -> None:
-    for path in re.findall(r"\((tests/[\w/]+\.py|tests/\w+)\)", PAGE):
+@pytest.mark.parametrize("page", PAGES)
+def test_what_it_names_exists(page: str) -> None:
+    text = PAGES[page]
+    for path in re.findall(r"\((tests/[\w/]+\.py|tests/\w+)\)", text):
         assert (ROOT / path).exists(), path
-    for module, name in re.findall(r"`((?:planner|lab)\.\w+)\.(\w+)`", PAGE):
+    for module, name in re.findall(r"`((?:planner|lab)\.\w+)\.(\w+)`", text):
         assert hasattr(importlib.import_module(f"yafsdp_fn.{module}"), name), name
-    for command in re.findall(r"python -m train (?:launch --ranks 2 )?(\w+)", PAGE):
+    for command in re.findall(r"python -m train (?:launch --ranks 2 )?(\w+)", text):
         importlib.import_module(f"train.{command}")

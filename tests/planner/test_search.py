@@ -103,6 +103,13 @@ def test_it_says_why() -> None:
     assert len(rest) == 2 + len(found.runners_up) and all("communication +" in line for line in rest[-1:])
 
 
+def test_its_first_line_says_that_nothing_beats_the_default() -> None:
+    found = search(traced(), SLOW, memory=budgets(traced())["middle"])
+    assert "nothing else" not in str(found)
+    first, *rest = str(dataclasses.replace(found, default=found.best)).splitlines()
+    assert first.endswith("GiB; nothing else is faster than this default") and "shorter" not in "".join(rest)
+
+
 def test_another_mesh_than_the_state_s() -> None:
     found = search(traced(), SLOW, memory=budgets(traced())["ample"])
     other = (("replicate", 8), ("shard", 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -76,6 +77,13 @@ def written(microbatches: int = 2, moves: int = 20, **options: object) -> Writte
     assert [row.step_s for row in both.rows.values()] == [found.best.step_s, found.written.step_s]
     assert both.words == tuple(str(found.written).splitlines()) and str(both).endswith(str(found.written))
     return found.written
+
+
+def test_it_says_that_no_move_was_better() -> None:
+    one = written(moves=0)
+    same = dataclasses.replace(one, step_s=one.builder_s)
+    said = str(same).splitlines()[0]
+    assert said.endswith(f"nothing shorter than {one.point} ({one.builder_s:.4g} s) was found"), said
 
 
 def expect_right(made: Written) -> None:

@@ -245,6 +245,8 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--ckpt-layers", "17"], "has 16 layers"),
         (["--search", "--ckpt-layers", "2"], "give none of them"),
         (["--search", "--save", "search.json"], "--save search.json: it is for --synthesize, with --search"),
+        (["--synthesize", "5"], "--synthesize 5.0 begins with what --search finds: add --search"),
+        (["--search", "--synthesize", "-1"], "--synthesize -1.0: expected seconds"),
         (["--search", "--schedule", "yafsdp"], "give none of them"),
         (["--search", "--mesh.tensor", "2"], "give none of them"),
         (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),

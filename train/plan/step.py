@@ -168,8 +168,10 @@ class Options:
         layers = models.CONFIGS[self.model].layers if self.torchtitan is None else 0
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
-        if self.synthesize < 0 or (self.synthesize and not self.search):
-            raise ValueError(f"--synthesize {self.synthesize}: expected seconds, with --search")
+        if self.synthesize < 0:
+            raise ValueError(f"--synthesize {self.synthesize}: expected seconds")
+        if self.synthesize and not self.search:
+            raise ValueError(f"--synthesize {self.synthesize} begins with what --search finds: add --search")
         if self.save is not None and not self.synthesize:
             raise ValueError(f"--save {self.save}: it is for --synthesize, with --search")
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()

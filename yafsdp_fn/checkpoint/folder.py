@@ -141,6 +141,15 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return next(iter(_newest_first(root, complete(root))), None)
 
 
+def steps(directory: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps of the complete checkpoints in `directory`, in order.
+
+    >>> ya.checkpoint.save(folder, state).name, ya.checkpoint.steps(folder)
+    ('step-00000000', [0])
+    """
+    return sorted(complete(Path(directory)))
+
+
 def candidates(directory: str | os.PathLike[str], step: int | None) -> list[Path]:
     """Returns the folder of the checkpoint of `step`, or all, newest first. Raises CheckpointError if there is none."""
     root = Path(directory)

@@ -141,12 +141,12 @@ def writing(memory: StateMemory) -> Use:
 
 
 def load(
-    directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
+    directory: Directory, like: ShardedState | None = None, *, step: int | None = None, donate: bool = False
 ) -> tuple[ShardedState, dict[str, Any]]:
     """Returns `(state, extra)` from the newest undamaged checkpoint in `directory`, or from that of `step`.
 
     like: a state with the same parameters and optimizer, on this mesh, of any values; it stays as it is. Dtypes, names
-        and shapes must be those saved; the number of ranks need not.
+        and shapes must be those saved; the number of ranks need not. Raises TypeError without it.
     donate: the memory of `like` becomes the new state's, which has no room beside it, say
 
     The state's `program` is that of the step that made it, if it fits `like`, else None: `train_step(loss, tx,
@@ -162,11 +162,11 @@ def load(
     >>> extra
     {'position': 17}
     """
-    return _load(directory, like if donate else like.copy(), step, params_only=False)
+    return _load(directory, _copied(like, donate), step, params_only=False)
 
 
 def load_params(
-    directory: Directory, like: ShardedState, *, step: int | None = None, donate: bool = False
+    directory: Directory, like: ShardedState | None = None, *, step: int | None = None, donate: bool = False
 ) -> ShardedState:
     """Loads parameters and step only, for inference: the optimizer state is that of `like`.
 
@@ -177,7 +177,16 @@ def load_params(
     >>> torch.equal(ya.global_norm(teacher.params), ya.global_norm(state.params))
     True
     """
-    return _load(directory, like if donate else like.copy(), step, params_only=True)[0]
+    return _load(directory, _copied(like, donate), step, params_only=True)[0]
+
+
+def _copied(like: ShardedState | None, donate: bool) -> ShardedState:
+    if like is None:
+        raise TypeError(
+            "like= is missing: a checkpoint is read into a state of this mesh, such as like=ya.init(params, tx, "
+            "mesh=mesh), or, for load_params, like=ya.init(params, mesh=mesh)"
+        )
+    return like if donate else like.copy()
 
 
 def _load(

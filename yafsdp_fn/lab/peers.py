@@ -32,7 +32,7 @@ COMMUNICATOR: Buffer = ("communicator",)
 FSDP_GROWTH = 48.0
 """Extra bytes per element of `fsdp` for each 1e9 elements of the unit: an empirical figure, fitted to the times of FSDP
 in docs/benchmarks/published_yafsdp.csv. FSDP lost more per element there the larger its units were, for an unknown
-reason. See docs/planner.md."""
+reason. See docs/accuracy.md."""
 
 AS_RUN = dataclasses.replace(
     A100, name="a100-80g as in YaFSDP's runs", matmul_flops=248e12, network_bandwidth=95.7e9, unit_overhead=6e-3
@@ -40,7 +40,7 @@ AS_RUN = dataclasses.replace(
 """The preset with the extra time of YaFSDP's published runs, on 8 to 32 nodes: so many seconds per unit and step,
 fitted to docs/benchmarks/published_yafsdp.csv together with its products and network. Its cause is unknown, and LLM
 Foundry's runs on one node of the same GPUs do not have it: use it only for comparisons with those runs. See
-docs/planner.md."""
+docs/accuracy.md."""
 
 
 class Copy(NamedTuple):

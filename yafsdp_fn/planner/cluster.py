@@ -201,7 +201,7 @@ FlashAttention-2's forward and backward at head dim 128; hops are what NCCL 2.27
 (docs/benchmarks/nccl_h100_tuning.csv); jitter is from InternLM's runs on 8 to 1024 GPUs (1.7%) and torchtitan's on 8
 and 128 (1.3%); kernel_latency and contention are guesses that the times tell little about; host_bandwidth is what
 nvbandwidth shows of one such GPU alone over PCIe 4.0 x16 (forums.developer.nvidia.com, thread 352186; two that share a
-switch may get half). See docs/planner.md."""
+switch may get half). See docs/accuracy.md."""
 
 H100 = Cluster(
     name="h100-80g",

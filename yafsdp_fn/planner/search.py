@@ -133,9 +133,13 @@ class Found:
 
     def __str__(self) -> str:
         best = self.best
-        lines = [f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"]
+        is_default = self.default is not None and self.default.point == best.point
+        lines = [
+            f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"
+            + "; nothing else is faster than this default" * is_default
+        ]
         lines.append(f"  {self.least.against(best.step_s)}")
-        if self.default is not None and self.default.point != best.point:
+        if self.default is not None and not is_default:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
         others = [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]

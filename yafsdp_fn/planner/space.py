@@ -173,7 +173,7 @@ def layers(trace: Trace) -> int:
 
 ALIKE = 0.07
 """Two choices that differ by less cannot be told apart: of the ratios of published steps that differ in their schedule
-alone, four fifths are predicted within this, half within 4% (48 pairs of Zero Bubble's runs, docs/planner.md)."""
+alone, four fifths are predicted within this, half within 4% (48 pairs of Zero Bubble's runs, docs/accuracy.md)."""
 
 
 class Choice(NamedTuple):

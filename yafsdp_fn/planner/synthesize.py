@@ -103,9 +103,10 @@ class Written:
 
     def __str__(self) -> str:
         saved = 1 - self.step_s / self.builder_s
+        builder = f"{self.point} ({self.builder_s:.4g} s)"
+        against = f"{saved:.1%} shorter than {builder}" if saved > 0 else f"nothing shorter than {builder} was found"
         lines = [
-            f"written: {self.step_s:.4g} s a step, {self.peak_bytes / 2**30:.1f} GiB, "
-            f"{saved:.1%} shorter than {self.point} ({self.builder_s:.4g} s)",
+            f"written: {self.step_s:.4g} s a step, {self.peak_bytes / 2**30:.1f} GiB, {against}",
             f"  {self.least.against(self.step_s)}",
             *(f"  {line}" for line in self.differences),
             f"  {counted(self.moves, 'move')}" + ", stopped early by its seconds" * self.early,

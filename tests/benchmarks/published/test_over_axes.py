@@ -16,7 +16,7 @@ FAR = {
     ("Llama 3", 400),
     *(("torchtitan", rate) for rate in (3890, 1071, 548, 829, 876, 47, 31, 16, 185)),
 }
-"""(run, what was measured) of the rows that are predicted more than 10% away: docs/planner.md says why."""
+"""(run, what was measured) of the rows that are predicted more than 10% away: docs/accuracy.md says why."""
 
 
 def far(row: Row) -> bool:

@@ -1,0 +1,59 @@
+"""Names of JAX, Orbax, torch and others that people look for in `ya`: what each is here. Read when one was asked for.
+
+docs/coming_from has more, a table for each.
+"""
+
+_FUNCTIONS = "torch.func.{0}: it takes a loss with a sharded scan, too (docs/transforms.md)"
+_WRAPPER = (
+    "ya.functionalize(module, layers), then ya.shard and ya.train_step(loss, tx): no wrapper, functions of a tree"
+)
+_LOSS = "what a loss returns, ya.Mean(total, weight): the mean over all ranks and microbatches"
+_LOAD = "ya.checkpoint.load(folder, like=state)"
+
+MEANT = {
+    # JAX
+    "eval_shape": "ya.planner.trace(loss_fn, params, batch, ranks=8): shapes, visits and costs; nothing is computed",
+    "jit": "ya.train_step(loss_fn, tx) for a step, torch.compile(block) for a block's kernels",
+    "pmap": "ya.launch(function, ranks=2) or torchrun: a process for each device",
+    "shard_map": "ya.scan and ya.apply: blocks get whole weights, and axes inside blocks are ya.mesh(tensor=2)'s",
+    "vmap": _FUNCTIONS,
+    "jvp": _FUNCTIONS,
+    "vjp": _FUNCTIONS,
+    "hessian": _FUNCTIONS,
+    "jacrev": _FUNCTIONS,
+    "jacfwd": _FUNCTIONS,
+    "device_put": "ya.shard(params, tx, mesh=mesh) for parameters, ya.shard_batch(batch, mesh) for a batch",
+    "make_mesh": "ya.mesh(shard=-1), a torch DeviceMesh of all ranks",
+    "tree_map": "optree.tree_map, over this rank's flat shards",
+    "pmean": _LOSS,
+    "make_jaxpr": "step.lower(state, batch), the program of a step",
+    # torch
+    "fully_shard": _WRAPPER,
+    "FullyShardedDataParallel": _WRAPPER,
+    "FSDP": _WRAPPER,
+    "DistributedDataParallel": f"ya.schedules.ddp(), with {_WRAPPER}",
+    "MixedPrecisionPolicy": "ya.Precision(compute=torch.bfloat16, reduce=torch.float32)",
+    "init_device_mesh": "ya.mesh(shard=-1), which makes the process group too",
+    "distribute_tensor": "ya.shard(params, tx, mesh=mesh), of a tree of whole tensors",
+    "full_tensor": "ya.unshard(state.params), whole tensors on every rank",
+    "summon_full_params": "ya.unshard(state.params), or ya.map_whole_layers, a layer at a time",
+    "no_sync": "ya.train_step(loss, tx, microbatches=4, schedule=ya.schedules.zero3(defer=True))",
+    "clip_grad_norm_": "ya.optim.chain(ya.optim.clip_by_global_norm(1.0), tx)",
+    "compile": "torch.compile(block), made once, outside of the loss",
+    # others
+    "TrainState": "ya.init(params, tx, mesh=mesh): state.step, state.params, state.opt_state",
+    "get_peft_model": "ya.lora(params, rank)",
+    # checkpoints
+    "checkpoint.restore": _LOAD,
+    "checkpoint.latest_step": "ya.checkpoint.latest(folder) for the newest folder, or ya.checkpoint.steps(folder)[-1]",
+    "checkpoint.all_steps": "ya.checkpoint.steps(folder)",
+    "checkpoint.CheckpointManager": "ya.checkpoint.save(folder, state, keep_last=3), steps, latest and load",
+    "checkpoint.AsyncCheckpointer": "ya.checkpoint.Saver(folder), which writes beside the steps",
+    "checkpoint.async_save": "ya.checkpoint.Saver(folder), which writes beside the steps",
+    "checkpoint.checkpoint": "ya.schedules.zero3(remat='all'), for activations; ya.checkpoint is of states on disk",
+}
+
+
+def hint(name: str) -> str:
+    """Returns what such a name is here, as the end of an error; nothing for others."""
+    return f"; it is here: {MEANT[name].format(name)}" if name in MEANT else ""
