@@ -49,7 +49,7 @@ def classes_of_one_name(library: Path) -> list[str]:
 
 
 def main(paths: list[str]) -> int:
-    """Prints headless sentences in `paths`, files or folders, and names of several classes; returns 1 if there are any."""
+    """Prints headless sentences in `paths`, files or folders, and names of several classes; returns 1 if any."""
     files = [
         file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))
     ]

@@ -18,7 +18,7 @@ from benchmarks.emulated import emulate
 from benchmarks.emulated.group import gathered, place
 from tests.benchmarks.emulated.toy import UNIT_BYTES, cluster
 from yafsdp_fn.communication import agreement
-from yafsdp_fn.communication.collectives import CollectiveRanks as Collectives
+from yafsdp_fn.communication.collectives import RankGroup as Collectives
 from yafsdp_fn.planner.cluster import CollectiveRanks
 
 RANKS, RANK = 4, 1
