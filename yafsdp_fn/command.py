@@ -173,3 +173,7 @@ def _parser() -> argparse.ArgumentParser:
             kind, _, text = about.partition("  ")
             command.add_argument(name, metavar=kind, help=text, **KINDS.get(kind, {}))
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
