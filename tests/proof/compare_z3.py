@@ -4,7 +4,7 @@
 
 Programs of up to 40 ops, of every builder and all its options, on one stage; most are changed once or twice
 (mutants.py). With --stages pipelines of as many ops on two or three stages, of every order and sharding, with calls,
-messages or the program of a stage changed (stages/changed.py): z3 chooses an order of the ops of all stages.
+messages or the program of a stage changed (changed.py): z3 chooses an order of the ops of all stages.
 Only different ones count, and only those in form: others are no programs, and z3 could not be asked.
 Prints what was found, and in what words rules refuse what z3 finds right. Exit status 1 where an accepted one goes
 wrong.

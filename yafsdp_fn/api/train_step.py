@@ -162,7 +162,7 @@ def train_step(
         spike of the loss, say. It is called once a step, and must return the same on every rank, as it does if it reads
         only metrics
     graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
-        captures them, one per slot parity. A block that a graph could not repeat runs as it is, with a warning that
+        captures them, one per slot. A block that a graph could not repeat runs as it is, with a warning that
         says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
 
     >>> step = ya.train_step(loss_fn, tx, schedule=ya.schedules.zero3(), microbatches=2)

@@ -155,7 +155,7 @@ def load(
     Every file is read one extra time, to compare its digest. A damaged checkpoint is skipped with a warning that names
     it, unless `step` asks for it. Nothing in a checkpoint is executed.
 
-    Raises CheckpointError if there is no checkpoint, none that is whole, or it is of another state.
+    Raises CheckpointError if no checkpoint is there, none is whole, or it is of another state.
 
     >>> _ = ya.checkpoint.save(folder, state, {"position": 17})
     >>> state, extra = ya.checkpoint.load(folder, like=ya.init(params, tx, mesh=mesh, seed=1))

@@ -82,7 +82,7 @@ def _as(part: Tensor, cast: Tensor) -> Tensor:
 #     rank r        r     R+r   2R+r  ...
 #
 # Sums are made in the order of g, one after the other, as one rank makes them (sums.py), or exactly, so that
-# no order matters (exact_sums.py). Random numbers depend on g, not on the rank.
+# no order matters (util/exact_sums.py). Random numbers depend on g, not on the rank.
 
 MICRO_SHARDS = "_yafsdp_micro_shards"  # attribute of a mesh
 

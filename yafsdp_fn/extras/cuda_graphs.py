@@ -1,4 +1,4 @@
-"""CUDA graphs of visits: slots have static addresses, so one graph per slot parity stands for every layer."""
+"""CUDA graphs of visits: slots have static addresses, so one graph per slot stands for every layer."""
 
 import functools
 import warnings
@@ -87,7 +87,7 @@ def _slots(visit: Any, op: ComputeOp) -> list[Tensor]:
     return [slots.weight(slot, unit)[0] for slot, unit in zip(op.slots, units, strict=True)]
 
 
-# ---- Captures visits as CUDA graphs: slot addresses are static, so one graph per slot parity serves every layer.
+# ---- Captures visits as CUDA graphs: slot addresses are static, so one graph per slot serves every layer.
 #
 #     first call of a key     inspected (what does the block read?), then run on the stream that will be captured
 #     second                  captured, which runs nothing; then as below

@@ -38,7 +38,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         if any(isinstance(given, Tensor) for given in (self.b1, self.b2, self.eps)):
-            return  # injected (wrappers.py): the host must not read them
+            return  # injected (contrib/inject_hyperparams.py): the host must not read them
         if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1 and self.eps >= 0):
             raise ValueError(f"adam: expected b1 and b2 in [0, 1) and eps >= 0, got {self}")
 

@@ -3,7 +3,7 @@
 Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once. Values
 are differentiable: in a loss, each rank holds the value as a part that counts equally.
 
-squares.py makes the sums. On a deterministic mesh those of sharded leaves are exact (exact_sums.py) and not
+util/squares.py makes the sums. On a deterministic mesh those of sharded leaves are exact (util/exact_sums.py) and not
 differentiable; on a mesh with stages they are not differentiable either.
 """
 

@@ -4,7 +4,7 @@ device.
 On each stage the host goes through its program. Before any op that is no message it may wait for all that it has
 issued: what captures a graph, gives memory back, loads a kernel or uses a communicator for the first time synchronises
 the device. So such ops run one after the other, after all messages before them. Messages between two of them are under
-way together: one begins when the one before it on its stream is over, what its buffers wait for (hazards.py) is over,
+way together: one begins when the one before it on its stream is over, what its buffers wait for (hazards) is over,
 and all that was issued before it has begun, since on a GPU kernels of several communicators begin in the order in which
 they were issued (docs/gpu.md). A send and its receive end together, and so do the sums of a gradient over stages, and
 the norm of all stages, which one without updates takes when its program is over.

@@ -19,7 +19,7 @@ from yafsdp_fn.proof.stages import in_words
 #
 # Calls are run in unit time, which gives all calls and messages one order: calls by their ends, messages by the time at
 # which they are made. Every stage has its calls, sends and receives in that order: so all ends even where each waits
-# for the one before it, as it does where the host synchronises the device (deadlock.py). Nothing may wait for what its
+# for the one before it, as it does where the host synchronises the device. Nothing may wait for what its
 # stage does later. Which carry slots messages are in is decided by `_Slots`, below.
 
 Item = Call | Send | Receive

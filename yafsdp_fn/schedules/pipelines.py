@@ -1,7 +1,7 @@
 """Schedules of pipelines: an order of calls, and a schedule for what each stage does in it.
 
 for each stage:
-    its part of the step, in the order of its calls         program.py
+    its part of the step, in the order of its calls         program/program.py
     sharding(part), a program: any schedule there is        gathers, reductions, recomputation, updates
     its sends, receives and carry slots                     messages.py
 

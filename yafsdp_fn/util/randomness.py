@@ -129,7 +129,7 @@ class Unnumbered(NamedTuple):
     ranks: Any
 
 
-# One of the library's two context variables (the other: timeline/record.py): `scan` over plain tensors has no handle
+# One of the library's two context variables (the other: runtime/protocols.py): `scan` over plain tensors has no handle
 # to ask, and no collective has. A replay, which may run in autograd's thread, sets it to that of the call.
 _counter: ContextVar[VisitCounter | Unnumbered | None] = ContextVar("visit counter", default=None)
 
