@@ -74,7 +74,7 @@ def plan(options: argparse.Namespace) -> None:
 
 def verify(options: argparse.Namespace) -> None:
     """Proves a saved program, or says what is wrong."""
-    print(repr(ya.verify(_read(options.file))))
+    print(repr(_read(options.file)))
 
 
 def draw(options: argparse.Namespace) -> None:
@@ -113,13 +113,14 @@ def _made(place: str) -> Any:
 
 
 def _read(file: str) -> Any:
-    """Returns the program or the timeline in a file."""
+    """Returns the program, proved, or the timeline in a file."""
     text = Path(file).read_text()
     kind = ya.timeline.Timeline if '"spans":' in text else ya.Program  # no program has that key
     try:
-        return kind.from_json(text)
+        found = kind.from_json(text)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+    return ya.verify(found) if isinstance(found, ya.Program) else found
 
 
 # ---- The arguments: name -> kind, and after two spaces what it is for.

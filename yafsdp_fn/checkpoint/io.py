@@ -110,6 +110,8 @@ def prepare(
     keep_every: int | None,
 ) -> Job:
     """Returns the job that `save` will write; its tensors are the state's own."""
+    if not isinstance(state, ShardedState):
+        raise TypeError(f"checkpoint.save: expected a folder and a state, got a {type(state).__name__} for the state")
     state = state.check()
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:

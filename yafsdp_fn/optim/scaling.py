@@ -261,6 +261,8 @@ def scale_by_learning_rate(learning_rate: float | Rate, *, flip_sign: bool = Tru
     """
     sign = -1 if flip_sign else 1
     if not callable(learning_rate):
+        if not isinstance(learning_rate, int | float | Tensor):
+            raise TypeError(f"learning_rate={learning_rate!r}: expected a number, or a function of the count")
         return scale(sign * learning_rate)
     return scale_by_schedule(lambda count: sign * learning_rate(count))
 

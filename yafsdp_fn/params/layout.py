@@ -26,6 +26,7 @@ from yafsdp_fn.params.tree import (
     has_marker,
     is_marker,
     join,
+    no_leaf,
     shape_of,
     without_markers,
 )
@@ -386,7 +387,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
             walk(node.tree, path, kind._replace(pinned=True), False)
         elif isinstance(node, Marker) or optree.tree_is_leaf(node):
             if not hasattr(node, "shape") or not hasattr(node, "dtype"):
-                raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}")
+                raise TypeError(no_leaf(path, node))
             if not node.dtype.is_floating_point:
                 raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
             if not isinstance(node, Tensor):  # which has a method of this name

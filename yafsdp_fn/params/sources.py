@@ -13,7 +13,17 @@ from torch import Tensor
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Frozen, Param, Tree, checked_split, dotted, in_stack, shape_of, without_markers
+from yafsdp_fn.params.tree import (
+    Frozen,
+    Param,
+    Tree,
+    checked_split,
+    dotted,
+    in_stack,
+    no_leaf,
+    shape_of,
+    without_markers,
+)
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #
@@ -74,7 +84,7 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
         return give
     if isinstance(leaf, Tensor):
         return lambda layer: leaf.detach() if layer is None else leaf.detach()[layer]
-    raise TypeError(f"{path}: expected a Param, a tensor or a Lazy leaf, got {type(leaf).__name__}")
+    raise TypeError(no_leaf(path, leaf))
 
 
 def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device) -> torch.Generator:

@@ -185,6 +185,8 @@ class Param:
     split: Any = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.shape, int):
+            raise TypeError(f"Param({self.shape}, ...): expected a shape, such as Param(({self.shape}, 8))")
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "split", checked_split(self.split, self.shape))
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
@@ -252,6 +254,12 @@ def must_be_function(f: Any, call: str) -> None:
     """Raises TypeError for arguments in another order. call: how the verb is called"""
     if not callable(f):
         raise TypeError(f"{call}: the function comes first, got {shape_of(f)}")
+
+
+def no_leaf(path: str, node: object) -> str:
+    """The text of the error for what is no parameter."""
+    module = "; an nn.Module becomes parameters by ya.functionalize" if hasattr(node, "named_parameters") else ""
+    return f"{path or 'params'}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}{module}"
 
 
 def shape_of(leaf: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -181,7 +182,8 @@ def zeros(frozen: Any) -> Any:
 def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | None = None, zigzag: bool = False) -> Tree:
     """Returns this rank's part of a global batch, on the mesh's device. Every tensor leaf [B, ...] is cut along its
     first axis into equal parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the
-    same in all stages. Raises ValueError, naming the leaf, if B is not a multiple of their number.
+    same in all stages. NumPy's arrays become tensors. Raises ValueError, naming the leaf, if B is not a multiple of
+    their number.
 
     Only this rank's rows are copied, and nothing that is on the device already (meta tensors stay as they are). The
     host does not wait for the copy of pinned memory: leave it unchanged until the step that reads the batch has ended.
@@ -197,6 +199,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
     places, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
+    batch = optree.tree_map(_as_tensor, batch, is_leaf=is_sharded)
     rank, ranks = places.batch_rank, places.batch_ranks
     if micro_shards is None:
         mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)
@@ -242,6 +245,10 @@ def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> 
     return optree.tree_map_with_accessor(cut, batch, is_leaf=is_sharded)
 
 
+def _as_tensor(leaf: Any) -> Any:
+    return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
 def _moved(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor) or leaf.device == device or leaf.is_meta:
         return leaf
@@ -253,13 +260,19 @@ def split_batch(
 ) -> Callable[[int], Tree]:
     """Returns a function from a part's number to that part of `batch`.
 
-    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole. `name`: names a leaf in errors
+    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole; NumPy's arrays are refused. `name`: names
+    a leaf in errors
     """
     if parts > 1:
         accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
         for accessor, leaf in zip(accessors, leaves, strict=True):
+            shown = name(accessor) or "the batch"
+            if isinstance(leaf, np.ndarray) and leaf.ndim:
+                raise TypeError(
+                    f"{what}: {shown} is a NumPy array of shape {leaf.shape}, of which every one would get all rows; "
+                    "give a tensor, as ya.shard_batch makes it"
+                )
             if _is_cut(leaf) and leaf.shape[0] % parts:
-                shown = name(accessor) or "the batch"
                 raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
 
     def cut(leaf: Any, index: int) -> Any:

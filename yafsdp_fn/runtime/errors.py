@@ -81,11 +81,20 @@ def kept_from_trace(what: str) -> str:
     )
 
 
+def nothing_visited() -> RuntimeError:
+    """The error for a loss that no parameter of the state goes into: its gradients would all be zero."""
+    return RuntimeError(
+        "the loss depends on no parameter of the state: it should use those that it is given, in ya.scan and ya.apply, "
+        "or in the function that ya.functionalize returns; a module that is called itself has weights of its own"
+    )
+
+
 def nested_visit(visit: str, outer: str) -> RuntimeError:
     """The error for a visit inside another one: each recomputation of the outer block would visit again."""
     return RuntimeError(
         f"forward of {visit} begins inside {outer}: a block cannot visit sharded parameters; "
-        "visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan)"
+        "visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan). "
+        "Without torch.utils.checkpoint: a schedule's remat= says what is recomputed"
     )
 
 

@@ -187,7 +187,8 @@ class TensorWatch(TorchFunctionMode):
 
 
 def _shown(tensor: Tensor) -> str:
-    return f"a tensor of shape {tuple(tensor.shape)} that requires grad"
+    why = "that requires grad" if tensor.requires_grad else "that a transform of torch.func has wrapped"
+    return f"a tensor of shape {tuple(tensor.shape)} {why}"
 
 
 def _message(name: str, what: str) -> str:

@@ -47,6 +47,8 @@ class CallRecording(Visits):
         """
         self.place = f"the end of the loss, recorded before step {self.number}"
         read = read_beside_visits(total, self.leaves)
+        if self._trained and not read and not any(visit.trained for visit in self.visits):
+            raise errors.nothing_visited()
         found = {"op": self.place, "leaves read outside visits": str(read), "what the function returns": result}
         self.memory.comms.must_agree(SAME_VISITS, found, self.place)
 
