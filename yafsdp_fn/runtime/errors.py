@@ -81,11 +81,12 @@ def kept_from_trace(what: str) -> str:
     )
 
 
-def nothing_visited() -> RuntimeError:
+def nothing_visited() -> ValueError:
     """The error for a loss that no parameter of the state goes into: its gradients would all be zero."""
-    return RuntimeError(
-        "the loss depends on no parameter of the state: it should use those that it is given, in ya.scan and ya.apply, "
-        "or in the function that ya.functionalize returns; a module that is called itself has weights of its own"
+    return ValueError(
+        "the loss does not depend on the differentiated arguments: it should use those that it is given, in ya.scan "
+        "and ya.apply, or in the function that ya.functionalize returns; a module that is called itself has weights of "
+        "its own"
     )
 
 

@@ -187,7 +187,7 @@ class TensorWatch(TorchFunctionMode):
 
 
 def _shown(tensor: Tensor) -> str:
-    why = "that requires grad" if tensor.requires_grad else "that a transform of torch.func has wrapped"
+    why = "that requires grad" if tensor.is_floating_point() else "that a transform of torch.func has wrapped"
     return f"a tensor of shape {tuple(tensor.shape)} {why}"
 
 
