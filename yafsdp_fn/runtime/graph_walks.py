@@ -187,7 +187,9 @@ class TensorWatch(TorchFunctionMode):
 
 
 def _shown(tensor: Tensor) -> str:
-    why = "that requires grad" if tensor.is_floating_point() else "that a transform of torch.func has wrapped"
+    why = "that requires grad"
+    if not tensor.is_floating_point():
+        why = "that a transform of torch.func has wrapped"
     return f"a tensor of shape {tuple(tensor.shape)} {why}"
 
 
