@@ -243,21 +243,27 @@ def _run_to_the_end(call: Call, environments: Sequence[dict[str, str]], started:
             connection.wait([each.pipe for each in started if each.answer is None], LOOK)
             let_interrupt()
 
+        # ranks begin when all are forked: as soon as one connects to this process' store, a thread of it may hold locks
+        # of the C library (the resolver's), and whoever is forked then waits for them for ever
+        begins, begin = os.pipe()
         try:
             for environment in environments:
-                started.append(_start(call, environment, started))
+                started.append(_start(call, environment, started, begins))
                 let_interrupt()
+            os.write(begin, bytes(len(started)))
             for printed in (printed for each in started for printed in each.prints):
                 threading.Thread(target=printed.pass_on, daemon=True).start()
             local_ranks.wait(started, GRACE, pause=pause)
         finally:
+            os.close(begins)
+            os.close(begin)
             for each in started:
                 each.process.kill()
             for each in started:
                 each.process.join()
 
 
-def _start(call: Call, environment: dict[str, str], before: Sequence[_Rank]) -> _Rank:
+def _start(call: Call, environment: dict[str, str], before: Sequence[_Rank], begins: int) -> _Rank:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     prints = _Printed(sys.stdout), _Printed(sys.stderr)
     # a rank that kept them could not be told that nobody reads what it or another one writes
@@ -265,7 +271,7 @@ def _start(call: Call, environment: dict[str, str], before: Sequence[_Rank]) -> 
     for printed in (*prints, *(printed for each in before for printed in each.prints)):
         inherited += [printed.read, printed.write]
     bind = local_ranks.dies_with(os.getpid())
-    every = (call, environment, bind, theirs, prints, inherited)
+    every = (call, environment, bind, theirs, prints, inherited, begins)
     process = multiprocessing.get_context("fork").Process(target=_run, args=every)
     with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -317,8 +323,10 @@ def _run(
     pipe: Any,
     prints: Sequence[_Printed],
     inherited: Sequence[Any],
+    begins: int,
 ) -> None:
-    """Runs the function as a rank. Never returns, into what is the parent's. inherited: to be closed here"""
+    """Runs the function as a rank. Never returns, into what is the parent's. inherited: to be closed here; begins: a
+    pipe with a byte for each rank, when all are forked"""
     status = 1
     try:
         bind()
@@ -334,6 +342,7 @@ def _run(
         kept = forget_groups()  # noqa: F841, until the end
         gc.freeze()  # garbage of the parent, freed here, may wait for its threads: so it was after an interrupt
         torch.set_num_threads(1)
+        os.read(begins, 1)
         pipe.send(_answer(call))
         status = 0
         atexit._run_exitfuncs()  # others see in the store that this rank has ended well
