@@ -107,8 +107,8 @@ def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
     """Returns the axes of `mesh` inside blocks. Raises TypeError unless it has axes of ours."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, as ya.mesh() makes, got {type(mesh).__name__}")
-    names = mesh.mesh_dim_names
-    if names is None:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and not names:
         raise TypeError("mesh: its axes have no names; make it by ya.mesh(), or give mesh_dim_names=('shard',)")
     sizes = tuple(mesh.shape)
     if names == (STAGE,):
