@@ -74,17 +74,17 @@ def plan(options: argparse.Namespace) -> None:
 
 def verify(options: argparse.Namespace) -> None:
     """Proves a saved program, or says what is wrong."""
-    print(repr(_read(options.file)))
+    print(repr(ya.verify(_read(options.file))))
 
 
 def draw(options: argparse.Namespace) -> None:
     """Draws a saved program, simulated, or a recorded timeline."""
-    ya.planner.compare({options.file: _read(options.file)}, options.cluster).save(options.out)
+    ya.planner.compare({options.file: _proved(options.file)}, options.cluster).save(options.out)
 
 
 def compare(options: argparse.Namespace) -> None:
     """Programs and timelines of one step in a table, the fastest first."""
-    found = ya.planner.compare({file: _read(file) for file in options.files}, options.cluster).ranked()
+    found = ya.planner.compare({file: _proved(file) for file in options.files}, options.cluster).ranked()
     print(found)
     if options.draw:
         found.save(options.draw)
@@ -113,13 +113,18 @@ def _made(place: str) -> Any:
 
 
 def _read(file: str) -> Any:
-    """Returns the program, proved, or the timeline in a file."""
+    """Returns the program or the timeline in a file."""
     text = Path(file).read_text()
     kind = ya.timeline.Timeline if '"spans":' in text else ya.Program  # no program has that key
     try:
-        found = kind.from_json(text)
+        return kind.from_json(text)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
+
+
+def _proved(file: str) -> Any:
+    """Returns what is in a file; a program is proved first."""
+    found = _read(file)
     return ya.verify(found) if isinstance(found, ya.Program) else found
 
 
