@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,6 +39,7 @@ class Pool:
         self.world = world
         self._processes: list[Any] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
+        self._said: list[Any] = []  # files of what ranks write to stderr: a crash says why there
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 250) -> list[Any]:
         """Results, by rank. Raises RankFailed with every rank's traceback where one raised."""
@@ -68,7 +70,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._said = [], [], []
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[bool, Any]]:
         if not self._processes:
@@ -92,10 +94,11 @@ class Pool:
         return outcomes
 
     def _end(self, rank: int) -> str:
-        """How the process of a rank ended: "" while it lives."""
+        """How the process of a rank ended, if it did, and its last words: the stack of a crash, or where it hangs."""
         self._processes[rank].join(1)
         code = self._processes[rank].exitcode
-        return "" if code is None else f" (its process has ended, exit code {code})"
+        ended = "" if code is None else f" (its process has ended, exit code {code})"
+        return f"{ended}\n{self._said[rank].read()[-8000:]}"
 
     def _start(self) -> None:
         context = forked.context()
@@ -104,14 +107,17 @@ class Pool:
             port = probe.getsockname()[1]
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self.world, port), daemon=True)
+            said = tempfile.NamedTemporaryFile("r")  # noqa: SIM115
+            process = context.Process(target=_serve, args=(theirs, rank, self.world, port, said.name), daemon=True)
             process.start()
             theirs.close()
+            self._said.append(said)
             self._pipes.append(ours)
             self._processes.append(process)
 
 
-def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
+def _serve(pipe: Any, rank: int, world: int, port: int, said: str) -> None:
+    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
     sys.path.insert(0, ROOT)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     faulthandler.enable()  # the stack of a process that a signal ends
