@@ -142,6 +142,16 @@ def argument_written(visit: str, argument: Tensor) -> RuntimeError:
     )
 
 
+def other_outputs(visit: str) -> RuntimeError:
+    return RuntimeError(
+        f"{visit}: run again for its backward, the block returned other values than in its forward: its gradient would "
+        "be that of another function. It draws from a generator of its own, or Python's random or NumPy's, or changes "
+        "what it reads. Draw from torch's default generators (torch.rand, dropout), which a step seeds for every run; "
+        "make a generator in the block, torch.Generator().manual_seed(torch.initial_seed()); or keep the graphs of "
+        "visits, schedule=ya.schedules.zero3(remat='none')"
+    )
+
+
 def view_of_weights(visit: str, out: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{visit}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "

@@ -1,11 +1,14 @@
 """Walks of autograd graphs: which tensors a block was made of, and whether a tensor depends on the arguments.
 
+Beside them, what a first step asks of a block that runs again: whether it returns the same.
+
 Steady steps enter this file only for a loss whose weight has a graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -195,3 +198,28 @@ def _shown(tensor: Tensor) -> str:
 
 def _message(name: str, what: str) -> str:
     return f"{name}: {what} reaches the block from outside, where no gradient would come back to it: {HOW}"
+
+
+# ---- Tests whether a block that runs again, for its backward, returns what it did in the forward.
+
+SAMPLES = 256
+"""Elements of each output that are compared."""
+
+
+def sample(outs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns a copy of some elements of each of `outs`, at equal distances."""
+    return [out.detach().flatten()[:: max(1, out.numel() // SAMPLES)].clone() for out in outs]
+
+
+def alike(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:
+    """Returns whether samples of two runs are of the same numbers, to half of the digits that their dtype has: kernels
+    of a GPU may sum in another order each time."""
+    return all(map(_close, before, now))
+
+
+def _close(before: Tensor, now: Tensor) -> bool:
+    if not before.numel() or not before.is_floating_point():
+        return torch.equal(before, now)
+    largest = before.nan_to_num(0, 0, 0).abs().max().item()
+    close = torch.finfo(before.dtype).eps ** 0.5 * largest
+    return torch.allclose(before.double(), now.double(), rtol=0, atol=close, equal_nan=True)

@@ -21,7 +21,7 @@ from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
+from yafsdp_fn.runtime.graph_walks import Asked, alike, check_graph, depends_again, sample
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.util.randomness import Replay, next_visit_seed
@@ -426,6 +426,7 @@ class Running:
         self._done = False
         self._places: Sequence[GradSlot] = ()
         self._later: Later | None = None
+        self._seen: list[Tensor] | None = None  # of the outputs, for a recomputation in a first step
 
     def forward(self) -> list[Tensor]:
         """Runs the block, and returns its outputs in the graph of the loss."""
@@ -515,6 +516,8 @@ class Running:
         """Returns the outputs of the block, keeping nothing."""
         outs = self.run(op, tensors, track=False)[2]
         self.call.refuse_views(outs, self.session.slots.storages)
+        if self.session.watch:
+            self._seen = sample(outs)
         return outs
 
     def gradients(
@@ -540,6 +543,8 @@ class Running:
         if calls is not None:
             calls.end()
             calls.again("backward")
+        if self._seen is not None and not alike(self._seen, sample(local[2])):
+            raise errors.other_outputs(self.visit.name)
         if self.asked is not None and depends_again(self.asked, inputs, local[2]):
             raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         return local

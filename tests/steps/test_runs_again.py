@@ -1,0 +1,91 @@
+"""A block that is run again for its backward must be the function that it was in the forward; a first step looks."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.groups import outcome
+from tests.harness.pool import Pool
+from tests.harness.small import batch, block, model, with_block
+
+TX = ya.optim.sgd(0.1)
+SAID = r"layers\[\d\]: run again for its backward, the block returned other values .* a generator of its own"
+
+
+def of_one_generator() -> Callable[[Tensor], Any]:
+    generator = torch.Generator().manual_seed(1)
+    return lambda x: torch.rand(x.shape, generator=generator)
+
+
+def of_a_generator_in_the_block() -> Callable[[Tensor], Any]:
+    return lambda x: torch.rand(x.shape, generator=torch.Generator().manual_seed(torch.initial_seed()))
+
+
+def of_a_counter() -> Callable[[Tensor], Any]:
+    calls: list[int] = []
+
+    def count(x: Tensor) -> float:
+        calls.append(len(calls))
+        return 1 / len(calls)
+
+    return count
+
+
+OTHER = {
+    "a generator": of_one_generator,
+    "python": lambda: lambda _: random.random(),
+    "numpy": lambda: lambda _: float(numpy.random.rand()),
+    "a counter": of_a_counter,
+}
+SAME = {
+    "torch": lambda: torch.rand_like,
+    "a generator in the block": of_a_generator_in_the_block,
+    "what is not finite": lambda: lambda x: torch.full_like(x, float("inf")),
+}
+
+
+def noisy(noise: Callable[[Tensor], Any]) -> Callable[[Any, Any], ya.Mean]:
+    return with_block(lambda x, w: (block(x, w)[0] * noise(x), None))
+
+
+def steps(mesh: Any, which: str, remat: str) -> tuple[str, bool]:
+    """How two steps end, and whether the state is as before, if they do not."""
+    random.seed(0)
+    loss = noisy((OTHER | SAME)[which]())
+    state = ya.init(model(), TX, mesh=mesh)
+    before = ya.unshard(state.params)
+    step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(remat=remat))
+
+    def run() -> None:
+        step(step(state, batch())[0], batch())
+
+    said = outcome(run)
+    return said, said == "returned" or optree.tree_all(optree.tree_map(torch.equal, ya.unshard(state.params), before))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("which", OTHER)
+def test_other_values_are_refused_by_name(pools: dict[int, Pool], world: int, which: str) -> None:
+    for said, kept in pools[world].run(steps, which, "all"):
+        assert re.search(SAID, said), said
+        assert kept
+
+
+@pytest.mark.parametrize("which", OTHER)
+def test_where_graphs_are_kept_any_values_serve(pools: dict[int, Pool], which: str) -> None:
+    assert {said for said, _ in pools[2].run(steps, which, "none")} == {"returned"}
+
+
+@pytest.mark.parametrize("which", SAME)
+def test_the_same_values_serve(pools: dict[int, Pool], which: str) -> None:
+    assert {said for said, _ in pools[2].run(steps, which, "all")} == {"returned"}
