@@ -27,6 +27,9 @@ AT_ONCE = 1 << 20
 """Elements summed at a time; the sum widens them to eight bytes."""
 
 
+# ---- The verb.
+
+
 class Corrupted(RuntimeError):
     """Ranks that should hold the same bits do not: memory or a link has failed, or one rank was written to by hand."""
 
@@ -78,6 +81,9 @@ SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
+# ---- The values that are summed.
+
+
 class SummedValue(NamedTuple):
     """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, None for
     those of other stages"""
@@ -121,6 +127,9 @@ def _replicated(state: ShardedState) -> Iterator[SummedValue]:
     for at, node in handles_and_leaves(state.opt_state):
         if isinstance(node, Tensor | int | float):
             yield SummedValue(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
+
+
+# ---- Sums of bits, and their comparison.
 
 
 def _sum_of(value: SummedValue, device: torch.device) -> Tensor:

@@ -19,6 +19,8 @@ from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHA
 from yafsdp_fn.util.torch_private import default_group, store_in_process
 from yafsdp_fn.util.words import counted
 
+# ---- The verb.
+
 
 def mesh(
     *,
@@ -113,6 +115,9 @@ def mesh(
     return made
 
 
+# ---- The arguments of `mesh`, checked and completed alike on all ranks.
+
+
 def _agree(arguments: dict[str, object]) -> None:
     """Raises ValueError on every rank unless all ask for the same mesh: making groups would hang."""
     if dist.get_world_size() == 1:
@@ -197,6 +202,9 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, 
             f"mesh(replicate={replicas}, deterministic={asked}): gradients would be added up in each copy first, and "
             "then over copies, which are other sums than at another number of ranks; leave replicate out"
         )
+
+
+# ---- The process group, where there is none.
 
 
 def _start(kind: str, timeout: timedelta) -> None:

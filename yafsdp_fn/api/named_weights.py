@@ -22,6 +22,9 @@ from yafsdp_fn.runtime.memory import StateMemory
 STOPPED = -1
 
 
+# ---- The verb.
+
+
 @torch.no_grad()
 def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, whole tensor)` for every leaf of `tree`, in the order of its units, the same on all ranks.
@@ -55,6 +58,9 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
                 comms.numbers_of_all(torch.tensor([STOPPED]), f"the end of named_weights, after {name}")
                 raise
     _compare(comms, len(handles) << 32, "")
+
+
+# ---- Its order: stages take turns, and each unit is gathered by all of its ranks.
 
 
 def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:

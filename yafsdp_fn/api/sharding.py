@@ -41,6 +41,8 @@ from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 
+# ---- The verbs: a state from abstract parameters, from values, and back.
+
 
 def init(
     params: Tree,
@@ -149,6 +151,9 @@ def shard(
     return new
 
 
+# ---- A state from sources of its leaves: parameters, and the optimizer before its first step.
+
+
 def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
     """Returns path and shape of the leaves of one layer."""
     return list(zip(group.layout.names, group.layer_shapes, strict=True))
@@ -208,6 +213,9 @@ SAME_VALUES = (
     "the values to shard, of which each rank keeps a part (make them under one seed on all ranks, or read one file; "
     "ya.shard(..., from_rank_0=True) takes those of rank 0)"
 )
+
+
+# ---- Values of rank 0, which others must not differ from.
 
 
 def _bits(leaf: Any, length: int | None) -> str:
@@ -289,6 +297,9 @@ def _filled(
     return StateMemory(layout, masters, mesh, precision, stages)
 
 
+# ---- A state from another one: on another mesh, layout or optimizer. Leaves are gathered one unit at a time.
+
+
 class _Whole:
     """The leaves of a sharded tree, whole. Units are gathered on demand, by all ranks in one order."""
 
@@ -326,6 +337,9 @@ class _Whole:
             return grown
 
         return give
+
+
+# ---- The optimizer state that goes along.
 
 
 def _copy_states(old: Tree, new: Tree, grow: Collection[str]) -> None:
@@ -376,6 +390,9 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
                 fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)
+
+
+# ---- Back to whole tensors.
 
 
 @torch.no_grad()

@@ -51,6 +51,9 @@ NOT_FROM_PLAIN = (
 )
 
 
+# ---- The function of a step, with its schedule, programs and state.
+
+
 def default_schedule(trace: Trace) -> Program:
     """The default schedule: `zero3`, and `one_f_one_b` across stages."""
     return (zero3() if trace.split is None else one_f_one_b())(trace)
@@ -88,6 +91,8 @@ class StepFunction:
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
+
+    # ---- its programs
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
         return Arguments(self.fun, args, kwargs, argnums, self.microbatches)
@@ -162,6 +167,8 @@ class StepFunction:
             consistency.warn_of_axes(comms, split, arguments.rest, batch_axes(memory.mesh))
         return found
 
+    # ---- in a session
+
     def _run_sharded(
         self,
         arguments: Arguments,
@@ -217,6 +224,8 @@ class StepFunction:
             observer.finish(verified.program.trace, f"rank {comms.world_rank} of {comms.world}")
         return results, observer
 
+    # ---- the first run: a call is recorded, unless a program is known
+
     def _known_program(self, arguments: Arguments, memory: StateMemory, shards: Shards | None, seed: Seed) -> Verified:
         """Returns the program to run, and learns it before the first run."""
         comms = memory.comms
@@ -255,6 +264,9 @@ class StepFunction:
 
             self._replays = Graphs(CudaCapture(device))
         return self._replays
+
+
+# ---- Around a session or a recording: the watchdog, collectives inside blocks, errors.
 
 
 @contextmanager
@@ -339,6 +351,8 @@ class Calls:
         session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
         return self._results
 
+    # ---- one call
+
     def _forward(self, call: Call, *, last: bool) -> None:
         session, track, microbatch = self._session, self._session.differentiates, call.microbatch
         arrived = session.begin(call)
@@ -408,6 +422,9 @@ class Calls:
         session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in passed.arrived.items()})
 
 
+# ---- On plain tensors.
+
+
 def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
     """Runs on plain tensors alone: the oracle."""
     results = Results([], [], [None] * len(arguments.plain))
@@ -425,6 +442,9 @@ def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> R
             with seeded(back, device):
                 _add(results.grads, torch.autograd.grad(mean.total, arguments.plain, allow_unused=True))
     return results
+
+
+# ---- Results of a call.
 
 
 def _outline(aux: Any) -> str:

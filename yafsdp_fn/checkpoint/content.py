@@ -287,7 +287,7 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
 
 
 def _form(of: Description) -> tuple[Any, ...]:
-    """Returns dtype and shape, with all layers: a leaf of a stack may be in units of layers, or in one."""
+    """Returns the dtype, and the shape with the layer axis, whether each layer is a unit or one unit has them all."""
     shape = of.get("shape")
     layers = of.get("layers")
     return of.get("dtype"), [layers, *shape] if layers is not None and isinstance(shape, list) else shape

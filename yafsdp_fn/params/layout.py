@@ -117,6 +117,9 @@ class FlatLayout:
                 yield LeafPiece(index, a - start, b - start, a - offset)
 
 
+# ---- The units of one layout, and where they are.
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """The units of one layout in an entry: one per layer of a stack, or a single one, unstacked or pinned. `Unit`,
@@ -142,6 +145,8 @@ class Group:
     stage: int = 0
     splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
+
+    # ---- over axes inside blocks
 
     @cached_property
     def over(self) -> tuple[str, ...]:
@@ -219,6 +224,8 @@ class Group:
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
+    # ---- over stages
+
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Indices in `units` of those with a row here: layers, if stacked."""
@@ -242,6 +249,8 @@ class Group:
         """Returns the first stage that holds unit number `index`."""
         return self.holders(index)[0]
 
+    # ---- layers
+
     def unit(self, layer: int) -> int:
         """Returns the unit that holds `layer` (0 if unstacked)."""
         return self.units[0 if self.pinned else layer]
@@ -254,6 +263,9 @@ class Group:
     def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the whole leaves of one layer."""
         return tuple(shape[1:] for shape in self.whole.shapes) if self.pinned else self.whole.shapes
+
+
+# ---- The subtrees of a tree.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +303,9 @@ class Entry:
     def stacked(self, group: Group) -> bool:
         """Returns whether `group` has a unit per layer: shards [L, n]."""
         return self.length is not None and not group.pinned
+
+
+# ---- The whole tree.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,9 @@ LeafRule = Callable[[str, Param], bool]
 """A rule over logical leaves: (dotted path, per-layer abstract parameter, a `LayerParam` in a stack) -> bool."""
 
 
+# ---- Rules over leaves: functions of path and parameter, or trees of bools.
+
+
 def nearest(said: Mapping[str, T], path: str) -> T | None:
     """Returns what `said` has for a dotted path, or else for the nearest subtree that it is in; None for neither."""
     parts = path.split(".")
@@ -83,6 +86,9 @@ def _paths(tree: Tree) -> tuple[list[str], list[str]]:
 def _below(path: str, top: str) -> bool:
     """Returns whether `path` is `top` or in it."""
     return top in ("", path) or path.startswith(f"{top}.")
+
+
+# ---- Rules, leaf by leaf.
 
 
 def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:

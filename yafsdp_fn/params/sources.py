@@ -94,6 +94,9 @@ def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+# ---- Writes a rank's shards, layer by layer.
+
+
 @torch.no_grad()
 def fill(
     row: Tensor, layout: FlatLayout, rank: int, sources: Sequence[Source], layer: int | None, together: bool = False
@@ -136,6 +139,9 @@ def fill_group(
 def whole_leaf(give: Source, length: int | None) -> Tensor:
     """Returns a whole leaf from its source: [L, ...] if it has a layer axis."""
     return give(None) if length is None else torch.stack([give(layer) for layer in range(length)])
+
+
+# ---- Plain trees.
 
 
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:

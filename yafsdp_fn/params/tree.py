@@ -163,6 +163,9 @@ def checked_split(split: Any, shape: tuple[int, ...]) -> LeafSplit:
     return pairs
 
 
+# ---- one parameter
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """An abstract parameter.
@@ -202,6 +205,9 @@ class Param:
 
 class LayerParam(Param):
     """One layer's part of a parameter in a stack, as rules over leaves see it: `isinstance(p, LayerParam)`."""
+
+
+# ---- Names and leaves of a tree.
 
 
 def dotted(accessor: optree.PyTreeAccessor) -> str:

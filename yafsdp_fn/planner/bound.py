@@ -6,15 +6,14 @@ it. A step is at least as long as each of these, of each stage:
     compute          its forwards, backwards and updates, one after the other; what must end before the first begins,
                      and what must follow the last; slower while communication must run beside it
     communication    one gather and one reduction of each unit, and messages: on each stream, and on each link
-    fill             before its first backward a stage runs forwards alone, as many as memory holds the graphs of
+    fill             before its first backward a stage runs only forwards, as many as memory has room for
     drain            after its last backward of inputs the stages before it run theirs, and then those of weights
     memory           what does not fit is recomputed, gathered again, reduced in parts, or moved to the host: the least
                      seconds in which that can make enough room
 
-What is assumed: costs as `Costs` has them, so that merging collectives saves latency alone; every visit may
-recompute, every unit be let go between its forward and its backward, every carry be offloaded; all of this in any
-fractions, which only lowers the bound. Of the memory it counts what the state holds, weights and gradients in slots,
-and what graphs keep: other buffers are left out.
+It assumes the costs of `Costs`, so that merging collectives saves only latency. Every visit may recompute, every unit
+may be freed between its forward and its backward, and every carry may be offloaded, in any fractions, which only lowers
+the bound. It counts the memory of the state, of weights and gradients in slots, and of kept graphs: no other buffers.
 """
 
 import math

@@ -55,13 +55,13 @@ Report = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Synthesized:
-    """A program that was written, and how. It is a schedule, and goes on with `more`.
+    """A program that synthesis made. It is a schedule; `more` continues the search.
 
-    program: proved; step_s, peak_bytes: as simulated and predicted; least: that no program is below
-    point, builder_s: the best builder's, with which it began
-    differences: what it does otherwise, and what each saves
-    design: the schedule
-    moves: changes that were tried; early: whether seconds were over before all of them
+    program: proved; step_s, peak_bytes: as simulated and predicted; least: the bound of its step
+    point, builder_s: the best builder, from which the search began, and the seconds of its step
+    differences: from that builder's program, and what each saves
+    design: its configurations and orders, as a schedule
+    moves: changes that were tried; early: whether the time was over before all of them
 
     >>> written = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).synthesized
     >>> written.step_s <= written.builder_s

@@ -167,6 +167,9 @@ def to_json(trace: Trace, stages: Stages) -> str:
     return json.dumps(as_data(trace, stages))
 
 
+# ---- reading
+
+
 def from_json(text: str) -> tuple[Trace, Stages]:
     """Reads what `to_json` wrote, each value of the type of its field, and a trace whose numbers name what is there;
     whether the ops are right is for `verify` to say. Raises ValueError with the place of what is wrong."""

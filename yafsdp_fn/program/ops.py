@@ -390,6 +390,8 @@ class Receive(NamedTuple):
         return uses_of(self, at)
 
 
+# ---- All ops, and what they have in common.
+
 ComputeOp = Forward | Backward
 Op = (
     Gather

@@ -411,6 +411,9 @@ class Program:
         return Program(trace, *stages)
 
 
+# ---- Sums over ops.
+
+
 def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
     """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op; slots of what has no size are left out."""
     out: dict[int, int] = {}

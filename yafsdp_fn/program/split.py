@@ -24,6 +24,9 @@ def in_carry_slot(nbytes: int) -> int:
     return round_up(nbytes, 512)
 
 
+# ---- What crosses between segments.
+
+
 class Argument(NamedTuple):
     """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
 
@@ -75,6 +78,9 @@ class Message(NamedTuple):
     back: bool = False
 
 
+# ---- The cut of a step.
+
+
 class Split(NamedTuple):
     """The segments of a step that is cut, and what crosses between them.
 
@@ -97,6 +103,8 @@ class Split(NamedTuple):
     def stages(self) -> int:
         return max(self.homes) + 1
 
+    # ---- stages and segments
+
     def holders(self, unit: int) -> tuple[int, ...]:
         """The stages that share `unit`, ascending; none where one has it alone."""
         return dict(self.shared).get(unit, ())
@@ -112,6 +120,8 @@ class Split(NamedTuple):
     def of(self, stage: int) -> tuple[int, ...]:
         """The segments of `stage`."""
         return tuple(number for number, home in enumerate(self.homes) if home == stage)
+
+    # ---- messages
 
     def arriving(self, segment: int) -> tuple[int, ...]:
         """Numbers of the flows that a segment takes."""
@@ -155,6 +165,9 @@ class Split(NamedTuple):
         """Tells whether a message goes to another stage."""
         source, target = self.ends(message.flow, message.back)
         return source != target
+
+
+# ---- The cut of a model, before there is a step.
 
 
 class Assignment(NamedTuple):

@@ -11,6 +11,8 @@ from yafsdp_fn.program.ops import OPS, STREAMS, Op, name_of, slot_fields
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Collectives, Trace
 
+# ---- One op.
+
 
 def describe(op: Op, trace: Trace) -> str:
     """One op in words; as Python shows it where it names what does not exist."""
@@ -77,6 +79,9 @@ def _in_words(op: Any, trace: Trace) -> str:
     return f"{name}{where}{' in' * detail.startswith('slot')} {detail}".rstrip()
 
 
+# ---- What blocks communicate.
+
+
 def collectives(trace: Trace) -> list[str]:
     """The collectives over axes inside blocks: a line for visits that follow each other and call the same."""
     named: list[tuple[str, Collectives, Collectives]] = []
@@ -106,6 +111,9 @@ def describe_message(message: Message, trace: Trace) -> str:
     return f"segment {source} -> {target}{where}" if not message.back else f"gradient {source} <- {target}{where}"
 
 
+# ---- A program.
+
+
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
     """One line per op, one column per stream."""
     rows = [(getattr(op, "stream", "compute"), describe(op, trace)) for op in sequence]
@@ -121,6 +129,8 @@ def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
     """A unified diff of two programs' ops in words."""
     return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
 
+
+# ---- In a notebook.
 
 MARKS = {"&lt;- refused": "#d1242f", "&lt;- against this": "#bf8700"}
 """The ends of lines that a notebook shows in colour, legible on light and on dark."""

@@ -25,6 +25,8 @@ from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import beside
 
+# ---- The rule.
+
 
 def all_end(pipeline: Program) -> None:
     """Raises Refused where stages wait for each other."""
@@ -82,6 +84,9 @@ _Places = set[tuple[int, int]]
 """(stage, item)"""
 
 
+# ---- All stages run at once: `program/events.py` says which items begin and end.
+
+
 def _run(rows: Sequence[Sequence[Op]], met: "_Met") -> tuple[_Places, _Places]:
     """Runs the items of all stages; returns those that have begun, and those that are over."""
     events, begins = _events(rows, met)
@@ -117,6 +122,9 @@ def _events(rows: Sequence[Sequence[Op]], met: _Met) -> tuple[list[StageEvent], 
                 StageEvent(stage, item.stream, [begins[one] for one in together]),
             ]
     return events, begins
+
+
+# ---- What an item waits for.
 
 
 def _rows(pipeline: Program) -> list[list[Op]]:

@@ -65,6 +65,9 @@ class Activation(NamedTuple):
     op: int
 
 
+# ---- A rule: checks, by the moment at which they are asked.
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule of `verify`: its name, its sentence, and a check for each moment that it is asked at.
@@ -121,6 +124,9 @@ def by_moment(rules: Sequence[Rule]) -> Checks:
     return {
         moment: [(rule.name, getattr(rule, moment)) for rule in rules if getattr(rule, moment)] for moment in moments
     }
+
+
+# ---- The execution.
 
 
 class Execution:
@@ -183,6 +189,8 @@ class Execution:
         for rule, check in self._checks[moment]:
             self._rule = rule
             check(self, *what)
+
+    # ---- what rules ask of it
 
     def refuse(
         self, why: str, buffer: Buffer | None = None, other: int | None = None, at: int | None = None

@@ -25,7 +25,7 @@ BEFORE: dict[Kind, tuple[Kind, ...]] = {
 
 
 class Wrong(NamedTuple):
-    """A mistake in a row. at: the call, by its place in the row; None where calls are missing."""
+    """A mistake in a row of calls. at: index of the call; None where calls are missing."""
 
     stage: int
     at: int | None

@@ -26,6 +26,9 @@ INDEPENDENT = (
 )
 
 
+# ---- What a call is given, and what it gives.
+
+
 class Seed(NamedTuple):
     """The seed of random numbers, besides microbatch and visit.
 
@@ -99,6 +102,8 @@ class Arguments:
         """Leaves for the plain tensors, for a backward. (Inside torch.func none can be made.)"""
         return [node.detach().requires_grad_() for node in self.nodes if isinstance(node, Tensor)]
 
+    # ---- one microbatch
+
     def call(self, microbatch: int, runner: Runner | None, track: bool) -> Any:
         """Calls the function on the differentiated leaves and the microbatch's part of the rest."""
         plain = iter(self.plain)
@@ -130,6 +135,8 @@ class Arguments:
             rest[number] = arg
         return self._fun(*rest, **kwargs)
 
+    # ---- gradients, as trees
+
     def gradients(self, plain: Sequence[Tensor | None], shards: Shards | None, record: Any = None) -> list[Any]:
         """Returns the differentiated arguments with gradients in their place; frozen ones get a zero without memory.
 
@@ -149,6 +156,9 @@ class Arguments:
                 grads = tuple(zero(leaf) if g is None else g for g, leaf in of_group)
                 nodes.append(node.gradient(grads, record))
         return list(optree.tree_unflatten(self.spec, nodes))
+
+
+# ---- Names and zeros.
 
 
 def argument_name(accessor: optree.PyTreeAccessor) -> str:
@@ -253,6 +263,9 @@ def _moved(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor) or leaf.device == device or leaf.is_meta:
         return leaf
     return leaf.to(device, non_blocking=leaf.is_pinned())
+
+
+# ---- pieces of a batch
 
 
 def split_batch(

@@ -41,6 +41,9 @@ Key = tuple[str, int, int]
 """A stretch of a step: its kind, a visit, and, of the loss, the segment whose call it is."""
 
 
+# ---- What a stretch of a step calls.
+
+
 class Called(NamedTuple):
     """A collective that a stretch has called, on tensors of this dtype. rows: as in `Ranks.called`"""
 
@@ -82,6 +85,9 @@ class Stretch:
         return of.call.axis, of.call.kind, of.dtype if self.typed else None, sizes
 
 
+# ---- A step or a recording, stretch by stretch.
+
+
 class BlockCollectives:
     """The collectives of one step or recording, in stretches as it begins and ends them.
 
@@ -94,6 +100,8 @@ class BlockCollectives:
         self._segment: int | None = None  # of the call of the loss under way
         self._of_loss: Stretch | None = None
         self._of_visit: Stretch | None = None
+
+    # ---- calls of the loss
 
     def begin_call(self, call: Call, visits: int) -> None:
         """Begins a call of the loss, of so many visits, or its backward."""
@@ -112,6 +120,8 @@ class BlockCollectives:
         """Raises if something is left over."""
         self._end_loss()
         self._segment = None
+
+    # ---- visits
 
     def begin(self, kind: Kind, visit: int | None, run: OpObserver | None = None) -> None:
         """Begins a compute of a visit. visit: None without grad, amid the loss; run: observes its op"""
@@ -220,6 +230,9 @@ class BlockCollectives:
             visits=tuple(v._replace(collectives=forward, adjoints=backward) for v, forward, backward in visits),
             between=tuple(each for each in of_loss if each.collectives or each.adjoints),
         )
+
+
+# ---- What sizes and dtypes follow from.
 
 
 def _outline(leaf: Any) -> Any:

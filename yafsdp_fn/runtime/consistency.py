@@ -80,6 +80,9 @@ def function(fun: Callable[..., Any]) -> str:
     return _text(fun, strict=False)
 
 
+# ---- What ranks compare before the first step of a function.
+
+
 def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> None:
     """Compares settings before the first step of `fun` and `tx` on a mesh. All ranks call it; one small collective if
     equal.
@@ -143,6 +146,9 @@ def digest(batch: Any) -> int:
         if isinstance(leaf, Tensor):
             found = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
+
+
+# ---- Values and functions in texts.
 
 
 def _text(value: Any, *, strict: bool, above: tuple[int, ...] = ()) -> str:

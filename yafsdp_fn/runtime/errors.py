@@ -30,6 +30,9 @@ class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than its program."""
 
 
+# ---- Another order than the program or the trace has.
+
+
 def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
     """The error for a visit in a pipeline that differs from the trace: other stages rely on the traced outputs."""
     return OrderChanged(f"{visit}: {what} than when the step was traced. {SAME_ORDER}")
@@ -81,6 +84,9 @@ def kept_from_trace(what: str) -> str:
     )
 
 
+# ---- Visits that cannot be, or a loss that goes on after an error.
+
+
 def nothing_visited() -> ValueError:
     """The error for a loss that no parameter of the state goes into: its gradients would all be zero."""
     return ValueError(
@@ -115,6 +121,9 @@ def after_failure(position: str, error: BaseException) -> RuntimeError:
     )
 
 
+# ---- A backward that is not the step's own.
+
+
 def second_backward(visit: str) -> RuntimeError:
     return RuntimeError(f"{visit}: a second backward through a visit; its graph is gone after the first")
 
@@ -129,6 +138,9 @@ def backward_inside(visit: str) -> RuntimeError:
 
 def second_order(visit: str) -> RuntimeError:
     return RuntimeError(f"{visit}: create_graph through a step; for second order use torch.func on the loss")
+
+
+# ---- Blocks that write in place, or return their weights.
 
 
 def weight_written(visit: str) -> RuntimeError:

@@ -95,6 +95,8 @@ class VisitRunner:
             for group, master in zip(memory.groups, memory.masters(), strict=True)
         ]
 
+    # ---- calls and visits
+
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
         """Begins a call of the loss, or its backward. Returns what arrives for it, by flow: nothing without stages."""
         self.microbatch = call.microbatch
@@ -159,6 +161,8 @@ class VisitRunner:
     def failed(self) -> bool:
         """True if a visit has raised."""
         return self._failure is not None
+
+    # ---- errors
 
     def raise_failure(self) -> None:
         if self._failure is not None:

@@ -141,6 +141,8 @@ class _TracedDestination(Destination):
     def _wider(factors: torch.dtype, view: Tensor) -> bool:
         return False  # a trace is the same for all devices: `planner.footprint` knows which of them take scratch
 
+    # ---- the backward, without values
+
     def begin(self, task: AutogradRun) -> None:
         """Begins the backward."""
         self.view, self.task, self.state = self._held[0], task, "free"
@@ -178,6 +180,9 @@ def _own(
         for unit in call.units
     ]
     return weights, [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
+
+
+# ---- a run
 
 
 def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> BodyCosts:

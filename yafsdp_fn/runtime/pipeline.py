@@ -34,6 +34,8 @@ from yafsdp_fn.runtime.stage_io import Crossing, neutral
 from yafsdp_fn.runtime.visit import BlockCall, Later
 from yafsdp_fn.util.torch_private import asks_for_values
 
+# ---- A session of one stage.
+
 
 class StageSession(Session):
     """A session of one stage."""
@@ -99,6 +101,8 @@ class StageSession(Session):
             return self.segment.placeholders(call, number)
         return self.segment.checked(call, super().visit(call), number)
 
+    # ---- backwards in two halves
+
     def later_half(self, visit: Visit, microbatch: int) -> Later:
         """Returns where the first half of a visit's backward leaves what the second is to do."""
         later = self._later[visit.id, microbatch] = Later(self.slots.storages)
@@ -120,6 +124,9 @@ class StageSession(Session):
         if self._seen_at[0] is not self.position:  # as long as it is the same, it must be the same object
             self._seen_at = self.position, f"{self.position}, stage {stage}"
         return RankPosition(self._seen_at[1], self._cursor, self.verified.all_stages, stage)
+
+
+# ---- One call of the loss: its visits, here and elsewhere.
 
 
 class Segment:
@@ -201,6 +208,9 @@ class Segment:
                 self._unlike, f"the loss raised {type(error).__name__} ({error}), and the visit has another block"
             )
         return error
+
+
+# ---- Losses and aux, of the stage that makes them.
 
 
 class StageResults:

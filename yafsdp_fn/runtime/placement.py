@@ -88,6 +88,8 @@ class Placement(Generic[AnyRanks]):
                 )
         return tuple(unit if unit.id in self.held else elsewhere(unit) for unit in sorted(units))
 
+    # ---- an owner of layouts (params/sharded.py), without memory
+
     def abstract(self) -> "Placement[Ranks]":
         """Returns this placement without memory and processes, for a rank that holds the units of all stages: steps are
         traced whole.
@@ -114,6 +116,8 @@ class Placement(Generic[AnyRanks]):
         group = self.of_unit[unit]
         return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
 
+    # ---- shards, and handles on them
+
     def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
         """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
         n = self._shard_numel(group)
@@ -128,6 +132,8 @@ class Placement(Generic[AnyRanks]):
     def handles(self, leaves: Sequence[Any], seed: int = 0, step: int = 0) -> Tree:
         """Returns the user's container with a handle per entry on `leaves`, one per group."""
         return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
+
+    # ---- sizes of the buffers that a state needs besides
 
     def receive_numel(self) -> int:
         """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
@@ -157,6 +163,9 @@ class Placement(Generic[AnyRanks]):
     @property
     def _trained_here(self) -> list[Group]:
         return [group for group in self.groups if group.trainable and group.held]
+
+
+# ---- Units on stages.
 
 
 def check_assignment(assignment: Assignment | None, units: int, stages: int) -> None:

@@ -24,6 +24,9 @@ KEPT_SHAPES = 32
 """Shapes of batches for which a function keeps what it has cut into stages: those that were used last."""
 
 
+# ---- A program that may run.
+
+
 class Verified:
     """A program that has passed `verify`, with the facts that a session of one stage needs in every step.
 
@@ -50,6 +53,9 @@ class Verified:
         """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""
         self.all_stages = self.all_stages.with_trace(collectives.listed(self.all_stages.trace))
         (self.program,) = self.all_stages.by_stage
+
+
+# ---- The programs of a function.
 
 
 class Programs:
@@ -182,6 +188,9 @@ class Programs:
                 f"the program updates unit by unit, but {self._not_unitwise}; pass update=False to the schedule"
             )
         return found
+
+
+# ---- Programs that were given: of this step, and the same on all ranks?
 
 
 def _check_stages(program: Program, trace: Trace) -> None:

@@ -23,6 +23,9 @@ Works = Mapping[type[Any], Callable[[Any], Work | None]]
 Outs = list[Tensor | None]
 
 
+# ---- Who watches a step.
+
+
 class OpObserver(Protocol):
     """Observes an op that has been issued."""
 
@@ -61,6 +64,9 @@ other: util/randomness.py). Read in the thread that calls steps alone: backwards
 observer by hand."""
 
 
+# ---- What a visit may be given.
+
+
 class Replays(Protocol):
     """Runs recomputed visits. Of what they write, only slots outlive them. visit: as in visit.py"""
 
@@ -92,6 +98,9 @@ class ActivationBuffers(Protocol):
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, among the `others`."""
+
+
+# ---- All of them.
 
 
 class StepHooks(NamedTuple):

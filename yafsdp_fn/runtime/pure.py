@@ -78,6 +78,9 @@ class Rematerialised(torch.autograd.Function):
         return outs, (0,) * len(outs)
 
 
+# ---- forward mode
+
+
 def is_smooth(tensor: Tensor) -> bool:
     """Returns whether `tensor` is differentiable: floating-point or complex."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -96,6 +99,9 @@ def _tangent(out: Tensor) -> Tensor:
 
 def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:
     return make_dual(tensor, tangent)  # type: ignore[no-untyped-call,no-any-return]
+
+
+# ---- reverse mode
 
 
 def _first_order(

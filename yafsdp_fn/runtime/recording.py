@@ -22,6 +22,8 @@ from yafsdp_fn.runtime.pure import is_smooth
 from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
+# ---- A call before the first step.
+
 
 class CallRecording(VisitRunner):
     """Runs a call of a loss in place of a session; knows the visits afterwards.
@@ -63,6 +65,9 @@ class CallRecording(VisitRunner):
         """Ends the recording: its parameters are of no use any more."""
         self.closed = True
         self.token, self.collectives = self.leaf_token, None
+
+
+# ---- The graph of a recorded loss, without its blocks.
 
 
 class _Passed(SingleLevelFunction):  # type: ignore[misc]

@@ -18,6 +18,8 @@ from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.communication.sums import apart, in_order
 from yafsdp_fn.params.tree import Tree, shape_of
 
+# ---- What a loss may return.
+
 
 class Mean(NamedTuple):
     """A weighted mean over microbatches and ranks.
@@ -60,6 +62,9 @@ class Max(NamedTuple):
 
 
 WEIGHT_DEPENDS = "the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
+
+
+# ---- Checks.
 
 
 def as_mean(
@@ -111,6 +116,9 @@ def of_tensors(aux: Tree, device: torch.device) -> Tree:
         return type(node)(torch.full((), node.value, device=device))
 
     return optree.tree_map(of_tensor, aux, is_leaf=is_reduction)
+
+
+# ---- Over microbatches and ranks.
 
 
 def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:

@@ -27,6 +27,9 @@ Views = dict[tuple[int, int], Any]
 """Views of a unit in a slot, by (slot, unit)."""
 
 
+# ---- What a session knows of an op before it runs.
+
+
 class PreparedOp(NamedTuple):
     """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
     gradients that it writes or reduces; `(unit, slot, source)` of the weights that it puts into slots, where source is
@@ -53,6 +56,9 @@ def acquire(memory: StateMemory) -> "Slots":
     """Returns slots for a session."""
     idle: list[Slots] = memory.idle
     return idle.pop() if idle else Slots(memory)
+
+
+# ---- The buffers.
 
 
 class Slots:
@@ -140,6 +146,8 @@ class Slots:
         """Returns the secondary shard of `unit`, in its gather dtype."""
         return self._secondary[unit].view(self.memory.gather_dtype(unit))
 
+    # ---- views of a unit
+
     def weight(self, slot: int, unit: int) -> tuple[Tensor, list[Tensor]]:
         """Returns `(flat, leaves)`: views of `unit` in weight slot `slot`."""
         memory = self.memory
@@ -162,6 +170,8 @@ class Slots:
             flat = self._flat(self._grads[slot], memory.units[unit].reduce_bytes, memory.precision.reduce_dtype)
             found = self._grad_views[slot, unit] = GradViews(flat, layout.split(flat), layout.gaps(flat))
         return found
+
+    # ---- leaves that a block gets
 
     def leaves(self, slot: int, unit: int, track: bool) -> list[Tensor]:
         """Returns a block's leaves of `unit` in weight slot `slot`; track: under autograd, with their destinations."""

@@ -76,6 +76,9 @@ def _ones(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
 
 
+# ---- what stands for the outputs of a visit elsewhere
+
+
 class Placeholder:
     """Stands for the outputs of a visit: their structure, and tensors without values; given, source: see `Result`"""
 
@@ -91,6 +94,9 @@ class Placeholder:
         if any(x._version for x in self._tensors):
             self._tensors = [torch.empty_like(x) for x in self._made]
         return self._tensors
+
+
+# ---- what travels
 
 
 class Crossing:
@@ -235,6 +241,9 @@ def _forward_only(trace: Trace) -> Trace:
 #     a segment's first compute   get      carry slot -> tensors         compute stream
 #
 # What arrives is copied out of its slot, which is free at once: what a graph keeps lives as long as the graph.
+
+
+# ---- Carry slots of messages.
 
 
 class MessageBuffers:

@@ -92,6 +92,9 @@ ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
+# ---- a trace that is over
+
+
 class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The mode of a trace that is over. Its tensors have no values: where the loss or a block has kept one (in a cache,
     say), whatever uses it raises, in a step too."""
@@ -110,6 +113,9 @@ class Result(NamedTuple):
     tensors: list[Tensor]
     given: Hashable
     source: Hashable
+
+
+# ---- a trace under way
 
 
 class Tracer:
@@ -195,6 +201,8 @@ class Tracer:
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
 
+    # ---- what goes into visits, and what the loss does between them
+
     def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
         """Yields the arguments that visits have made."""
         for place, x in enumerate(tensors):
@@ -226,6 +234,8 @@ class Tracer:
             back = [call._replace(kind=ADJOINTS.get(call.kind, call.kind)) for call, back in self.called[::-1] if back]
             self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), tuple(back)))
             self.called.clear()
+
+    # ---- the end of the loss
 
     def reads_leaves(self, total: Tensor) -> bool:
         """Returns whether `total` depends on sharded leaves other than through visits."""
@@ -267,6 +277,9 @@ class Tracer:
 
     def _numbered(self, memory: Iterable[int]) -> set[int]:
         return {self._values[key][0] for key in memory if key in self._values}
+
+
+# ---- a trace of one call
 
 
 def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:

@@ -33,6 +33,9 @@ from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, tran
 # taken out, so that autograd sees flat tensors, and put back when the block runs.
 
 
+# ---- the weights of a visit
+
+
 class Rows:
     """The layers of a handle: the groups that they share and, on the pure path, their shards."""
 
@@ -106,6 +109,9 @@ def split_tensors(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
             leaf = ARGUMENT
         template.append(leaf)
     return tensors, template
+
+
+# ---- A call, as a function of tensors.
 
 
 class TensorCall:
@@ -185,6 +191,8 @@ class BlockCall(TensorCall):
         """Runs the block on the leaves of each unit (in the order of `units`), as in every run of it."""
         return self.replay.run(self.run, tensors, dict(zip(self.units, weights, strict=True)))
 
+    # ---- keys: calls that are alike
+
     @property
     def given(self) -> Hashable:
         """Shapes and dtypes of the tensor arguments."""
@@ -221,6 +229,8 @@ class BlockCall(TensorCall):
         ]
         return self._spec, tuple(rows), self.replay.autocast
 
+    # ---- checks
+
     def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises if an output is a view of the weights, whose memory will hold other values."""
         for out in outs:
@@ -245,6 +255,9 @@ class BlockCall(TensorCall):
                 if leaf is not runner.leaves[number]:
                     return None
         return None if transforms_active() else runner
+
+
+# ---- memory of tensors
 
 
 def address_of(tensor: Tensor) -> int:
@@ -428,6 +441,8 @@ class Running:
         self._done = False
         self._grad_slots: Sequence[GradSlot] = ()
         self._later: Later | None = None
+
+    # ---- forward
 
     def forward(self) -> list[Tensor]:
         """Runs the block, and returns its outputs in the graph of the loss."""
@@ -628,6 +643,9 @@ def _offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -
             for leaf, view in zip(unit_leaves, grad_slot.views.leaves, strict=True):
                 if (found := destination(leaf)) is not None:
                     found.offer(view)
+
+
+# ---- The autograd nodes of a visit: two where it keeps its graph, one where it recomputes.
 
 
 def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], depends: bool | None = None) -> list[Tensor]:

@@ -85,6 +85,9 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
             memory.board.forget(("layer", call, 0), ("layer", call, 1))
 
 
+# ---- results of a layer
+
+
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     groups = [group for _, group, _ in stack.group_leaves()]

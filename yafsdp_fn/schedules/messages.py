@@ -52,6 +52,9 @@ def gives(split: Split, call: Call) -> tuple[Message, ...]:
     return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
 
 
+# ---- a run of the lists, for its times
+
+
 class PlayedTimes(NamedTuple):
     """A run of stages' lists, without calls and messages that never come.
 
@@ -129,6 +132,9 @@ def _sources(
         for one, other in zip(sends[message], receives[message], strict=False):
             partners |= {one: other, other: one}
     return comes, partners
+
+
+# ---- lists with messages
 
 
 def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNIT) -> list[list[Item]]:
@@ -276,6 +282,9 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
         if ends:
             add(slots.messages[call + 1])
     return *ops, *late
+
+
+# ---- ops, by the call that they belong to
 
 
 class InCall(NamedTuple):

@@ -36,6 +36,9 @@ Order = Callable[[Split, int], Rows]
 # (messages.py).
 
 
+# ---- whole backwards
+
+
 @shown
 def gpipe(sharding: Schedule | None = None) -> Schedule:
     """All forwards, then all backwards: every microbatch is under way at once.
@@ -121,6 +124,9 @@ def interleaved_calls(split: Split, microbatches: int) -> Rows:
         return one_f_one_b_calls(split, microbatches)
     ahead = (per_stage - 1) * max(map(len, _groups(microbatches, stages)))
     return [list(_alternating(*_passes(split, s, microbatches), ahead + 2 * (stages - 1 - s))) for s in range(stages)]
+
+
+# ---- backwards in halves, which leave no stage idle
 
 
 @shown
@@ -266,6 +272,9 @@ BLOCK = 6
 """Calls of a microbatch on a stage of two segments."""
 
 
+# ---- orders that repeat a block of calls
+
+
 def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int]) -> Rows:
     """The calls of a microbatch at fixed times, and those of each next one six calls later.
 
@@ -324,6 +333,9 @@ ORDERS: dict[str, Order] = {
 """Their calls by name."""
 
 
+# ---- what orders share
+
+
 def forward_only(split: Split, microbatches: int) -> Rows:
     """The calls of an evaluation: P microbatches go through the first segment, then through the next one."""
     groups = _groups(microbatches, split.stages)
@@ -374,7 +386,7 @@ def whole_if_idle(rows: Rows, split: Split) -> Rows:
 
 
 def _expect(name: str, split: Split, per_stage: int, v: bool = False) -> None:
-    """Raises ValueError unless the segments lie on stages as the order wants them."""
+    """Raises ValueError unless each segment is on the stage that the order expects."""
     stages = range(split.stages)
     homes = (*stages, *reversed(stages)) if v else tuple(stages) * per_stage
     if split.homes != homes:
