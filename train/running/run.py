@@ -252,7 +252,7 @@ def extra(config: Settings, text: str, position: Position, spikes: Spikes | None
 
 
 def checked(extra: Mapping[str, Any], rows: Rows, seed: int, where: str) -> None:
-    """Refuses what `extra` has not written: checkpoints come from other people. where: the file that holds it"""
+    """Refuses an `extra` that no run has written, since checkpoints come from other people. where: the file with it"""
 
     def field(name: str, found: bool, expected: str) -> None:
         shown = f"{extra[name]!r:.60}" if name in extra else "not there"
