@@ -52,8 +52,8 @@ class Growth(Timed):
     plot: Path | None = None
     """File to draw the result to: .png, .svg or .pdf."""
     functions: int = 0
-    """Rows of a profile of one further layer by function, in place of the times; with the first of --ranks, from the
-    least and the most of --layers."""
+    """With N > 0, print a profile of one further layer, in N rows by function, in place of the times: the difference
+    between the most and the least of --layers, on the first of --ranks."""
     timeout: float = 300.0
     """Seconds after which rank processes that have not ended are killed."""
 

@@ -1,5 +1,5 @@
-"""Refuses docstrings whose first sentence has no subject, and a class's name that the library uses twice:
-`python -m tests.docstrings yafsdp_fn models`.
+"""Refuses docstrings whose first sentence has no subject, and words with two meanings in the library (a class's name
+twice, a retired word, a name of `ONE_MEANING` in another file): `python -m tests.docstrings yafsdp_fn models`.
 
 A docstring begins with what the thing is or does ("Reduces a unit's gradient ...", "The flat shards of ..."), not with
 a clause that hangs in the air ("What becomes of ...", "Of a unit: ...") or with a list of fields ("rows: ...").
@@ -19,6 +19,33 @@ HEADLESS = re.compile(
     r"|Of|As|For|From|By|On|In|At|To|With|Without|Under|Within|Among|After|Before|While|If|Because|Since)\b(?!-)"
 )
 FIELDS = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
+
+RETIRED = {
+    "parcel": "message",
+    "mail": "message",
+    "deal": "split",
+    "dealt": "split",
+    "sight": "position",
+    "lever": "feature",
+    "weigh": "measure",
+    "draft": "plan",
+}
+"""Words that the library no longer uses, in names, docstrings and comments, and what it says instead."""
+
+CORE = ("params", "program", "proof", "schedules", "runtime")
+ONE_MEANING = {
+    "part": ("program/ops.py", "proof/gradients.py", "runtime/updates.py"),
+    "parts": ("program/trace.py", "program/program.py"),
+    "place": ("program/split.py",),
+    "use": ("program/hazards.py", "proof/errors.py"),
+    "walk": ("params/layout.py",),
+    "keep": ("program/ops.py", "runtime/visit.py"),
+    "carries": ("program/measured.py", "runtime/visit.py"),
+    "carried": ("program/program.py", "proof/execution.py", "proof/computes.py", "runtime/slots.py"),
+    "uses": ("program/ops.py", "runtime/execute.py"),
+}
+"""Names of the core with one meaning (docs/design.md has it), and the files that may give it to a class, function,
+argument or field."""
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -48,8 +75,35 @@ def classes_of_one_name(library: Path) -> list[str]:
     return [f"class {name}: {', '.join(files)}" for name, files in places.items() if len(set(files)) > 1]
 
 
+def retired(file: Path) -> Iterator[str]:
+    """Yields `file:line: word` for each retired word, alone or in a name."""
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        for word in re.findall("[A-Z]?[a-z]+", line):
+            if instead := RETIRED.get(word.lower().removesuffix("s")):
+                yield f"{file.relative_to(ROOT)}:{number}: {word}: say {instead!r}"
+
+
+def names_given(tree: ast.AST) -> Iterator[str]:
+    """Yields the names of the classes, functions, arguments and fields of a file, without underscores in front."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.arg(arg=name):
+                yield name.strip("_")
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name.strip("_")
+
+
+def given_elsewhere(library: Path) -> Iterator[str]:
+    """Yields `file: name` for each name of `ONE_MEANING` that another file of the core gives to a thing."""
+    for file in sorted(file for folder in CORE for file in (library / folder).rglob("*.py")):
+        here = str(file.relative_to(library))
+        for name in sorted(ONE_MEANING.keys() & set(names_given(ast.parse(file.read_text())))):
+            if here not in ONE_MEANING[name]:
+                yield f"{here}: {name}: a name with another meaning, in {', '.join(ONE_MEANING[name])}"
+
+
 def main(paths: list[str]) -> int:
-    """Prints headless sentences in `paths`, files or folders, and names of several classes; returns 1 if any."""
+    """Prints headless sentences in `paths`, files or folders, and words with two meanings; returns 1 if any."""
     files = [
         file for path in paths for file in ([ROOT / path] if path.endswith(".py") else (ROOT / path).rglob("*.py"))
     ]
@@ -58,9 +112,12 @@ def main(paths: list[str]) -> int:
         print(entry)
     if found:
         print(f"{len(found)} docstrings begin with no subject: say first what the thing is or does", file=sys.stderr)
-    twice = classes_of_one_name(ROOT / "yafsdp_fn")
+    library = ROOT / "yafsdp_fn"
+    twice = [f"{entry}: one name for several classes" for entry in classes_of_one_name(library)]
+    twice += [entry for file in sorted(library.rglob("*.py")) for entry in retired(file)]
+    twice += given_elsewhere(library)
     for entry in twice:
-        print(f"{entry}: one name for several classes", file=sys.stderr)
+        print(entry, file=sys.stderr)
     return int(bool(found or twice))
 
 

@@ -231,7 +231,7 @@ def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
 
 def settled(config: C, training: Rows, heldout: Rows, ranks: int) -> C:
     """The settings, with a batch and evaluations that the text has rows for where they were not given. Raises
-    ConfigError where it has too few. ranks: those that rows are dealt to"""
+    ConfigError where it has too few. ranks: those that rows go to"""
     data, every = config.data, config.eval_every
     if data.batch == AUTO:
         parts = config.sharding.microbatches * config.sharding.chunks
@@ -252,7 +252,7 @@ def extra(config: Settings, text: str, position: Position, spikes: Spikes | None
 
 
 def checked(extra: Mapping[str, Any], rows: Rows, seed: int, where: str) -> None:
-    """Refuses what `extra` has not written: checkpoints come from other people. where: the file that holds it"""
+    """Refuses an `extra` that no run has written, since checkpoints come from other people. where: the file with it"""
 
     def field(name: str, found: bool, expected: str) -> None:
         shown = f"{extra[name]!r:.60}" if name in extra else "not there"

@@ -27,6 +27,9 @@ AT_ONCE = 1 << 20
 """Elements summed at a time; the sum widens them to eight bytes."""
 
 
+# ---- The verb.
+
+
 class Corrupted(RuntimeError):
     """Ranks that should hold the same bits do not: memory or a link has failed, or one rank was written to by hand."""
 
@@ -78,6 +81,9 @@ SHOWN = 20
 TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fault in its memory, device or links"
 
 
+# ---- The values that are summed.
+
+
 class SummedValue(NamedTuple):
     """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, None for
     those of other stages"""
@@ -95,9 +101,9 @@ def _shards(state: ShardedState) -> Iterator[SummedValue]:
     working = memory.working.rows
     has_copies = precision.param != precision.gather_dtype
     for group in memory.groups:
-        for place, unit in enumerate(group.units):
+        for index, unit in enumerate(group.units):
             name = memory.units[unit].name
-            stages = group.holders(place)
+            stages = group.holders(index)
             yield SummedValue(name, stages, master.get(unit))
             if group.trainable and has_copies:
                 yield SummedValue(f"{WORKING}{name}", stages, working.get(unit))
@@ -121,6 +127,9 @@ def _replicated(state: ShardedState) -> Iterator[SummedValue]:
     for at, node in handles_and_leaves(state.opt_state):
         if isinstance(node, Tensor | int | float):
             yield SummedValue(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
+
+
+# ---- Sums of bits, and their comparison.
 
 
 def _sum_of(value: SummedValue, device: torch.device) -> Tensor:

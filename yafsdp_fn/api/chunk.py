@@ -28,6 +28,8 @@ from yafsdp_fn.runtime.visit import TensorCall
 from yafsdp_fn.util.randomness import Replay, device_of_leaves
 from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_active
 
+# ---- the verb
+
 
 def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
     """Returns `f` run over n equal chunks of its batch, in order; each is recomputed in the backward. n = 1 is `f`

@@ -50,6 +50,9 @@ CUDA_IS_LOST = (
 )
 
 
+# ---- The verb, and its errors.
+
+
 class RankFailed(RuntimeError):
     """A rank of `ya.launch` raised, or its process was ended; the message has its traceback. rank: its number"""
 
@@ -204,6 +207,9 @@ class _Rank:
         """Closes this process's ends, but for those that threads read to their end."""
         for end in (self.pipe, *(printed.write for printed in self.prints)):
             end.close()
+
+
+# ---- here: the run
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:

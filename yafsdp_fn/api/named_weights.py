@@ -22,6 +22,9 @@ from yafsdp_fn.runtime.memory import StateMemory
 STOPPED = -1
 
 
+# ---- The verb.
+
+
 @torch.no_grad()
 def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yields `(name, whole tensor)` for every leaf of `tree`, in the order of its units, the same on all ranks.
@@ -57,6 +60,9 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     _compare(comms, len(handles) << 32, "")
 
 
+# ---- Its order: stages take turns, and each unit is gathered by all of its ranks.
+
+
 def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
     """Returns the handles of a tree and their communicators. Raises TypeError for a tree without a state's memory."""
     handles: list[Sharded] = optree.tree_leaves(tree, is_leaf=is_sharded)
@@ -90,8 +96,8 @@ def _unit(
     for number, group, leaf in handle.check().group_leaves():
         wholes = pinned.get(number)
         if wholes is None:
-            place = layer if handle.entry.stacked(group) else 0
-            row = unit_shard(handle, group, leaf, place, dtype if leaf.is_floating_point() else None)
+            index = layer if handle.entry.stacked(group) else 0
+            row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
             wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
         if group.pinned:
             pinned[number] = wholes

@@ -34,6 +34,8 @@ from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, rows_of
 from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
 
+# ---- The verbs.
+
 
 def scan(
     f: Callable[..., tuple[Tree, Tree]],
@@ -129,6 +131,9 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     return run_block(call)
 
 
+# ---- One visit: several layers of an unrolled scan, or one.
+
+
 def _numbers(block: list[int]) -> str:
     """Returns the layers of a visit as text: "3", "2:4", "0,2"."""
     step = 1 if block[-1] >= block[0] else -1
@@ -151,6 +156,9 @@ def _several(
         carry = out[0]
         ys.append(out[1])
     return carry, ys
+
+
+# ---- Checks of what a scan is given, and of what its body returns.
 
 
 def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
@@ -192,6 +200,9 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
 
 def _form(leaf: Any) -> tuple[torch.Size, torch.dtype] | None:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
+
+
+# ---- The two paths.
 
 
 def run_block(call: BlockCall) -> Any:

@@ -41,6 +41,8 @@ from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 
+# ---- The verbs: a state from abstract parameters, from values, and back.
+
 
 def init(
     params: Tree,
@@ -145,8 +147,11 @@ def shard(
     made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
     new = _first_state(made, tx, seed, 0 if state is None else state.step)
     if state is not None:
-        _keep(state.opt_state, new.opt_state, grow)
+        _copy_states(state.opt_state, new.opt_state, grow)
     return new
+
+
+# ---- A state from sources of its leaves: parameters, and the optimizer before its first step.
 
 
 def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
@@ -208,6 +213,9 @@ SAME_VALUES = (
     "the values to shard, of which each rank keeps a part (make them under one seed on all ranks, or read one file; "
     "ya.shard(..., from_rank_0=True) takes those of rank 0)"
 )
+
+
+# ---- Values of rank 0, which others must not differ from.
 
 
 def _bits(leaf: Any, length: int | None) -> str:
@@ -289,6 +297,9 @@ def _filled(
     return StateMemory(layout, masters, mesh, precision, stages)
 
 
+# ---- A state from another one: on another mesh, layout or optimizer. Leaves are gathered one unit at a time.
+
+
 class _Whole:
     """The leaves of a sharded tree, whole. Units are gathered on demand, by all ranks in one order."""
 
@@ -328,7 +339,10 @@ class _Whole:
         return give
 
 
-def _keep(old: Tree, new: Tree, grow: Collection[str]) -> None:
+# ---- The optimizer state that goes along.
+
+
+def _copy_states(old: Tree, new: Tree, grow: Collection[str]) -> None:
     """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
     there = _by_part(old)
     unclear = set[str]()
@@ -376,6 +390,9 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
                 fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)
+
+
+# ---- Back to whole tensors.
 
 
 @torch.no_grad()

@@ -347,8 +347,8 @@ def owned(directory: Path, ranks: AllRanks, what: str) -> Iterator[None]:
 
 
 def _claim(directory: Path, ranks: AllRanks) -> None:
-    """Gives the folder to the first ranks of these processes that save there; others that share a rank with them may
-    save in turn."""
+    """Claims the folder for the ranks that save there first. Raises CheckpointError for ranks that have none in common
+    with them."""
     if ranks.count == dist.get_world_size():
         return
     store = side_store("yafsdp_fn checkpoints", timedelta(seconds=60))

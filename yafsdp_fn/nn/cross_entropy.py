@@ -117,6 +117,9 @@ def _chunks(
     return total
 
 
+# ---- Softmax of one chunk, in place.
+
+
 def _softmax_of(logits: Tensor, targets: Tensor, ignore_index: int) -> Callable[..., Tensor]:
     """Returns `_softmax_`, or a kernel that does the same in two passes over the logits."""
     if logits.dtype == torch.float64 or torch.compiler.is_compiling() or not kernels_run_on(logits):

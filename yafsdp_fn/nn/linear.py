@@ -41,6 +41,9 @@ Scratch = Callable[[torch.Size, torch.dtype], Tensor]
 """Returns memory of a shape and dtype, which the next caller overwrites."""
 
 
+# ---- where a gradient goes
+
+
 class GradViews(NamedTuple):
     """Views of a unit's gradient in a flat vector: the whole, the leaves, and the gaps that belong to no leaf."""
 
@@ -76,6 +79,9 @@ class AutogradRun:
 def multiplies_wider(factors: torch.dtype, product: torch.dtype, device: str) -> bool:
     """Returns whether one kernel multiplies in one dtype and writes another, wider one, on this type of device."""
     return device == "cuda" and product == torch.float32 and factors in (torch.float16, torch.bfloat16)
+
+
+# ---- one weight
 
 
 class Destination:
@@ -188,6 +194,9 @@ class Destination:
         self.state = "written"
 
 
+# ---- The functions.
+
+
 def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> Tensor:
     """Computes `F.linear`: x [..., I], weight [O, I], bias [O] -> [..., O]. A weight with an adapter: see `ya.lora`.
 
@@ -222,6 +231,9 @@ def _direct(weight: Tensor) -> Destination | None:
         return None
     # a compiled graph is made before its gradient slots are known, and autocast computes in another dtype
     return None if torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type) else found
+
+
+# ---- Their autograd nodes.
 
 
 class _Linear(SingleLevelFunction):  # type: ignore[misc]

@@ -98,6 +98,9 @@ class LowRank:
         return len(self.weight)
 
 
+# ---- products
+
+
 def is_low_rank(node: object) -> bool:
     return isinstance(node, LowRank)
 

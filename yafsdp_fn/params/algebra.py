@@ -37,6 +37,9 @@ NOT_ON_STAGES = (
 )
 
 
+# ---- Inner products and norms.
+
+
 def vdot(a: Tree, b: Tree) -> Tensor:
     """Returns the inner product of two trees of one structure: a 0-dim float32 tensor (float64 for float64 leaves).
 
@@ -63,6 +66,9 @@ def global_norm(tree: Tree) -> Tensor:
     """
     squares = _over_ranks("global_norm", tree, tree, lambda x, _: squared_norm(optree.tree_leaves(x)))
     return squares.sqrt().to(number_dtype(tree))
+
+
+# ---- Values of ranks in a loss.
 
 
 def sum_over_ranks(x: Tree, like: Tree) -> Tree:
@@ -109,6 +115,9 @@ def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tre
     comms = found[0].owner.comms
     apply: Any = function.apply
     return optree.tree_map(lambda leaf: apply(comms, leaf, in_step()), x)
+
+
+# ---- Random trees.
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:

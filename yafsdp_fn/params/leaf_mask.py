@@ -15,6 +15,9 @@ LeafRule = Callable[[str, Param], bool]
 """A rule over logical leaves: (dotted path, per-layer abstract parameter, a `LayerParam` in a stack) -> bool."""
 
 
+# ---- Rules over leaves: functions of path and parameter, or trees of bools.
+
+
 def nearest(said: Mapping[str, T], path: str) -> T | None:
     """Returns what `said` has for a dotted path, or else for the nearest subtree that it is in; None for neither."""
     parts = path.split(".")
@@ -85,6 +88,9 @@ def _below(path: str, top: str) -> bool:
     return top in ("", path) or path.startswith(f"{top}.")
 
 
+# ---- Rules, leaf by leaf.
+
+
 def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
     """Returns `rule(path, param)` for every logical leaf of `tree`, as a tree of bool tensors of the same structure.
 
@@ -107,7 +113,7 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         masks = []
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
-            start = node.owner.comms.within(group.over).rank * n
+            start = node.owner.comms.without(group.over).rank * n
             passes = by_leaf(rule, node.entry, group)
             masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
             for piece in group.layout.pieces(start, start + n):

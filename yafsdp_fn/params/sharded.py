@@ -147,6 +147,9 @@ class NotATensor:
 # `map_whole_layers`.
 
 
+# ---- what a handle needs of others
+
+
 class Owner(Protocol):
     """The owner of a layout: a state's memory, a placement without memory, the units of an optimizer's step.
 
@@ -221,6 +224,9 @@ class Context:
         return f"<{self.entry.name}>"
 
 
+# ---- the handle
+
+
 class Sharded(NotATensor):
     """One entry of a sharded tree. leaves: a local flat shard per group, [L, n] or [n]
 
@@ -247,6 +253,8 @@ class Sharded(NotATensor):
     def owner(self) -> Owner:
         return self.context.origin.owner
 
+    # ---- its leaves
+
     def group_leaves(self) -> list[tuple[int, Group, Any]]:
         """Returns `(number of the group in the whole tree, group, leaf)` for each group."""
         numbered = enumerate(self.context.entry.groups, self.context.first_group)
@@ -268,6 +276,8 @@ class Sharded(NotATensor):
         only = frozenset(numbers)
         leaves = tuple(leaf for number, _, leaf in self.group_leaves() if number in only)
         return Sharded(leaves, dataclasses.replace(self.context, only=only, runner=None))
+
+    # ---- generations of memory
 
     def check(self) -> "Sharded":
         """Returns this handle. Raises RuntimeError if its leaves are the memory of a state that was donated since."""
@@ -299,6 +309,8 @@ class Sharded(NotATensor):
             return f"Sharded({self.entry.name!r}, of a state that {self.owner.why_gone()})"
         return f"Sharded({self.entry.name!r}, {self.described()})"
 
+    # ---- in words
+
     def described(self) -> str:
         """Says the names and global shapes of its leaves, and what this rank has of them."""
         wholes = [f"{path.removeprefix(self.entry.name + '.')} {shape}" for path, shape, _ in self.wholes()]
@@ -316,6 +328,9 @@ class Sharded(NotATensor):
 
 # flattening raises if a later state has overwritten the leaves
 register_node(Sharded, lambda h: (h.check().leaves, h.context), lambda context, leaves: Sharded(leaves, context))
+
+
+# ---- Trees of handles.
 
 
 def placed(layout: TreeLayout, leaves: Sequence[Any], origin: Origin) -> Tree:
@@ -341,6 +356,9 @@ def handles_and_leaves(tree: Tree) -> list[tuple[optree.PyTreeAccessor, Any]]:
     """Returns `(accessor, node)` of each handle in `tree`, and of each leaf outside of handles, in order."""
     accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
     return list(zip(accessors, nodes, strict=True))
+
+
+# ---- what an optimizer sees
 
 
 def trainable(tree: Tree) -> Tree:

@@ -163,6 +163,9 @@ def checked_split(split: Any, shape: tuple[int, ...]) -> LeafSplit:
     return pairs
 
 
+# ---- one parameter
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """An abstract parameter.
@@ -204,6 +207,9 @@ class LayerParam(Param):
     """One layer's part of a parameter in a stack, as rules over leaves see it: `isinstance(p, LayerParam)`."""
 
 
+# ---- Names and leaves of a tree.
+
+
 def dotted(accessor: optree.PyTreeAccessor) -> str:
     """Returns the path of a leaf as text, `layers.mlp.weight`; markers leave no trace in it."""
     entries = (entry for entry in accessor if not issubclass(entry.type, Marker))
@@ -215,9 +221,9 @@ def in_stack(accessor: optree.PyTreeAccessor) -> bool:
     return any(issubclass(entry.type, Stacked) for entry in accessor)
 
 
-def join(*parts: str) -> str:
+def join(*names: str) -> str:
     """Joins path parts, leaving out the empty ones."""
-    return ".".join(part for part in parts if part)
+    return ".".join(name for name in names if name)
 
 
 def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:

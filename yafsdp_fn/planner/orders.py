@@ -343,7 +343,7 @@ class Search:
             self.moves += 1
 
     def _halved(self, row: Iterable[Call]) -> list[int]:
-        """A row as codes, whole backwards as two halves that follow each other."""
+        """Returns a row as codes; a whole backward gives those of its two halves."""
         codes = []
         for call in row:
             codes.append(self._simulator.code(call))

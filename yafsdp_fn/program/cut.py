@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from yafsdp_fn.program.split import Argument, Assignment, Flow, Split
 from yafsdp_fn.program.trace import Trace, Visit
 
+# ---- Where a step is cut.
+
 
 def cut(trace: Trace, assignment: Assignment) -> Trace:
     """`trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut so: a
@@ -78,6 +80,8 @@ def _why_not(trace: Trace, assignment: Assignment) -> str:
     return f"no visit of the step is in segment {now + 1} of the assignment's {count}"
 
 
+# ---- The units of each stage.
+
 Held = tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]
 """`Split.shared` and `Split.unused`."""
 
@@ -99,6 +103,8 @@ def _held(trace: Trace, assignment: Assignment, of_visit: Sequence[int]) -> Held
     alone = ((unit, stages[0]) for unit, stages in enumerate(assignment.holders) if not used[unit])
     return shared, tuple((unit, stage) for unit, stage in alone if stage > 0)
 
+
+# ---- What crosses.
 
 Takers = list[tuple[int, Argument]]
 """The visits of a segment that take one tensor, and which argument it is of each."""
@@ -127,6 +133,9 @@ def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], li
                 takers = found.setdefault((sources[0], target), {}).setdefault(argument.number, [])
                 takers.append((visit.id, argument))
     return {ends: list(tensors.values()) for ends, tensors in sorted(found.items())}
+
+
+# ---- Costs, where something has measured them.
 
 
 def costs_of(visits: Sequence[Visit]) -> list[int]:

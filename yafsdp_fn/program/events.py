@@ -15,6 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+# ---- An event, and its time.
+
 
 class StageEvent(NamedTuple):
     """Something that happens on a stream of a stage, behind those before it there.
@@ -45,6 +47,9 @@ Rate = Callable[[str, bool, Sequence[str]], float]
 def play(todo: Sequence[StageEvent], rate: Rate = lambda *_: 1.0) -> list[EventTime | None]:
     """Returns the times of events; None for those that never begin, since they wait for each other."""
     return _Loop(todo, rate).play()
+
+
+# ---- The loop.
 
 
 class _Running:
@@ -100,6 +105,8 @@ class _Loop:
             self._set_rates(changed | self._begin(ready))
         times = zip(self.starts, self.ends, self.causes, strict=True)
         return [None if math.isnan(end) else EventTime(start, end, cause) for start, end, cause in times]
+
+    # ---- ends and beginnings
 
     def _due(self) -> list[_Running]:
         """Returns those that end now; a rounding later is now, too."""
@@ -158,6 +165,8 @@ class _Loop:
             else:
                 candidates += self._end(events)
         return changed
+
+    # ---- rates
 
     def _set_rates(self, stages: set[int]) -> None:
         """Sets the rates of all that runs in `stages`, where something has begun or ended."""

@@ -15,6 +15,9 @@ from yafsdp_fn.program.ops import Buffer
 Key = TypeVar("Key")
 
 
+# ---- Who used a buffer last.
+
+
 class Scoreboard(Generic[Key]):
     """The last uses of each buffer, by keys in issue order: op numbers in a simulation, events in the engine.
 
@@ -68,6 +71,9 @@ class Scoreboard(Generic[Key]):
         self._writer.clear()
         self._readers.clear()
         self.open.clear()
+
+
+# ---- A use that begins and ends here, on the compute stream.
 
 
 class Use:

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from yafsdp_fn.program.split import Argument, in_carry_slot
 from yafsdp_fn.util.mesh_axes import padded_numel
 
+# ---- One visit.
+
 
 class Value(NamedTuple):
     """Memory that goes into visits or comes out of them. number: equal where it is the same memory, in a microbatch;
@@ -109,6 +111,9 @@ class Cost(NamedTuple):
     def carry_slot_bytes(self) -> int:
         """Bytes that `carries` take in a carry slot, and on the host."""
         return sum(in_carry_slot(value.nbytes) for value in self.takes if value.number in self.carries)
+
+
+# ---- The optimizer.
 
 
 class OptimizerMemory(NamedTuple):

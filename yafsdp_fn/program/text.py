@@ -8,8 +8,10 @@ from typing import Any
 
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import OPS, STREAMS, Op, name_of, slot_fields
-from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Collectives, Trace
+
+# ---- One op.
 
 
 def describe(op: Op, trace: Trace) -> str:
@@ -32,8 +34,8 @@ def _in_words(op: Any, trace: Trace) -> str:
         return took + (f", to carry {slots(gives)}" if gives else "")
 
     def subject() -> str:
-        if hasattr(op, "parcel"):
-            return describe_parcel(op.parcel, trace)
+        if hasattr(op, "message"):
+            return describe_message(op.message, trace)
         return trace.visits[op.visit].name if hasattr(op, "visit") else units(op.units)
 
     def moved() -> str:
@@ -77,6 +79,9 @@ def _in_words(op: Any, trace: Trace) -> str:
     return f"{name}{where}{' in' * detail.startswith('slot')} {detail}".rstrip()
 
 
+# ---- What blocks communicate.
+
+
 def collectives(trace: Trace) -> list[str]:
     """The collectives over axes inside blocks: a line for visits that follow each other and call the same."""
     named: list[tuple[str, Collectives, Collectives]] = []
@@ -98,12 +103,15 @@ def _called(calls: Collectives) -> str:
     return ", ".join(each) or "none"
 
 
-def describe_parcel(parcel: Parcel, trace: Trace) -> str:
+def describe_message(message: Message, trace: Trace) -> str:
     """Names what crosses between two segments."""
     flows = trace.split.flows if trace.split else ()
-    source, target, *_ = flows[parcel.flow]
-    where = "" if trace.microbatches == 1 else f" (microbatch {parcel.microbatch})"
-    return f"segment {source} -> {target}{where}" if not parcel.back else f"gradient {source} <- {target}{where}"
+    source, target, *_ = flows[message.flow]
+    where = "" if trace.microbatches == 1 else f" (microbatch {message.microbatch})"
+    return f"segment {source} -> {target}{where}" if not message.back else f"gradient {source} <- {target}{where}"
+
+
+# ---- A program.
 
 
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
@@ -121,6 +129,8 @@ def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
     """A unified diff of two programs' ops in words."""
     return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
 
+
+# ---- In a notebook.
 
 MARKS = {"&lt;- refused": "#d1242f", "&lt;- against this": "#bf8700"}
 """The ends of lines that a notebook shows in colour, legible on light and on dark."""

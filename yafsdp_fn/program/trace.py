@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
-from yafsdp_fn.program.split import Kind, Parcel, Split
+from yafsdp_fn.program.split import Kind, Message, Split
 from yafsdp_fn.util.mesh_axes import EXPERT, AxisCollective, inside_of, padded_numel
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
@@ -23,6 +23,9 @@ known, which clips it, or skips a step that is not finite, and is told."""
 
 
 Collectives = tuple[AxisCollective, ...]
+
+
+# ---- Units, visits, computes.
 
 
 class UnitSpec(NamedTuple):
@@ -114,6 +117,9 @@ def shortened(rows: Sequence[str]) -> list[str]:
     return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]
 
 
+# ---- The step.
+
+
 class Lent(NamedTuple):
     """A unit whose leaves are lent to their owners by the optimizer.
 
@@ -168,6 +174,8 @@ class Trace(NamedTuple):
     def __repr__(self) -> str:
         return f"Trace({str(self).partition(chr(10))[0]})"
 
+    # ---- the mesh
+
     @property
     def ranks(self) -> int:
         """Ranks that shards are cut by: all axes but `stage` and `replicate`."""
@@ -185,7 +193,7 @@ class Trace(NamedTuple):
 
     @property
     def batch_ranks(self) -> int:
-        """Parts that the rows of a batch are dealt to, in one stage."""
+        """Parts that the rows of a batch go to, in one stage."""
         return self.stage_ranks // math.prod(size for name, size in self.inside if name != EXPERT)
 
     @property
@@ -217,6 +225,8 @@ class Trace(NamedTuple):
         """Ranks of one node that `unit` is cut by."""
         return self.ranks_of(unit) // dict(self.mesh).get("node", 1)
 
+    # ---- on another mesh
+
     def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
 
@@ -231,6 +241,8 @@ class Trace(NamedTuple):
             )
         both = [(unit, self.ranks_of(unit), moved.ranks_of(unit)) for unit in self.units]
         return moved._replace(units=tuple(_padded(unit, *ranks) for unit, *ranks in both))
+
+    # ---- what an op names
 
     @property
     def trains(self) -> bool:
@@ -250,14 +262,16 @@ class Trace(NamedTuple):
                 found += zip(self.units_of(op), slots, strict=True)
         return tuple(found)
 
-    def parcels_of(self, op: Any) -> tuple[tuple[Parcel, int], ...]:
-        """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
+    def messages_of(self, op: Any) -> tuple[tuple[Message, int], ...]:
+        """`(message, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
         if isinstance(op, Send | Receive):
-            return ((op.parcel, op.carry_slot),)
+            return ((op.message, op.carry_slot),)
         if not isinstance(op, Forward | Backward) or self.split is None:
             return ()
         of = kind_of(op), op.visit, op.microbatch
         return tuple(zip((*self.split.takes(*of), *self.split.gives(*of)), (*op.takes, *op.gives), strict=False))
+
+    # ---- stages, collectives, updates
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -289,6 +303,9 @@ class Trace(NamedTuple):
         return tuple(unit.id for unit in self.units if unit.trainable)
 
 
+# ---- Weights and gradients of a compute.
+
+
 def reads_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
     """The units whose weights a compute reads; gradients of weights need none."""
     return trace.visits[compute.visit].units if compute.kind != "weights" else ()
@@ -297,6 +314,9 @@ def reads_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
     """The units whose gradient a compute writes."""
     return trace.visits[compute.visit].trained if compute.kind in ("backward", "weights") else ()
+
+
+# ---- Units of other stages, and on other meshes.
 
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
@@ -310,6 +330,9 @@ def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
     sizes = (unit.gather_bytes, unit.reduce_bytes, unit.sum_bytes)
     gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
     return unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
+
+
+# ---- The order of a loss.
 
 
 def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:

@@ -25,6 +25,8 @@ from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import beside
 
+# ---- The rule.
+
 
 def all_end(pipeline: Program) -> None:
     """Raises Refused where stages wait for each other."""
@@ -82,6 +84,9 @@ _Places = set[tuple[int, int]]
 """(stage, item)"""
 
 
+# ---- All stages run at once: `program/events.py` says which items begin and end.
+
+
 def _run(rows: Sequence[Sequence[Op]], met: "_Met") -> tuple[_Places, _Places]:
     """Runs the items of all stages; returns those that have begun, and those that are over."""
     events, begins = _events(rows, met)
@@ -119,6 +124,9 @@ def _events(rows: Sequence[Sequence[Op]], met: _Met) -> tuple[list[StageEvent], 
     return events, begins
 
 
+# ---- What an item waits for.
+
+
 def _rows(pipeline: Program) -> list[list[Op]]:
     """Returns the ops of stages, with the norm of those that train nothing where others take it."""
     alone = [pipeline.has_updates and not any(isinstance(op, Norm) for op in ops) for ops in pipeline.stages]
@@ -128,7 +136,7 @@ def _rows(pipeline: Program) -> list[list[Op]]:
 def _together(item: Op) -> object:
     """Returns a key, equal for items that stages do together; None for an item that a stage does alone."""
     if isinstance(item, Send | Receive):
-        return item.parcel
+        return item.message
     if isinstance(item, AllReduce) and item.over == "stages":
         return item
     return Norm if isinstance(item, Norm) else None

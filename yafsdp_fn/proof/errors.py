@@ -28,6 +28,9 @@ class Refused(ValueError):
         return in_notebook(str(self))
 
 
+# ---- A refusal, with the uses of the buffer drawn around it.
+
+
 def refusal(program: Program, rule: str, at: int, why: str, buffer: Buffer | None, other: int | None) -> Refused:
     """Returns the refusal of op `at`, -1 for the end. other: the op that it collides with, -1 for the step before."""
     return Refused(rule, at, _drawn(program, rule, at, why, buffer, other))

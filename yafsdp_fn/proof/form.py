@@ -32,6 +32,9 @@ _LITERALS = {
 }
 
 
+# ---- The rule.
+
+
 def check_form(program: Program) -> None:
     """Raises Refused for the first op that is not in form."""
     for at, op in enumerate(program.ops):
@@ -74,6 +77,9 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
         if min(slots, default=0) < 0:
             return f"slots {slots}: slots are numbered from 0"
     return None
+
+
+# ---- Units and slots of an op, and the types of its fields.
 
 
 def _pairs(op: Any, trace: Trace) -> Iterator[tuple[tuple[int, ...], tuple[int, ...] | None]]:

@@ -1,4 +1,4 @@
-"""Proves that a program is right: executes it symbolically, with the contents of every buffer (proof/walk.py).
+"""Proves that a program is right: executes it symbolically, with the contents of every buffer (proof/execution.py).
 
 `RULES` has all that is asked. A rule is an entry there, with its sentence, its checks in a file of this folder, and a
 test of its name. One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the
@@ -14,21 +14,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.split import Message
 from yafsdp_fn.proof import computes, deadlock, form, gradients, stages
 from yafsdp_fn.proof.errors import Refused
-from yafsdp_fn.proof.walk import Rule, Walk, by_moment
+from yafsdp_fn.proof.execution import Execution, Rule, by_moment
 from yafsdp_fn.util.words import counted
+
+# ---- The rules.
 
 RULES = (
     Rule(
         "form",
-        "ops name units, visits and slots that exist, as many slots as units, no slot twice",
+        "ops name units, visits and slots that exist, with one slot for each unit, and no slot twice",
         form=form.check_form,
     ),
     Rule(
         "order",
-        "the computes are the trace's, all of them, in its order",
+        "the computes of a program are those of its trace, all of them, in the same order",
         forward=computes.in_order,
         backward=computes.in_order,
         end=computes.all_there,
@@ -41,13 +43,14 @@ RULES = (
     ),
     Rule(
         "carry",
-        "what a slot must hold before the program gathers into it, it holds when the program ends",
+        "a slot that is read before the program gathers into it holds the same unit, with the next step's weights, "
+        "when the program ends",
         last=computes.carried_over,
     ),
     Rule(
         "secondary",
-        "a gather inside the node reads a secondary shard that this step has stashed from a slot that held the unit, "
-        "before the unit's update",
+        "a gather inside the node reads a secondary shard that was stashed in this step, from a slot that held the "
+        "unit, before the unit's update",
         gather=computes.stashed,
         stash=computes.has_room,
     ),
@@ -58,8 +61,8 @@ RULES = (
     ),
     Rule(
         "offload",
-        "a carry that a visit saves is in one place, a carry slot that was free or the host, until its backward, which "
-        "finds it in its carry slot",
+        "a carry that a visit saves is in one place until its backward: a carry slot that was free, or the host; the "
+        "backward finds it in its carry slot",
         save=computes.one_microbatch,
         load=computes.saved,
         take=computes.only(int, computes.is_there),
@@ -69,11 +72,11 @@ RULES = (
     ),
     Rule(
         "flow",
-        "what crosses between segments of a pipeline is in one carry slot at a time, from the compute that makes it, "
-        "over a send and a receive where they are on two stages, to the one that takes it",
+        "a message between segments of a pipeline is in one carry slot at a time: from the compute that gives it, "
+        "over a send and a receive if they are on two stages, to the compute that takes it",
         crosses=computes.a_slot_each,
-        take=computes.only(Parcel, computes.is_there),
-        put=computes.only(Parcel, computes.is_free),
+        take=computes.only(Message, computes.is_there),
+        put=computes.only(Message, computes.is_free),
         send=computes.ends_here,
         receive=computes.ends_here,
         end=computes.all_taken,
@@ -85,8 +88,8 @@ RULES = (
     ),
     Rule(
         "early",
-        "a forward begins gradients only where it keeps its graph, its backward is the next compute, into the same "
-        "gradient slots, and they are free",
+        "a forward begins gradients only if it keeps its graph, and its backward comes next and writes to the same "
+        "gradient slots, which are free",
         begin=gradients.own_backward_is_next,
     ),
     Rule(
@@ -96,7 +99,8 @@ RULES = (
     ),
     Rule(
         "ordered",
-        "on a deterministic mesh, a unit is reduced once in each microbatch, with all of its gradient, in their order",
+        "on a deterministic mesh each microbatch reduces a unit once, with all of its gradient, in the order of "
+        "microbatches",
         reduce=gradients.microbatches_apart,
     ),
     Rule(
@@ -106,60 +110,63 @@ RULES = (
     ),
     Rule(
         "replicas",
-        "where there are replicas, each unit's gradient is summed over them exactly once, when it is complete (what is "
-        "summed before the step's first gradient of it does not count: that overwrites it)",
+        "where there are replicas, each unit's complete gradient is summed over them exactly once (a sum before the "
+        "first gradient of the step does not count, since that gradient overwrites it)",
         allreduce=gradients.once_over_replicas,
         end=gradients.never_over_replicas,
     ),
     Rule(
         "shared",
-        "where several stages of a pipeline hold a unit, its gradient is summed over them exactly once, when it is "
-        "complete, and over replicas too",
+        "where several stages of a pipeline hold a unit, its complete gradient is summed over them exactly once, "
+        "after the sum over replicas",
         allreduce=gradients.once_over_stages,
         end=gradients.never_over_stages,
     ),
     Rule(
         "update",
-        "each trainable unit exactly once, or none at all, on no stage; after the norm; its parts in their order, with "
-        "an exchange between two",
+        "each trainable unit is updated exactly once, or none on any stage; after the norm; the parts of an update "
+        "are in order, with an exchange between two",
         update=gradients.after_the_norm,
         exchange=gradients.between_parts,
         end=gradients.all_updated,
-        together=stages.all_or_none_update,
+        proved=stages.all_or_none_update,
     ),
     Rule(
         "norm",
-        "the norm is taken at most once, for updates, of all trainable units, after the last compute and when their "
-        "gradients are complete",
+        "the norm is taken at most once, and only for updates: of all trainable units, after the last compute, when "
+        "their gradients are complete",
         norm=gradients.whole_norm,
         end=gradients.norm_is_read,
     ),
     Rule(
-        "part",
-        "there are ops for each stage of the one step, and units are shared as its split says",
-        whole=stages.a_program_each,
+        "stages",
+        "every stage of the step has its ops, and units are shared as the cut says",
+        pipeline=stages.a_program_each,
     ),
     Rule(
         "calls",
-        "each segment goes, on its stage, once forward and once backward in every microbatch, visit by visit",
-        parts=stages.once_each_way,
+        "each segment runs on its stage once forward and once backward in every microbatch, visit by visit",
+        in_form=stages.once_each_way,
     ),
     Rule(
         "match",
-        "between two stages, what one sends is what the other receives, in the same order",
-        together=stages.sent_is_received,
+        "any two stages send and receive the same messages in the same order",
+        proved=stages.sent_is_received,
     ),
     Rule(
         "deadlock",
-        "all programs end, also where a send waits for its receive, and the host, before any op but a message, for all "
-        "that it has issued",
-        together=deadlock.all_end,
+        "all programs end, even if a send waits for its receive, and the host blocks before each op that is not a "
+        "message",
+        proved=deadlock.all_end,
     ),
 )
 """All rules, in the order in which those are asked that look at the same moment."""
 
 _CHECKS = by_moment(RULES)
 _SENTENCES = {rule.name: rule.sentence for rule in RULES}
+
+
+# ---- The verb.
 
 
 def verify(program: Program) -> Program:
@@ -177,9 +184,9 @@ def verify(program: Program) -> Program:
         how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
         raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
     try:
-        if len(program.stages) == 1 and program.parts[0] is program:
+        if len(program.stages) == 1 and program.by_stage[0] is program:
             _ask("form", program)
-            Walk(program, _CHECKS).run()
+            Execution(program, _CHECKS).run()
         else:
             _verify_stages(program)
     except Refused as refused:
@@ -190,15 +197,15 @@ def verify(program: Program) -> Program:
 
 
 def _verify_stages(program: Program) -> None:
-    _ask("whole", program)
+    _ask("pipeline", program)
     for stage, ops in enumerate(program.stages):
         with _named(stage):
             _ask("form", Program(program.trace, ops))
-    _ask("parts", program)
-    for stage, part in enumerate(program.parts):  # whose form follows: all of its computes are on their own stage
+    _ask("in_form", program)
+    for stage, part in enumerate(program.by_stage):  # whose form follows: all of its computes are on their own stage
         with _named(stage):
-            Walk(part, _CHECKS).run()
-    _ask("together", program)
+            Execution(part, _CHECKS).run()
+    _ask("proved", program)
 
 
 @contextmanager

@@ -30,6 +30,9 @@ class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than its program."""
 
 
+# ---- Another order than the program or the trace has.
+
+
 def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
     """The error for a visit in a pipeline that differs from the trace: other stages rely on the traced outputs."""
     return OrderChanged(f"{visit}: {what} than when the step was traced. {SAME_ORDER}")
@@ -56,15 +59,15 @@ def value_on_other_stage(what: str, error: Exception) -> RuntimeError:
     )
 
 
-def visit_differs_from_program(place: str, op: Op | None, trace: Trace) -> OrderChanged:
-    """The error for a visit at `place` where the program has `op`, or has ended."""
+def visit_differs_from_program(position: str, op: Op | None, trace: Trace) -> OrderChanged:
+    """The error for a visit at `position` where the program has `op`, or has ended."""
     wanted = "has ended" if op is None else f"expects {describe(op, trace).partition(' in slot')[0]} here"
-    return OrderChanged(f"{place}: the program {wanted}. {SAME_ORDER}")
+    return OrderChanged(f"{position}: the program {wanted}. {SAME_ORDER}")
 
 
-def collective_differs(place: str, at: int, wanted: str, got: str) -> OrderChanged:
+def collective_differs(position: str, at: int, wanted: str, got: str) -> OrderChanged:
     """The error for a block, or a loss, that calls `got` as its collective number `at`."""
-    return OrderChanged(f"{place}: expected its collective {at} to be {wanted}; got {got}. {SAME_CALLS}")
+    return OrderChanged(f"{position}: expected its collective {at} to be {wanted}; got {got}. {SAME_CALLS}")
 
 
 def step_ended_early(op: Op, trace: Trace) -> OrderChanged:
@@ -79,6 +82,9 @@ def kept_from_trace(what: str) -> str:
         "block has kept it, in a functools.cache or an attribute. Make it before the trace (call the function that is "
         "cached, or run a step first), or clear the cache after it"
     )
+
+
+# ---- Visits that cannot be, or a loss that goes on after an error.
 
 
 def nothing_visited() -> ValueError:
@@ -107,12 +113,15 @@ def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
     )
 
 
-def after_failure(place: str, error: BaseException) -> RuntimeError:
-    """The error for a loss that goes on after `error` at `place`."""
+def after_failure(position: str, error: BaseException) -> RuntimeError:
+    """The error for a loss that goes on after `error` at `position`."""
     return RuntimeError(
-        f"{place} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
+        f"{position} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
         "visit; let the exception out of the loss"
     )
+
+
+# ---- A backward that is not the step's own.
 
 
 def second_backward(visit: str) -> RuntimeError:
@@ -129,6 +138,9 @@ def backward_inside(visit: str) -> RuntimeError:
 
 def second_order(visit: str) -> RuntimeError:
     return RuntimeError(f"{visit}: create_graph through a step; for second order use torch.func on the loss")
+
+
+# ---- Blocks that write in place, or return their weights.
 
 
 def weight_written(visit: str) -> RuntimeError:

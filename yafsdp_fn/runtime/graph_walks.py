@@ -167,6 +167,9 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, 
     return None
 
 
+# ---- on the pure path: by a mode, since no graph is at hand
+
+
 class TensorWatch(TorchFunctionMode):
     """Raises if a block uses an unknown tensor that requires grad."""
 

@@ -67,6 +67,9 @@ class Shards:
         return self._gaps[unit]
 
 
+# ---- The memory of a state, from its first step to its last.
+
+
 class StateMemory(Placement[Communicators]):
     """Owns the shards of one layout on one mesh. make: returns them, one per group, for this placement
 
@@ -112,7 +115,9 @@ class StateMemory(Placement[Communicators]):
         self.nothing = self._wire_buffer(0)  # what receives reductions that go straight into their shards
         self.made([("shard", unit) for unit in self.of_unit])
         for tensor in (*self.master.present, *self.working.present):
-            self.comms.keep(tensor)  # gathers for a step that never comes may still read them
+            self.comms.mark_used(tensor)  # gathers for a step that never comes may still read them
+
+    # ---- copies
 
     def over(self, masters: Sequence[Tensor]) -> "StateMemory":
         """Makes another memory of the same layout, on the same mesh."""

@@ -186,6 +186,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         _counting.remove(self)
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
+    # ---- results
+
     def moved(self) -> Moved:
         """Returns what moved so far. A kernel belongs to those whose results it reads; of what these write, others than
         themselves read, or hold now, is written."""
@@ -244,6 +246,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         if key not in self._deaths:
             self._deaths[key] = weakref.ref(x.untyped_storage(), died)
+
+    # ---- counting
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, product: bool) -> None:
         schema = getattr(func, "_schema", None)

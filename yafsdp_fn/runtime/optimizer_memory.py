@@ -29,6 +29,8 @@ from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
 
+# ---- State and step of an optimizer, on fake tensors.
+
 
 def optimizer_memory(
     tx: Any, layout: TreeLayout, precision: Precision, skip_nonfinite: bool, device: torch.device
@@ -83,6 +85,9 @@ def _spread(state: Any, layout: TreeLayout) -> tuple[int, tuple[tuple[int, int, 
         elif isinstance(node, Tensor):
             fixed += node.nbytes
     return fixed, tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
+
+
+# ---- Leaves that are lent.
 
 
 def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) -> tuple[Lent, ...]:

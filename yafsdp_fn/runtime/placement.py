@@ -54,7 +54,7 @@ class Placement(Generic[AnyRanks]):
             self.sum_dtype = sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
-        self.ranks_of = {unit: comms.within(group.over) for unit, group in self.of_unit.items()}
+        self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
@@ -88,6 +88,8 @@ class Placement(Generic[AnyRanks]):
                 )
         return tuple(unit if unit.id in self.held else elsewhere(unit) for unit in sorted(units))
 
+    # ---- an owner of layouts (params/sharded.py), without memory
+
     def abstract(self) -> "Placement[Ranks]":
         """Returns this placement without memory and processes, for a rank that holds the units of all stages: steps are
         traced whole.
@@ -95,7 +97,7 @@ class Placement(Generic[AnyRanks]):
         comms = self.comms
         numbers = comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica
         ranks = Ranks(*numbers, axes=comms.axes)
-        ranks.deal(comms.micro_shards)
+        ranks.set_micro_shards(comms.micro_shards)
         return Placement(self.layout, self.mesh_axes, self.precision, ranks, self.assignment)
 
     def owns(self, number: int, leaf: object) -> bool:
@@ -114,6 +116,8 @@ class Placement(Generic[AnyRanks]):
         group = self.of_unit[unit]
         return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
 
+    # ---- shards, and handles on them
+
     def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
         """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
         n = self._shard_numel(group)
@@ -128,6 +132,8 @@ class Placement(Generic[AnyRanks]):
     def handles(self, leaves: Sequence[Any], seed: int = 0, step: int = 0) -> Tree:
         """Returns the user's container with a handle per entry on `leaves`, one per group."""
         return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
+
+    # ---- sizes of the buffers that a state needs besides
 
     def receive_numel(self) -> int:
         """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
@@ -149,7 +155,7 @@ class Placement(Generic[AnyRanks]):
         return max(map(self._shard_numel, self._trained_here), default=0)
 
     def _ranks(self, group: Group) -> AnyRanks:
-        return self.comms.within(group.over)
+        return self.comms.without(group.over)
 
     def _shard_numel(self, group: Group) -> int:
         return group.layout.shard_numel(self._ranks(group).ranks)
@@ -157,6 +163,9 @@ class Placement(Generic[AnyRanks]):
     @property
     def _trained_here(self) -> list[Group]:
         return [group for group in self.groups if group.trainable and group.held]
+
+
+# ---- Units on stages.
 
 
 def check_assignment(assignment: Assignment | None, units: int, stages: int) -> None:

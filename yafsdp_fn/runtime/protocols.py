@@ -23,6 +23,9 @@ Works = Mapping[type[Any], Callable[[Any], Work | None]]
 Outs = list[Tensor | None]
 
 
+# ---- Who watches a step.
+
+
 class OpObserver(Protocol):
     """Observes an op that has been issued."""
 
@@ -61,6 +64,9 @@ other: util/randomness.py). Read in the thread that calls steps alone: backwards
 observer by hand."""
 
 
+# ---- What a visit may be given.
+
+
 class Replays(Protocol):
     """Runs recomputed visits. Of what they write, only slots outlive them. visit: as in visit.py"""
 
@@ -71,12 +77,12 @@ class Replays(Protocol):
         self,
         visit: Any,
         op: Backward,
-        places: Sequence[GradSlot],
+        grad_slots: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
     ) -> Outs:
-        """Returns `visit.gradients(op, places, tensors, needs, grads)`."""
+        """Returns `visit.gradients(op, grad_slots, tensors, needs, grads)`."""
 
 
 class ActivationBuffers(Protocol):
@@ -86,23 +92,26 @@ class ActivationBuffers(Protocol):
         """Returns the work of the ops that move the content of activation buffers."""
 
     def save(
-        self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
+        self, visit: int, slot: int, tensors: Sequence[Tensor], carry_length: int, outs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Copies what it can of the first `carried` of a visit's arguments into `slot`; returns the others."""
+        """Copies what it can of the first `carry_length` of a visit's arguments into `slot`; returns the others."""
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, among the `others`."""
+
+
+# ---- All of them.
 
 
 class StepHooks(NamedTuple):
     """The hooks of one step.
 
     observer: is told of every op, and when it ran; updates: the optimizer
-    carries: makes the content of the carry slots of a slot set, `carries(memory, number of the set)`:
+    activations: makes the content of the carry slots of a slot set, `activations(memory, number of the set)`:
         `ActivationBuffers`, or the messages between stages
     """
 
     observer: StepObserver | None = None
     updates: StepUpdates | None = None
     replays: Replays | None = None
-    carries: Callable[[Any, object], Any] | None = None
+    activations: Callable[[Any, object], Any] | None = None

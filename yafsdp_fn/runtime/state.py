@@ -25,6 +25,8 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
 
+# ---- The state of sharded training.
+
 
 class NoOptimizer(NamedTuple):
     """The optimizer state of a state that is only evaluated: a teacher, a frozen base."""
@@ -62,6 +64,8 @@ class ShardedState:
     def precision(self) -> Precision:
         return self.memory.precision
 
+    # ---- use
+
     def check(self) -> "ShardedState":
         """Returns this state, ready for use. Raises RuntimeError if a later state has taken its memory."""
         if self.generation != self.memory.generation:
@@ -98,6 +102,8 @@ class ShardedState:
             return kept[1]
         return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
 
+    # ---- copies
+
     def copy(self) -> "ShardedState":
         """Returns the same values in memory of their own; this state stays usable."""
         state = self.check()
@@ -133,6 +139,9 @@ def _bytes(tree: Tree) -> int:
 
 def _copied(tree: Tree) -> Tree:
     return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+
+
+# ---- The state as a pytree.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,6 +92,9 @@ ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
+# ---- a trace that is over
+
+
 class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
     """The mode of a trace that is over. Its tensors have no values: where the loss or a block has kept one (in a cache,
     say), whatever uses it raises, in a step too."""
@@ -110,6 +113,9 @@ class Result(NamedTuple):
     tensors: list[Tensor]
     given: Hashable
     source: Hashable
+
+
+# ---- a trace under way
 
 
 class Tracer:
@@ -171,7 +177,7 @@ class Tracer:
                 for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
             ]
             passed = {number for number in found.shares if number is not None}
-            moved = [call.tensors[k] for k in movable(call.tensors[: call.carried], passed)]
+            moved = [call.tensors[k] for k in movable(call.tensors[: call.carry_length], passed)]
             carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
             cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
             cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
@@ -194,6 +200,8 @@ class Tracer:
         self._since = self.beside.peak = self.beside.bytes
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
+
+    # ---- what goes into visits, and what the loss does between them
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
         """Yields the arguments that visits have made."""
@@ -226,6 +234,8 @@ class Tracer:
             back = [call._replace(kind=ADJOINTS.get(call.kind, call.kind)) for call, back in self.called[::-1] if back]
             self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), tuple(back)))
             self.called.clear()
+
+    # ---- the end of the loss
 
     def reads_leaves(self, total: Tensor) -> bool:
         """Returns whether `total` depends on sharded leaves other than through visits."""
@@ -267,6 +277,9 @@ class Tracer:
 
     def _numbered(self, memory: Iterable[int]) -> set[int]:
         return {self._values[key][0] for key in memory if key in self._values}
+
+
+# ---- a trace of one call
 
 
 def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
@@ -336,12 +349,12 @@ def traced(
         ) from error
     finally:
         mode.__class__ = EndedTrace  # a subclass from the start would miss torch's rules for operators of higher order
-    order = chained_order(visits, arguments.parts)
+    order = chained_order(visits, arguments.microbatches)
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
     calls = tuple(tracer.between)
-    trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
+    trace = Trace(units, visits, order, axes, arguments.microbatches, precision=names, loss_of=loss_of, between=calls)
     untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value
     return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value)
 

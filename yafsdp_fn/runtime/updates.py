@@ -45,6 +45,8 @@ class StepUpdates:
         self._scale: Tensor | None = None
         self._found_inf: Tensor | None = None
 
+    # ---- called by the session
+
     def begin(self, losses: Sequence[Mean], aux: Sequence[Tree]) -> None:
         """Receives all losses after the last forward."""
         self._losses, self._aux = losses, aux
@@ -87,6 +89,9 @@ class StepUpdates:
         memory.end_write()
         state = dataclasses.replace(self._state, step=step + 1, unit_steps=(self._tx, self._steps))
         return state.over(memory, opt_state), self._measured
+
+
+# ---- Gradients and metrics of a step.
 
 
 def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | None]:

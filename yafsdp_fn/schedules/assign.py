@@ -17,6 +17,9 @@ Shape = Literal["loop", "v"]
 """The way segments lie on stages: 0 1 2 3 0 1 2 3, or 0 1 2 3 3 2 1 0."""
 
 
+# ---- The verb.
+
+
 def assign(
     trace: Trace, stages: int, *, per_stage: int = 1, shape: Shape = "loop", at: Sequence[str] | None = None
 ) -> Assignment:
@@ -51,6 +54,9 @@ def assign(
     order = range(stages)
     homes = (*order, *reversed(order)) if shape == "v" else tuple(order) * per_stage
     return Assignment(tuple(tuple(segments) for segments in used), homes)
+
+
+# ---- Where segments begin: as named, or at costs that are as even as can be.
 
 
 def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:

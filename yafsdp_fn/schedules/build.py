@@ -211,6 +211,9 @@ def sums_over_stages(trace: Trace) -> list[Op]:
     return [AllReduce((unit,), "stages") for unit in trace.shared]
 
 
+# ---- the builder
+
+
 @dataclasses.dataclass
 class _Builder:
     trace: Trace
@@ -229,6 +232,8 @@ class _Builder:
         self.last_write = {unit: i for i, now in enumerate(self.trace.order) for unit in writes_of(now, self.trace)}
         used = list(self.grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
+
+    # ---- the ops of a compute
 
     def gather(self, window: Iterable[Compute]) -> None:
         """Gathers for the computes of `window`, up to the first whose slot an earlier one of the window still reads."""
@@ -258,6 +263,8 @@ class _Builder:
             if closes and last and self.trace.replicas > 1:
                 self.ops.append(AllReduce((unit,)))
 
+    # ---- updates, and gathers for the next step
+
     def update(self, units: Iterable[int]) -> None:
         """Begins the updates of `units`, and goes on with those that have several parts."""
         ops, done = self.updating.turn(units)
@@ -271,6 +278,8 @@ class _Builder:
         if self.wanted.get(slot) == unit and (self.held.get(slot) != unit or self.trace.units[unit].trainable):
             self.ops.append(Gather((unit,), (slot,)))
             self.held[slot] = unit
+
+    # ---- the end of the step
 
     def finish(self) -> None:
         """The norm, the updates in the order in which the next step visits their units, and its first gathers."""
@@ -292,6 +301,9 @@ class _Builder:
                 self.gather_ahead(unit)
         while self.updating.open:
             self.update([])
+
+
+# ---- Passes over a program.
 
 
 def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:

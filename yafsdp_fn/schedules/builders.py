@@ -34,6 +34,9 @@ Slots = Callable[[Trace], dict[int, int]]
 """Unit -> slot."""
 
 
+# ---- ZeRO.
+
+
 @shown
 def zero3(
     *, resident: int = 0, prefetch: int = 1, remat: Remat | str = "none", defer: bool = False, update: bool = False
@@ -104,6 +107,9 @@ def zero1(*, prefetch: int = 2, remat: Remat | str = "none", update: bool = Fals
     """
     _check("zero1", prefetch=prefetch)
     return _schedule(_own, remat, prefetch=prefetch, defer=True, update=update)
+
+
+# ---- Replicas, and nodes.
 
 
 @shown
@@ -212,6 +218,9 @@ def hpz(
 
 FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3, hsdp, hpz)}
 """The builders by name."""
+
+
+# ---- What builders share.
 
 
 def _schedule(

@@ -42,6 +42,9 @@ class WrappedUnits(NamedTuple):
     stays: bool = False
 
 
+# ---- The schedule.
+
+
 @shown
 def fsdp2(
     module: "nn.Module | None" = None,
@@ -234,6 +237,8 @@ class _Fsdp2Builder:
                 self.begins.setdefault(at, i)
                 self.ends[at] = i
             self.written |= {(unit, now.microbatch): i for unit in writes_of(now, trace)}
+
+    # ---- around a compute
 
     def gather(self, i: int) -> None:
         """Gathers the groups of compute `i`, and those that are prefetched for it."""

@@ -13,7 +13,7 @@ ya.schedules.interleaved(zero3(remat="all"))                gathered and recompu
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from yafsdp_fn.program.program import Program, part_of
+from yafsdp_fn.program.program import Program, stage_trace
 from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
@@ -34,6 +34,9 @@ Order = Callable[[Split, int], Rows]
 #
 # What a row of calls says is the order alone. When a call begins follows from what it takes, and who sends it
 # (messages.py).
+
+
+# ---- whole backwards
 
 
 @shown
@@ -121,6 +124,9 @@ def interleaved_calls(split: Split, microbatches: int) -> Rows:
         return one_f_one_b_calls(split, microbatches)
     ahead = (per_stage - 1) * max(map(len, _groups(microbatches, stages)))
     return [list(_alternating(*_passes(split, s, microbatches), ahead + 2 * (stages - 1 - s))) for s in range(stages)]
+
+
+# ---- backwards in halves, which leave no stage idle
 
 
 @shown
@@ -266,6 +272,9 @@ BLOCK = 6
 """Calls of a microbatch on a stage of two segments."""
 
 
+# ---- orders that repeat a block of calls
+
+
 def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int]) -> Rows:
     """The calls of a microbatch at fixed times, and those of each next one six calls later.
 
@@ -324,6 +333,9 @@ ORDERS: dict[str, Order] = {
 """Their calls by name."""
 
 
+# ---- what orders share
+
+
 def forward_only(split: Split, microbatches: int) -> Rows:
     """The calls of an evaluation: P microbatches go through the first segment, then through the next one."""
     groups = _groups(microbatches, split.stages)
@@ -374,7 +386,7 @@ def whole_if_idle(rows: Rows, split: Split) -> Rows:
 
 
 def _expect(name: str, split: Split, per_stage: int, v: bool = False) -> None:
-    """Raises ValueError unless the segments lie on stages as the order wants them."""
+    """Raises ValueError unless each segment is on the stage that the order expects."""
     stages = range(split.stages)
     homes = (*stages, *reversed(stages)) if v else tuple(stages) * per_stage
     if split.homes != homes:
@@ -431,14 +443,14 @@ def pipeline(
     pace: Pace = UNIT,
 ) -> Program:
     """The program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
-    parts = []
+    programs = []
     for stage, items in enumerate(lists):
-        part = part_of(trace, stage, [item for item in items if isinstance(item, Call)])
+        part = stage_trace(trace, stage, [item for item in items if isinstance(item, Call)])
         program = sharding(part)
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
-        parts.append(program)
-    return Program(trace, *wired(parts, split_of(trace), lists, together=together, pace=pace))
+        programs.append(program)
+    return Program(trace, *wired(programs, split_of(trace), lists, together=together, pace=pace))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:

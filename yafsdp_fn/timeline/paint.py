@@ -172,7 +172,7 @@ def _explain(axes: Any, x: float, row: int, sample: Sample) -> None:
 
 
 class Panel:
-    """One layout on its axes: `across` inches are `seconds`, from the top down in inches."""
+    """One layout on its axes. Across, `seconds` take `across` inches; heights are in inches from the top."""
 
     def __init__(self, axes: Any, layout: Layout, seconds: float, across: float) -> None:
         self.axes = axes

@@ -1,4 +1,4 @@
-"""Names of JAX, Orbax, torch and others that people look for in `ya`: what each is here. Read when one was asked for.
+"""Maps names of JAX, Orbax, torch and others that people look for in `ya` to ours; imported when one is asked for.
 
 docs/coming_from has more, a table for each.
 """

@@ -216,7 +216,7 @@ class UnitSteps:
         return Cutter(self._params)
 
     def fits(self, params: Tree, grads: Tree, opt_state: State) -> bool:
-        """Returns whether these trees are the given memory, and no step over it is under way."""
+        """Returns whether the leaves of these trees are the given memory, while no step over it is under way."""
         leaves = _leaves(params, grads, opt_state)
         return self._left is None and list(map(id, leaves)) == list(map(id, self._memory))
 
