@@ -49,7 +49,7 @@ class _Held(dict[tuple[int, int], int]):
 
 
 def peak_of(program: Program) -> Peak:
-    """Walks the ops: what is held when each runs, and what it has allocated itself."""
+    """Goes through the ops, and counts the memory that is held when each runs, and that it allocates itself."""
     trace = program.trace
     last = len(trace.visits) - 1
     kept = _forwards(program, lambda op: op.keep)

@@ -200,7 +200,7 @@ def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
 
 
 def _lists(data: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The ops of each stage, and what the place is called where they are."""
+    """Yields the list of ops of each stage, after its name in error messages."""
     if isinstance(data, dict) and data.keys() == {"trace", "ops"} and isinstance(data["ops"], list):
         yield "ops", data["ops"]
         return

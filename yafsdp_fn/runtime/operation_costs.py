@@ -148,8 +148,8 @@ ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
 
 
 class _Kernel(NamedTuple):
-    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; a number of what
-    it reads; bytes. writes: storages and bytes"""
+    """A kernel that is no product. reads: of each input the kernel that wrote it (None: a product, or it is older),
+    its number and bytes. writes: storages and bytes"""
 
     reads: tuple[tuple[int | None, int, int], ...]
     writes: tuple[tuple[weakref.ref[Any], int], ...]
@@ -189,8 +189,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- results
 
     def moved(self) -> Moved:
-        """Returns what moved so far. A kernel belongs to those whose results it reads; of what these write, others than
-        themselves read, or hold now, is written."""
+        """Returns the bytes moved so far. Kernels that read each other's results are fused: a fused kernel writes only
+        results that others read, or that exist still."""
         root = [*range(len(self._kernels))]
 
         def of(number: int) -> int:
