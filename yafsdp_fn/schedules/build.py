@@ -49,7 +49,7 @@ def alternating_slots(
 
 
 def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, int]:
-    """Returns layer -> lane, in the order of visits: by its number in its stack, unless its neighbours have that lane."""
+    """Returns layer -> lane, in the order of visits: by its number in its stack, unless neighbours have that lane."""
     lane: dict[int, int] = {}
     of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
     for visit in visits:
