@@ -30,7 +30,7 @@ def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
 def _away(
     lent: tuple[Lent, ...], cut: tuple[tuple[int, tuple[str, ...]], ...], ranks: int, axes: tuple[tuple[str, int], ...]
 ) -> dict[int, int]:
-    """Unit -> bytes that travel in one exchange, from all ranks: those of leaves, without what owners have already.
+    """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack.
 
     cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
     """
@@ -415,7 +415,7 @@ class Program:
 
 
 def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
-    """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op; slots of what has no size are left out."""
+    """Returns slot -> bytes, from the pairs `(content, slot)` of a kind of op, without contents of unknown size."""
     out: dict[int, int] = {}
     for unit, slot in pairs:
         if unit in size:

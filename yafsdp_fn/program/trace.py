@@ -352,7 +352,7 @@ def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = T
 
 
 def _table(trace: Trace) -> str:
-    """A trace as a table: its visits, with what a unit has and what a visit costs, and the order of computes."""
+    """Returns a trace as a table: its visits, the sizes of their units and their costs, and the order of computes."""
     what = "a training step" if trace.trains else "an evaluation"
     stage = "" if trace.stage is None else f", stage {trace.stage} alone"
     numel = sum(unit.numel for unit in trace.units)

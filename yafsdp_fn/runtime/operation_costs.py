@@ -229,7 +229,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.matmul - max((flops for key, flops in self._made.items() if key in saved), default=self.matmul)
 
     def in_pieces(self, nbytes: int, kernels: int) -> None:
-        """Counts what several kernels move beyond the one that stands for them here."""
+        """Counts the bytes that several kernels move beyond the one that stands for them here."""
         self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
 
     def _next(self) -> int:
@@ -307,13 +307,13 @@ _counting: list[Counter] = []
 
 
 def in_pieces(nbytes: int, kernels: int) -> None:
-    """Tells what counts around it how much more several kernels move than the one that stands for them here."""
+    """Tells the counter around it how many more bytes several kernels move than the one that stands for them here."""
     for counter in _counting[-1:]:
         counter.in_pieces(nbytes, kernels)
 
 
 def _bytes_of(x: Tensor) -> int:
-    """Bytes that a kernel reads of it, or writes: those of its memory, where it is expanded."""
+    """Returns the bytes that a kernel reads or writes of a tensor: of its memory, if it is expanded."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
