@@ -52,8 +52,8 @@ class Growth(Timed):
     plot: Path | None = None
     """File to draw the result to: .png, .svg or .pdf."""
     functions: int = 0
-    """With N > 0, print a profile of one further layer, in N rows by function, in place of the times: the difference
-    between the most and the least of --layers, on the first of --ranks."""
+    """Rows of a profile that is printed in place of the times, if above 0: one further layer, by function, as the
+    difference between the most and the least of --layers, on the first of --ranks."""
     timeout: float = 300.0
     """Seconds after which rank processes that have not ended are killed."""
 

@@ -311,8 +311,8 @@ def counter_of(comms: Communicators, seed: Seed, microbatch: int) -> VisitCounte
 class Passed(NamedTuple):
     """A forward, until its backward.
 
-    arrived: by flow, what its segment took that has a gradient; roots: by flow, where gradients of what left it come
-    back to; own: further roots, with their gradients: the last token, and the loss where it is made here
+    arrived: by flow, the tensors that its segment took and that have a gradient; roots: by flow, the tensors that left,
+    whose gradients come back; own: further roots, with their gradients: the last token, and the loss if it is made here
     """
 
     arrived: dict[int, list[Tensor]]

@@ -49,7 +49,7 @@ SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same 
 
 
 class Communicators(Groups):
-    """The process groups and streams of one mesh, what ranks must agree on, and what becomes of failures.
+    """The process groups and streams of one mesh, agreement between ranks, and the handling of failures.
 
     streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included

@@ -236,12 +236,12 @@ def from_actions(
     Torch's stages are segments here, its ranks stages: the state must be assigned so, segment by segment. `2SEND_F0`
     sends what segment 3 takes of segment 2 in microbatch 0.
 
-    sharding: what builds each stage's program, `zero2()` by default. What rows say of gathers and reductions takes the
-        place of its own; recomputation and updates are its own in any case
+    sharding: the schedule that builds each stage's program, `zero2()` by default. Gathers and reductions in the rows
+        replace its own; recomputation and updates are always its own
 
-    Raises ValueError for what is no action, and, when a step is traced, Refused with row, column and action: rule
-    `calls` where the calls are no step, `weights` where one has no weights, `flow` where what it takes has not come or
-    is not sent, `reduce` and `once` where a gradient is not reduced once, `deadlock` where calls wait for each other.
+    Raises ValueError for strings that are no actions, and, when a step is traced, Refused with row, column and action:
+    rule `calls` if the calls are no step, `weights` if a call has no weights, `flow` if a message has not come or is
+    not sent, `reduce` and `once` if a gradient is not reduced once, `deadlock` if calls wait for each other.
 
     >>> schedule = ya.schedules.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], ya.schedules.zero3())
     >>> len(ya.verify(schedule(two_stages)).stages)

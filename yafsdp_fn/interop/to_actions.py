@@ -121,7 +121,7 @@ class _StageCalls:
         return frozenset(unit for visit in visits for unit in visit.units)
 
     def row(self) -> Iterator[str]:
-        """The actions, in order: what is sent, what is reduced and let go, what is gathered, what is received."""
+        """Returns the actions in order: sends, reductions and frees, gathers, receives."""
         before: list[list[str]] = [[] for _ in range(len(self.calls) + 1)]
         for segment, at in self.reductions.items():
             before[at].append(f"{segment}{REDUCTION}")

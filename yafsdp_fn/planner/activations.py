@@ -1,12 +1,12 @@
 """Counts the bytes that blocks need while a program runs, and finds where they are most.
 
-    forward     holds what it takes and gives, and what its graph saves inside where that is kept
-    backward    its own most, or that of the forward again; then lets go of all that, and of what it took
-    in halves   the first is as a backward, and leaves the factors of products of weights' gradients to the second
+    forward     holds its inputs and outputs and, if its graph is kept, what the graph saves inside
+    backward    its own peak, or that of the recomputed forward; then it frees all of this, and its inputs
+    in halves   the first half is like a backward; it keeps the factors of the weights' gradients for the second
     update      what the optimizer allocates
 
-A value that several visits take, such as a rotary table, is held once. What an offloaded visit saves is held until its
-forward has copied it into a carry slot, unless something else holds it.
+A value that several visits take, such as a rotary table, is held once. The carry of an offloaded visit is held until
+its forward has copied it into a carry slot, or longer if something else holds it.
 """
 
 from collections import defaultdict
@@ -49,7 +49,7 @@ class _Held(dict[tuple[int, int], int]):
 
 
 def peak_of(program: Program) -> Peak:
-    """Walks the ops: what is held when each runs, and what it has allocated itself."""
+    """Goes through the ops, and counts the memory that is held when each runs, and that it allocates itself."""
     trace = program.trace
     last = len(trace.visits) - 1
     kept = _forwards(program, lambda op: op.keep)
@@ -179,8 +179,8 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
 
 
 def held_values(trace: Trace) -> tuple[int, int]:
-    """Bytes of values that are held between the last forward of a microbatch and its first backward, whatever keeps its
-    graph; and of those that are unless what saves them is offloaded."""
+    """Returns the bytes of values that are held between the last forward of a microbatch and its first backward: those
+    that any choice of kept graphs holds, and those that all choices but an offload hold."""
     always: dict[int, int] = {}
     movable: dict[int, int] = {}
     for visit in trace.visits:

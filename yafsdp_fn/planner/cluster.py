@@ -66,20 +66,20 @@ class Cluster:
 
     matmul_flops, attention_flops: FLOP/s of one GPU in matrix products, and in attention
     memory_bandwidth: bytes/s of one GPU's memory, reads and writes together
-    memory_bytes: what tensors may fill of one GPU: without the context, communicators and what the allocator wastes
+    memory_bytes: memory of one GPU for tensors: without the context, communicators and the allocator's waste
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
     congestion: part of the network's bandwidth that a collective loses with each node beyond the second
     contention: compute takes 1 + contention times as long while another stream runs something
-    link_contention: what uses a link takes 1 + link_contention times as long while its rank computes: on the CPU they
+    link_contention: communication takes 1 + link_contention times as long while its rank computes: on the CPU both
         take turns on a core
     kernel_latency: seconds from the end of a kernel to the work of the next one; on the CPU, what calling one takes
-    jitter: relative standard deviation of the times of nodes that do the same: what stragglers cost grows with their
-        number
+    jitter: relative standard deviation of the times of nodes that do the same; the cost of the slowest node grows
+        with their number
     step_overhead, unit_overhead: seconds per step, and per step and unit, that no op explains
-    host_computes: the thread that issues the ops is the one that computes, as on the CPU: what follows a compute in
-        issue order begins after it
+    host_computes: the thread that issues the ops also computes, as on the CPU: an op begins after the computes that
+        were issued before it
 
     >>> a100 = ya.planner.CLUSTERS["a100-80g"]
     >>> slow = a100.replace(name="slow network", network_bandwidth=a100.network_bandwidth / 10)

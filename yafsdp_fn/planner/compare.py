@@ -1,4 +1,4 @@
-"""Schedules beside each other, any number of them and pipelines too: one table and one picture, in the same units.
+"""Compares any number of schedules, also of pipelines, in one table and one picture, in the same units.
 
     found = ya.planner.compare({"zero3": program, "1F1B": pipeline, "measured": timeline}, "a100-80g", tokens=131072)
     print(found)                        # step, bound, idle time, bytes, memory, tokens/s

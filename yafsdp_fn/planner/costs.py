@@ -2,14 +2,14 @@
 
 Forward      flops / rate, matrix products and attention apart; what products and all other kernels move through memory,
              and the start of each kernel, alone or fused (`Trace.kernels`)
-Backward     the same of the backward, and of the forward again where the graph was not kept; of its halves, that of
-             inputs has as many products as the forward, attention and all else, that of weights the other products
+Backward     the same for the backward, and for the forward again if the graph was not kept; in halves, the half of
+             inputs has as many products as the forward, attention and all else, the half of weights the other products
 both         and the collectives of their visit, and of the loss after it, over axes inside blocks: rings, messages
 Gather       a ring over the shard group, or over the ranks of a node
 Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
 AllReduce    two rings over replicas, or over the stages that share a unit
 Stash, Norm, Update    bytes through memory; parts of an update on whole leaves: flops, evenly over ranks
-Exchange     what of a unit's leaves their owners do not have, evenly over ranks
+Exchange     the bytes of a unit's leaves that their owners lack, evenly over ranks
 Send, Receive    the two ends of one message between stages
 Offload, Fetch    bytes over the link to the host; a forward that saves a carry for them copies it through memory first
 """

@@ -1,4 +1,4 @@
-"""Predicted memory of one rank: what the toolkit holds, to the byte, what blocks need, and an estimate for NCCL."""
+"""Predicts the memory of one rank: the toolkit's buffers to the byte, the needs of blocks, an estimate for NCCL."""
 
 import dataclasses
 import math
@@ -90,10 +90,10 @@ class Memory:
     """Bytes of one rank at the op of a step at which they are most.
 
     master, optimizer, working_copy, grad_shards: this rank's shards; working_copy: 0 where compute and param are one
-    weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: what offloaded visits save, and
-        what crosses between stages, goes through them; receive, staging: buffers that reductions over shards and over
-        replicas go through, with the scratch of sums in a wider dtype; scratch: what products go through to gradient
-        slots of another dtype
+    weight_slots, grad_slots, secondary: 0 where they alias the shards; carry_slots: for
+        the carries of offloaded visits, and for messages; receive, staging: buffers of reductions over shards and over
+        replicas, with the scratch of sums in a wider dtype; scratch: for products on their way to gradient slots of
+        another dtype
     activations: saved for backwards to come; logits: what the last visit has allocated, if the peak lies in it;
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
@@ -173,10 +173,10 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
 
     Of each stage: `[predict_memory(part) for part in program.by_stage]`.
 
-    device: the type it runs on. The CPU's sums and products in two dtypes take scratch, those of a GPU with Triton none
+    device: the type it runs on. Sums and products in two dtypes take scratch on the CPU, and none on a GPU with Triton
 
-    What torch's allocator rounds up or leaves unused between blocks, what kernels allocate for themselves (libraries'
-    workspaces; on the CPU, sums of two dtypes), and contexts are not in it.
+    Not counted: the waste of torch's allocator, the memory that kernels allocate for themselves (libraries'
+    workspaces; on the CPU, sums of two dtypes), and contexts.
 
     Raises ValueError for a trace without costs.
 

@@ -300,10 +300,10 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
 
 
 class Search:
-    """The best rows so far for `calls` within `memory` on each stage. It goes on where it was: see `run`.
+    """The best rows so far for `calls` within `memory` on each stage. `run` continues the search.
 
-    starts: rows to begin with, those of builders say; what does not fit is left out
-    span: minimizes the longest span of a stage from its first call to its last, not the whole
+    starts: rows to begin with, such as those of builders; rows that do not fit are left out
+    span: minimize the longest time from the first call of a stage to its last, not the whole step
     The same seed and number of moves find the same rows, on any machine.
 
     rows: the best; seconds: of these; moves: how many were tried

@@ -62,7 +62,7 @@ class Point(NamedTuple):
 
     remat: first layers that recompute; kept: layers that are gathered once per step, the last ones in slots of their
     own (`resident`), or for hpz the first ones in secondary shards (`layers`)
-    order: across stages; the others are then of what each of them does
+    order: of calls, across stages; the other fields then describe each stage
     """
 
     builder: str
@@ -90,7 +90,7 @@ class Point(NamedTuple):
                 return made(resident=self.kept, prefetch=self.prefetch, remat=again, defer=self.defer)
 
     def program(self, trace: Trace) -> Program:
-        """The program on this point's mesh, whatever that of `trace` is."""
+        """Returns the program on this point's mesh, for a trace of any mesh."""
         return self.schedule()(self.whole(trace))
 
     def whole(self, trace: Trace) -> Trace:
@@ -177,7 +177,7 @@ alone, four fifths are predicted within this, half within 4% (48 pairs of Zero B
 
 
 class Choice(NamedTuple):
-    """A point of the space and what it comes to. Seconds as `Work` and `Timeline` have them; bytes per rank."""
+    """A point of the space with its predicted time and memory: seconds as in `Work` and `Timeline`, bytes per rank."""
 
     point: Point
     step_s: float
@@ -227,5 +227,5 @@ def last(value: Callable[[int], int], most: int, limit: int) -> int:
 
 
 def by_seconds(choice: Choice) -> tuple[float, float, int]:
-    """The sort key: time; of equals the one that computes less, then the one that takes less memory."""
+    """Returns the sort key: time, then time of computes, then memory."""
     return choice.step_s, choice.compute_s, choice.peak_bytes

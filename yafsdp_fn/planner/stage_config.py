@@ -1,12 +1,12 @@
-"""Configurations of a stage that no builder has: of a step without stages, or of one stage of a pipeline.
+"""Configurations that no builder makes, of a step without stages or of one stage of a pipeline.
 
-StageConfig       each visit keeps its graph, recomputes it, or offloads what it saves; each unit has a slot of its own
+StageConfig       each visit keeps its graph, recomputes it, or offloads its carry; each unit has a slot of its own
                   or shares one, is reduced once a step or in every microbatch, gathered again from all ranks or inside
                   the node; how far ahead gathers are issued; whether updates are in the program
-Design            a program that was written: the configurations of its stages, and the order of their calls
+Design            a synthesized program: the configurations of its stages, and the order of their calls
 Changes           random changes of a configuration
-StepWithoutStages the best configuration of a step: frees memory where it is cheapest, fills it with what saves most,
-                  then changes the best
+StepWithoutStages the best configuration of a step: frees memory where that is cheapest, fills it with the largest
+                  gains, then changes the best
 """
 
 import itertools

@@ -95,7 +95,7 @@ class Synthesized:
         return None if order is None else order.assignment(self.search.trace)
 
     def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Synthesized":
-        """Goes on for so many moves more, from where it was: k and then m come to what k + m do."""
+        """Continues the search for `moves` more. k and then m moves give the same program as k + m at once."""
         return self.search.run(moves, seconds=seconds, report=report)
 
     def save(self, path: str | Path) -> None:
@@ -128,7 +128,7 @@ class StoredOutcome(NamedTuple):
 
 
 class File(NamedTuple):
-    """A search. points, builder_s, budget: what it has in common with the one that goes on from it."""
+    """A search. points, builder_s, budget: equal for the search that continues it."""
 
     version: int
     points: tuple[str, ...]
@@ -197,7 +197,7 @@ class Synthesis:
             self._file = None
 
     def measure(self, make: Callable[[], Program]) -> Outcome:
-        """Measures the program that `make` builds, or takes what the file says of it."""
+        """Returns the result for the program that `make` builds: from the file, or measured now."""
         if self._file is not None and not self._replay:
             raise ValueError(f"{self._file}: seen: expected as many programs as its moves measure: begin anew")
         found = self._replay.popleft() if self._replay else outcome(make, self.cluster, self.budget)

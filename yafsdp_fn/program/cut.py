@@ -41,8 +41,8 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
 
 
 def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
-    """The first visit of each segment: of all cuts that leave visits where the assignment has their units, one in which
-    segments use as many as they can of the units that it has there; of these, one whose dearest segment is cheapest."""
+    """Returns the first visit of each segment. Every visit is in a segment to which its units are assigned. Of all such
+    cuts this is one that leaves the fewest assigned units unused, and then has the cheapest dearest segment."""
     visits, costs = trace.visits, costs_of(trace.visits)
     found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}  # up to a visit: how good, starts
     for segment in range(len(assignment.homes)):

@@ -1,11 +1,13 @@
 """Runs events that wait for each other: pipelines as they are built and proved, and simulations.
 
-    begins     when the event before it on its stream, and all that it waits for, have ended; of a transfer both ends do
-    runs       phase by phase, each at a rate that what runs beside it decides
-    ends       and lets begin what has waited for it
+    begins     when the event before it on its stream, and all that it waits for, have ended; both ends of a transfer
+               begin together
+    runs       phase by phase, at rates that depend on the events that run at the same time
+    ends       and events that waited for it may begin
 
-A stage stands for its ranks, which all do the same: rates depend on what runs in the same stage, those of a transfer on
-both. Between two ends in a stage nothing of it changes, so that an event costs what its stage runs.
+A stage stands for its ranks, which all do the same. Rates depend on the events of the same stage; those of a transfer
+on both of its stages. They change only when an event of the stage begins or ends, so that the cost of an event is the
+number of events that run in its stage.
 """
 
 import heapq
@@ -139,7 +141,8 @@ class _Loop:
         return not self._waiting[number] and bool(queue) and queue[0] == number and at[1] not in self._running[at[0]]
 
     def _begin(self, candidates: list[int]) -> set[int]:
-        """Begins what can; what has no phases ends at once, and may let others begin. Returns the stages."""
+        """Begins the events that can begin. One without phases ends at once, and may let others begin. Returns their
+        stages."""
         changed: set[int] = set()
         while candidates:
             number = candidates.pop()

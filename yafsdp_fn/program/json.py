@@ -171,8 +171,8 @@ def to_json(trace: Trace, stages: Stages) -> str:
 
 
 def from_json(text: str) -> tuple[Trace, Stages]:
-    """Reads what `to_json` wrote, each value of the type of its field, and a trace whose numbers name what is there;
-    whether the ops are right is for `verify` to say. Raises ValueError with the place of what is wrong."""
+    """Reads what `to_json` wrote. Each value must have the type of its field, and numbers in the trace must name units,
+    visits and stages that exist; `verify` checks the ops. Raises ValueError that says where the mistake is."""
     try:
         return checked(strict_json.loads(text))
     except (TypeError, ValueError) as error:  # TypeError: `text` is no text
@@ -200,7 +200,7 @@ def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
 
 
 def _lists(data: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The ops of each stage, and what the place is called where they are."""
+    """Yields the list of ops of each stage, after its name in error messages."""
     if isinstance(data, dict) and data.keys() == {"trace", "ops"} and isinstance(data["ops"], list):
         yield "ops", data["ops"]
         return

@@ -68,21 +68,20 @@ class Cost(NamedTuple):
     """The cost of one visit. Zero, or empty, where nothing has measured it.
 
     flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
-    bwd_attention_flops: of attention, a causal one half (see `tracing.attention`); kept_bytes: held when the graph is
-    kept: inputs and what it saves inside, weights and outputs apart; carry_bytes: inputs, held when it is made again.
+    bwd_attention_flops: of attention, a causal one half (see `tracing.attention`); kept_bytes: of a kept graph,
+    inputs and what it saves inside, without weights and outputs; carry_bytes: inputs, which a recomputation needs.
 
-    For predicted memory: takes, gives: what goes in and comes out; inner_bytes: saved by a kept graph beyond these;
-    peak_bytes: most bytes that a forward with a graph has allocated at once, `gives` included; bwd_peak_bytes: most
-    that a backward has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`;
-    between_bytes: what a backward in halves holds between them; beside_bytes, beside_peak_bytes: saved by what the loss
-    does between this visit and the next (or its end), and the most that this allocates; carries: numbers of the values
-    in `takes` that an offload copies; unsaved: numbers of those in `takes` and `gives` that neither a kept graph nor
-    what the loss does after it saves; scratch_bytes: of memory that products go through on their way to a gradient slot
-    of another dtype, one for all visits.
+    For predicted memory: takes, gives: inputs and outputs; inner_bytes: saved by a kept graph beside these; peak_bytes:
+    the most that a forward with a graph has allocated at once, with `gives`; bwd_peak_bytes: the most that a backward
+    has, with what its graph saved inside, gradients of weights and of `takes`, without `gives`; between_bytes: held
+    between the halves of a backward; beside_bytes, beside_peak_bytes: saved by the operations of the loss between this
+    visit and the next (or the end), and the most that they allocate; carries: numbers of the values in `takes` that an
+    offload copies; unsaved: numbers of values in `takes` and `gives` that nobody saves; scratch_bytes: of the memory
+    for products on their way to a gradient slot of another dtype, one for all visits.
 
-    arguments: what other visits have made of what it is given: what travels where the step is cut into stages
-    moved, bwd_moved: through memory, by forward and by backward; last_flops: the part of `flops` after all that a graph
-        saves inside: what no backward asks for again
+    arguments: the inputs that other visits have made: they travel if the step is cut into stages
+    moved, bwd_moved: through memory, by forward and by backward; last_flops: those of `flops` that come after all that
+        a graph saves inside: no backward needs them again
     """
 
     flops: int = 0

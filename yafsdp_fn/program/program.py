@@ -30,7 +30,7 @@ def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
 def _away(
     lent: tuple[Lent, ...], cut: tuple[tuple[int, tuple[str, ...]], ...], ranks: int, axes: tuple[tuple[str, int], ...]
 ) -> dict[int, int]:
-    """Unit -> bytes that travel in one exchange, from all ranks: those of leaves, without what owners have already.
+    """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack.
 
     cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
     """
@@ -53,7 +53,7 @@ def _away(
     return out
 
 
-# ---- The order of the optimizer's step: units one by one, those of several parts one part a turn.
+# ---- The order of the optimizer's step: one unit after the other; of an update in several parts one part at a time.
 #
 #     update a, part 0; exchange a      update b, part 0; exchange b; update a, part 1; exchange a      ...
 #
@@ -61,7 +61,7 @@ def _away(
 
 
 class Updating:
-    """The order of updates, one part a turn. open: unit between two parts of its update -> the next part"""
+    """The order of updates, one part at a time. open: unit between two parts of its update -> the next part"""
 
     def __init__(self, lent: Iterable[Lent]) -> None:
         self._parts = {of.unit: of.parts for of in lent}
@@ -96,19 +96,19 @@ def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
     return ops
 
 
-# ---- The part of a step that is one stage's: its computes in the order of its calls.
+# ---- The trace of one stage, out of that of the whole step: its computes, in the order of its calls.
 #
 # calls of a stage    F0 F1 B0 F2 B1 B2
 # order               forwards of the segment's visits, microbatch 0; ... ; backwards in reverse, microbatch 0; ...
 
 
 def stage_trace(trace: Trace, stage: int, calls: Iterable[Call]) -> Trace:
-    """The part of step `trace` that `stage` does, in the order of `calls`. Any schedule builds a program from it."""
+    """Returns the trace of `stage`, in the order of `calls`. Any schedule builds a program from it."""
     return _stage_trace(trace, stage, _computes(trace, calls))
 
 
 def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
-    """The part that `stage` does, in the order of the computes among its `ops`. What is not in form is left out."""
+    """Returns the trace of `stage`, in the order of the computes among its `ops`, but those that are not in form."""
     found = (op for op in ops if isinstance(op, Forward | Backward) and {type(op.visit), type(op.microbatch)} == {int})
     there = (op for op in found if 0 <= op.visit < len(trace.visits))
     return _stage_trace(trace, stage, (Compute(kind_of(op), op.visit, op.microbatch) for op in there))
@@ -179,7 +179,7 @@ def _closing(trace: Trace, order: Sequence[Compute]) -> Iterator[Compute]:
 class Program:
     """A trace and, of each stage, the ops in issue order: what a schedule returns.
 
-    trace: the whole step, cut into stages where there are several; or the part of it that is one stage's
+    trace: of the whole step, cut if there are several stages; or of one stage
 
     >>> program.count(ya.schedules.Gather), program.wire_bytes()
     (8, Counter({'gather': 6656, 'reduce': 4608}))
@@ -208,8 +208,8 @@ class Program:
 
     @property
     def by_stage(self) -> tuple["Program", ...]:
-        """The program of each stage alone, over its part of the step, which follows from its ops; this one itself where
-        the step is not cut."""
+        """The program of each stage alone, on the stage's own trace, which follows from its ops; this one itself if the
+        step is not cut."""
         if self.trace.split is None or self.trace.stage is not None:
             return (self,) if len(self.stages) == 1 else tuple(Program(self.trace, each) for each in self.stages)
         return self._by_stage
@@ -415,7 +415,7 @@ class Program:
 
 
 def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
-    """Slot -> bytes, from the pairs `(what is in it, slot)` of a kind of op; slots of what has no size are left out."""
+    """Returns slot -> bytes, from the pairs `(content, slot)` of a kind of op, without contents of unknown size."""
     out: dict[int, int] = {}
     for unit, slot in pairs:
         if unit in size:

@@ -16,7 +16,7 @@ Kind = Literal["forward", "backward", "inputs", "weights"]
 weights."""
 
 LINE = 16
-"""Bytes that tensors are aligned to where they cross together."""
+"""The alignment of the tensors in a message, in bytes."""
 
 
 def in_carry_slot(nbytes: int) -> int:
@@ -28,7 +28,7 @@ def in_carry_slot(nbytes: int) -> int:
 
 
 class Argument(NamedTuple):
-    """A tensor that a visit is given and that other visits have made, at once or by what the loss does between visits.
+    """A tensor argument of a visit that other visits have made, directly or by operations of the loss between visits.
 
     place: among the visit's tensors; number: equal for the same tensor, in a microbatch; made: by which visits
     shape, dtype: of the tensor, the dtype as torch names it
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The contents of a carry slot: the values of a flow in a microbatch, or, on their way back, their gradients."""
+    """The values of a flow in a microbatch, or, on the way back, their gradients: what one carry slot holds."""
 
     flow: int
     microbatch: int = 0
@@ -82,12 +82,12 @@ class Message(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The segments of a step that is cut, and what crosses between them.
+    """The segments of a step that is cut, and the flows between them.
 
     segments: `(first visit, last + 1)`; homes: segment -> stage; flows: by source, then target
 
     shared: `(unit, stages)` of the units that several stages hold, since visits of each use them: a tied embedding
-    unused: `(unit, stage)` of the units that no visit uses, and that another stage holds than the first
+    unused: `(unit, stage)` of the units that no visit uses, if another stage than the first holds them
 
     >>> two_stages.split.segments, two_stages.split.homes
     (((0, 3), (3, 6)), (0, 1))
@@ -132,8 +132,8 @@ class Split(NamedTuple):
         return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
 
     def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
-        """The messages that a compute takes from carry slots: the first forward of a segment what arrives there,
-        the first backward the gradients of what has left it."""
+        """The messages that a compute takes from carry slots: those that arrive, in the first forward of a segment; the
+        gradients of those that have left, in its first backward."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == first:
@@ -143,8 +143,8 @@ class Split(NamedTuple):
         return ()
 
     def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
-        """The messages that it puts into carry slots: the last forward of a segment what others take from it, the last
-        backward the gradients of what had arrived."""
+        """The messages that a compute puts into carry slots: those that leave, in the last forward of a segment; the
+        gradients of those that have arrived, in its last backward."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == end - 1:

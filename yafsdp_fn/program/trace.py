@@ -123,7 +123,7 @@ def shortened(rows: Sequence[str]) -> list[str]:
 class Lent(NamedTuple):
     """A unit whose leaves are lent to their owners by the optimizer.
 
-    parts: of its update; leaves: as measured, `(offset, shape, bytes of it that would travel, flops)` of each
+    parts: number of parts of its update; leaves: as measured, `(offset, shape, bytes that would travel, flops)` of each
 
     >>> of = ya.planner.trace(loss_fn, params, batch, tx=ya.optim.muon(0.02))
     >>> [(of.units[lent.unit].name, lent.parts) for lent in of.lent][:2]
@@ -140,9 +140,9 @@ class Trace(NamedTuple):
 
     lent: units whose update has several parts; ordered: microbatches are added one by one (a deterministic mesh), so
         that each gradient of a unit is reduced once in each of them
-    split: how it is cut into pipeline stages, if it is; stage: the one whose part of the step this is, None for the
-        whole step. Of a part, `order` has the stage's own computes; units and visits that are elsewhere keep their
-        number and name alone. loss_of: the visits that have made what the loss is made of, where it was traced
+    split: the cut into pipeline stages, if there is one; stage: the stage whose trace this is, None for the whole step.
+        A stage's trace has its own computes in `order`; units and visits of other stages keep only number and name.
+        loss_of: the visits whose outputs the loss is made of, where it was traced
     between: collectives between visits
     kernels: one of `KERNELS`: which of `Moved` a prediction takes
     precision: `Precision.names`, and optimizer: where a trace was taken on fake tensors, for predicted memory
@@ -352,7 +352,7 @@ def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = T
 
 
 def _table(trace: Trace) -> str:
-    """A trace as a table: its visits, with what a unit has and what a visit costs, and the order of computes."""
+    """Returns a trace as a table: its visits, the sizes of their units and their costs, and the order of computes."""
     what = "a training step" if trace.trains else "an evaluation"
     stage = "" if trace.stage is None else f", stage {trace.stage} alone"
     numel = sum(unit.numel for unit in trace.units)

@@ -1,16 +1,16 @@
-"""Checks the rule `deadlock`: the programs of all stages end, where a send waits for its receive, and the host for the
-device.
+"""Checks the rule `deadlock`: the programs of all stages end, even if a send waits for its receive, and the host for
+the device.
 
-On each stage the host goes through its program. Before any op that is no message it may wait for all that it has
-issued: what captures a graph, gives memory back, loads a kernel or uses a communicator for the first time synchronises
-the device. So such ops run one after the other, after all messages before them. Messages between two of them are under
-way together: one begins when the one before it on its stream is over, what its buffers wait for (hazards) is over,
-and all that was issued before it has begun, since on a GPU kernels of several communicators begin in the order in which
-they were issued (docs/gpu.md). A send and its receive end together, and so do the sums of a gradient over stages, and
-the norm of all stages, which one without updates takes when its program is over.
+On each stage the host goes through its program. Before each op that is not a message it may wait for everything that
+it has issued: a capture of a graph, a return of memory, the first use of a kernel or of a communicator synchronise
+the device. So these ops run one after the other, after all messages before them. Messages between two of them are
+under way together. A message begins when the message before it on its stream has ended, when the ops that its buffers
+wait for (hazards) have ended, and when everything issued before it has begun: on a GPU kernels of several communicators
+begin in the order in which they were issued (docs/gpu.md). A send and its receive end together. So do the sums of a
+gradient over stages, and the norm of all stages; a stage without updates takes the norm when its program has ended.
 
-No engine waits for more. Where sends are buffered, or the host does not wait, each op waits for a part of the same
-ones, so that a pipeline that ends here ends there, too. Nothing waits for a later step: one that ends is enough.
+No engine waits for more. If sends are buffered, or the host does not wait, each op waits for some of the same ops, so a
+pipeline that ends here ends there, too. Nothing waits for a later step, so it is enough to look at one.
 """
 
 from collections import defaultdict

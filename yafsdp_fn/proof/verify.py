@@ -1,13 +1,12 @@
 """Proves that a program is right: executes it symbolically, with the contents of every buffer (proof/execution.py).
 
-`RULES` has all that is asked. A rule is an entry there, with its sentence, its checks in a file of this folder, and a
-test of its name. One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the
-argument.
+`RULES` lists the rules: each has a name, a sentence, checks in a file of this folder, and a test of its name. One step
+is enough, since by `carry` and `once` it ends in the state in which it began. docs/design.md has the argument.
 
-What accepted pipelines compute is exact, too: by `match` a receive puts into its carry slot what the send of its number
-took from one; by `flow`, on each stage, that is what the segment before has made, and a compute takes what its segment
-takes; by `calls` and `once` every contribution of the step is reduced on the stage that has made it, and by `shared`
-and `deadlock` the stages that share a unit sum up what they have, all of them once and at the same op.
+Accepted pipelines compute exactly, too. By `match` a receive delivers the message of the matching send; by `flow` that
+message is the one that its segment has made, and the compute that needs it takes it. By `calls` and `once` every
+contribution of the step is reduced on the stage that has made it; by `shared` and `deadlock` the stages that share a
+unit sum up their contributions, each of them once, at the same op.
 """
 
 from collections.abc import Iterator

@@ -217,6 +217,6 @@ def _of_cell(cell: types.CellType, inner: Callable[[Any], str]) -> str:
 
 
 def code_text(code: types.CodeType) -> str:
-    """Returns what code does, without where it lies. Ranks with the same source have the same constants."""
+    """Returns bytecode, constants and names, without file and lines. Ranks with the same source have the same ones."""
     consts = [code_text(c) if isinstance(c, types.CodeType) else _text(c, strict=True) for c in code.co_consts]
     return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))

@@ -148,8 +148,8 @@ ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
 
 
 class _Kernel(NamedTuple):
-    """A kernel that is no product. reads: the kernel that wrote, None for a product or what was there; a number of what
-    it reads; bytes. writes: storages and bytes"""
+    """A kernel that is no product. reads: of each input the kernel that wrote it (None: a product, or it is older),
+    its number and bytes. writes: storages and bytes"""
 
     reads: tuple[tuple[int | None, int, int], ...]
     writes: tuple[tuple[weakref.ref[Any], int], ...]
@@ -189,8 +189,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- results
 
     def moved(self) -> Moved:
-        """Returns what moved so far. A kernel belongs to those whose results it reads; of what these write, others than
-        themselves read, or hold now, is written."""
+        """Returns the bytes moved so far. Kernels that read each other's results are fused: a fused kernel writes only
+        results that others read, or that exist still."""
         root = [*range(len(self._kernels))]
 
         def of(number: int) -> int:
@@ -229,7 +229,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.matmul - max((flops for key, flops in self._made.items() if key in saved), default=self.matmul)
 
     def in_pieces(self, nbytes: int, kernels: int) -> None:
-        """Counts what several kernels move beyond the one that stands for them here."""
+        """Counts the bytes that several kernels move beyond the one that stands for them here."""
         self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
 
     def _next(self) -> int:
@@ -307,13 +307,13 @@ _counting: list[Counter] = []
 
 
 def in_pieces(nbytes: int, kernels: int) -> None:
-    """Tells what counts around it how much more several kernels move than the one that stands for them here."""
+    """Tells the counter around it how many more bytes several kernels move than the one that stands for them here."""
     for counter in _counting[-1:]:
         counter.in_pieces(nbytes, kernels)
 
 
 def _bytes_of(x: Tensor) -> int:
-    """Bytes that a kernel reads of it, or writes: those of its memory, where it is expanded."""
+    """Returns the bytes that a kernel reads or writes of a tensor: of its memory, if it is expanded."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 

@@ -1,10 +1,10 @@
-"""The parts of a step across stages that a plain one lacks: visits that are elsewhere, and results that others make.
+"""Adds stages to a session: visits of other stages, messages, and results that other stages make.
 
     session.begin(call); loss(...); session.end(...)        forward: its visits run, placeholders stand for the others
     session.begin(call); backward;  session.end(...)        backward of what that has made
 
-What arrives for a call of a segment is taken from carry slots when it begins, and what leaves it is put there when it
-ends (stage_io.py). The calls of a plain step are of a single segment, for which nothing arrives.
+A call of a segment takes the messages that arrive for it from carry slots when it begins, and puts those that leave
+there when it ends (stage_io.py). A plain step has a single segment, for which nothing arrives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,8 +214,8 @@ class Segment:
 
 
 class StageResults:
-    """The loss and aux of every microbatch, as far as this stage makes them: of what others make it has nothing, which
-    adds up to what they have."""
+    """The loss and aux of every microbatch that this stage makes, and zeros for those that others make: the sum over
+    stages has all."""
 
     def __init__(self, crossing: Crossing, microbatches: int, device: torch.device) -> None:
         self._crossing = crossing
@@ -228,8 +228,8 @@ class StageResults:
         self._spec: Any = None
 
     def store(self, call: Call, mean: Mean, aux: Tree) -> bool:
-        """Keeps what this call has made; what every stage makes counts where the loss is made. Returns whether that is
-        here."""
+        """Keeps the results of this call; those that every stage makes count on the stage that makes the loss. Returns
+        whether this call made the loss."""
         has_loss = call.segment == self._crossing.loss
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):

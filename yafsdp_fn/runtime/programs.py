@@ -1,9 +1,9 @@
-"""The programs of one function: a schedule's, for a trace, or the one that was given; verified, and made sure to fit.
+"""The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
     found = programs.get(memory, microbatches)          None before the first step
     found = programs.learn(memory, trace)               before it, from what has been recorded or traced
 
-Built and agreed on once for each kind of state; the steps that follow take what was kept. `.lower` builds without any.
+A program is built and agreed on once for each kind of state, and cached. `.lower` builds one without ranks.
 """
 
 import itertools

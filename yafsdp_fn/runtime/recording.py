@@ -1,10 +1,10 @@
 """Records a call of a loss, before its first step: which units it visits, in which order.
 
-    forward of v:    ranks compare that all are at it; the block runs on the pure path, without grad
-    its outputs:     copies, in the graph of the loss as those of a step are
+    forward of v:    ranks compare their positions; the block runs on the pure path, without grad
+    its outputs:     copies, in the graph of the loss like those of a step
 
-Blocks and losses may do whatever a step lets them: read values, make tensors that Python caches. Nothing is learnt of
-costs, and no backward runs. A loss that does more than return its result does it once more than it has steps.
+Blocks and losses may do everything that a step allows: read values, make tensors that Python caches. Costs are not
+measured, and no backward runs. Side effects of a loss happen once more than it has steps.
 """
 
 from collections.abc import Sequence

@@ -50,8 +50,8 @@ class MessagePiece(NamedTuple):
 
 
 class PlaceholderMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The mode of placeholders. Whoever draws random numbers for one draws as many for nothing: what the loss draws
-    next is then the same on all stages, of which one has the tensor itself."""
+    """The mode of placeholders. An operation that draws random numbers for a placeholder draws as many and drops them,
+    so that the next draws of the loss are the same on all stages, also on the one that has the tensor itself."""
 
     _drawing = False
 

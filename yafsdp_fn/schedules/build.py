@@ -49,7 +49,7 @@ def alternating_slots(
 
 
 def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, int]:
-    """Layer -> lane, in the order of visits: that of its place in its stack, unless its neighbours have taken it."""
+    """Returns layer -> lane, in the order of visits: by its number in its stack, unless neighbours have that lane."""
     lane: dict[int, int] = {}
     of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
     for visit in visits:
@@ -104,7 +104,8 @@ def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _key(op: Op, reader: int | None) -> Any:
-    """A key, equal for ops that may be one; None for what is no collective, or what only a later step waits for."""
+    """Returns a key, equal for ops that may be merged; None for other ops than collectives, and for those that only a
+    later step waits for."""
     if isinstance(op, Gather):
         return None if reader is None else (Gather, op.source, reader)
     if isinstance(op, AllReduce) and op.over == "stages":  # of each unit by other stages
@@ -125,7 +126,7 @@ def _may_join(op: Any, first: Any, between: Sequence[Op]) -> bool:
 
 
 def readers(ops: Sequence[Op]) -> dict[int, int | None]:
-    """Index of each gather -> that of the first compute which reads what it gathers, None where the step ends first."""
+    """Returns index of each gather -> that of the first compute that reads its slots; None if the step ends first."""
     found: dict[int, int | None] = {}
     following: dict[int, int] = {}  # slot -> the compute that reads it next
     for index, op in reversed([*enumerate(ops)]):
@@ -252,7 +253,7 @@ class _Builder:
                 busy.add(slot)
 
     def reduce(self, i: int, now: Compute) -> None:
-        """Reduces what is complete after compute `i`, and what must leave a shared slot."""
+        """Reduces the gradients that are complete after compute `i`, and those that must leave a shared slot."""
         after = self.trace.order[i + 1 : i + 2]
         following = writes_of(after[0], self.trace) if after else ()
         for unit in writes_of(now, self.trace):

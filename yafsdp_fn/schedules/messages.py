@@ -68,10 +68,10 @@ class PlayedTimes(NamedTuple):
 
 
 def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> PlayedTimes:
-    """Runs lists, by default in unit time, with as many carry slots as there could be: a call begins when the one
-    before it is over, and there is all that it takes.
+    """Runs lists, by default in unit time, with any number of carry slots: a call begins when the one before it has
+    ended, and all messages that it takes are there.
 
-    messages: what another stage has made comes with its message, in no time, where a send waits for its receive;
+    messages: a message from another stage arrives by its send and receive, which wait for each other and take no time;
         without messages it is there as soon as it is made
     """
     listed = [
@@ -250,9 +250,9 @@ def wired(
 ) -> list[tuple[Op, ...]]:
     """Returns the ops of stages, with the messages of their lists, and carry slots for what computes take and give.
 
-    together: messages between two calls follow the first of them, all at once, since a list may send and receive at one
-        time; else receives come as late as they can, behind the gathers for the second one: communication begins in the
-        order in which it was issued, and weights do not wait for a message
+    together: all messages between two calls follow the first call directly, since a list may send and receive at the
+        same time; else receives come as late as possible, after the gathers for the second call: communication begins
+        in the order in which it is issued, and weights should not wait for a message
     """
     begins, sent, _ = times(split, lists, pace=pace)
     each = zip(programs, lists, begins, strict=True)

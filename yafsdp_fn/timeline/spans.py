@@ -273,7 +273,7 @@ def are_timelines(what: str, *timelines: object) -> None:
 
 
 def of_one_stage(what: str, *timelines: "Spans") -> None:
-    """Raises TypeError for what is no timeline of one stage, such as that of a pipeline."""
+    """Raises TypeError unless it is a timeline of one stage."""
     are_timelines(what, *timelines)
     for timeline in timelines:
         if timeline.stage_count > 1:

@@ -39,13 +39,13 @@ def because(why: str) -> str:
 
 
 def longest(waits: Counter[str], most: int = 3) -> str:
-    """The longest of what was waited for, in words."""
+    """Returns the longest waits, in words."""
     return ", ".join(f"{shown(seconds)} {because(why)}" for why, seconds in waits.most_common(most))
 
 
 def render(timeline: Spans) -> str:
-    """Title, step time, what every stream did, why compute was idle, and what the critical path consists of; of several
-    stages bubble and step time, what each stage waited for, and what crosses between stages."""
+    """Returns title, step time, the work of every stream, the causes of idle compute, and the critical path; for
+    several stages bubble and step time, the waits of each stage, and the messages between stages."""
     if timeline.stage_count > 1:
         return _of_stages(timeline)
     total = timeline.seconds or 1.0

@@ -4,8 +4,8 @@ While a step runs, every `scan` layer and every `apply` is numbered, on sharded 
 generators seeded with that tuple. A recomputed forward draws the same numbers, and so does the plain loop, which stays
 a usable oracle. Visits inside a visit (a scan over plain tensors in a block) are numbered anew, from its seed.
 
-What the loss draws beside its visits is seeded, too, once for each of its calls, by (seed, step, microbatch, rank of
-the batch): stages, each of which calls the whole loss for each of its segments, draw the same.
+Draws of the loss outside its visits are seeded, too, once for each call, by (seed, step, microbatch, rank of the
+batch). Every stage calls the whole loss for each of its segments, and all of them draw the same.
 
 Outside a step nothing is seeded.
 
@@ -119,7 +119,7 @@ class VisitCounter:
         return visit_seed(*self._key, visit, self._rank)
 
     def seed_beside(self, what: int) -> int:
-        """Returns the seed of what is drawn beside visits. what: LOSS or BACKWARD"""
+        """Returns the seed of draws outside visits. what: LOSS or BACKWARD"""
         return visit_seed(*self._key, what, self._batch_rank)
 
 

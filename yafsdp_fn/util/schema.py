@@ -109,5 +109,5 @@ def shown(value: Any) -> str:
 
 @functools.cache
 def kinds(record: Any, limits: bool = False) -> dict[str, Any]:
-    """Returns the annotations of a NamedTuple by field. limits: with what `Annotated` says beside types"""
+    """Returns the annotations of a NamedTuple by field. limits: include the limits in `Annotated`"""
     return get_type_hints(record, include_extras=limits)
