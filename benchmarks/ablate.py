@@ -1,7 +1,7 @@
-"""`python -m benchmarks ablate`: what each lever buys, with all the others in place.
+"""`python -m benchmarks ablate`: what each feature buys, with all the others in place.
 
     full = zero3-unroll2                               # the set to ablate
-    for lever in LEVERS:
+    for feature in FEATURES:
         the set without it, or with it if it is not in the set
     time them all in turn, step by step                # the same processes, as every run of this command
 
@@ -30,7 +30,7 @@ FULL = {
 }
 """The set that is ablated unless --full says otherwise."""
 
-LEVERS = {
+FEATURES = {
     "noexchange": "sends and receives in place of gloo's collectives",
     "nolinear": "weight gradients straight into their slot",
     "nofused": "the fused optimizer",
@@ -41,20 +41,20 @@ LEVERS = {
     "unroll2": "two layers one visit",
     "compile": "a compiled block",
 }
-"""Word of a contender's name: what is measured. With no... and prefetch0 the word takes the lever away."""
+"""Word of a contender's name: what is measured. With no... and prefetch0 the word takes the feature away."""
 
 AGAINST = ("noexchange", "nolinear", "nofused", "prefetch0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Ablate(Timed):
-    """Time a full set of levers, and that set with one lever less, or one more, interleaved step by step."""
+    """Time a full set of features, and that set with one feature less, or one more, interleaved step by step."""
 
     config: ConfigName = "A"
     """The model, as in `python -m benchmarks`."""
     full: str = ""
     """The set: the name of a contender of ours. Default: what is best for the model."""
-    levers: tuple[str, ...] = tuple(LEVERS)
+    features: tuple[str, ...] = tuple(FEATURES)
     """Words of names (benchmarks/names.py). One that is in the set is left out, any other is added;
     one with a number replaces another number."""
     ranks: int = 2
@@ -64,8 +64,8 @@ class Ablate(Timed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.levers or len(set(self.levers)) != len(self.levers):
-            raise ValueError(f"--levers {' '.join(self.levers)}: expected one or more, each once")
+        if not self.features or len(set(self.features)) != len(self.features):
+            raise ValueError(f"--features {' '.join(self.features)}: expected one or more, each once")
         for variant in self.variants:
             self.bench((self.name, variant.name))  # refuses what cannot be built
 
@@ -75,7 +75,7 @@ class Ablate(Timed):
 
     @property
     def variants(self) -> list[Variant]:
-        return [variant(self.name, lever) for lever in self.levers]
+        return [variant(self.name, feature) for feature in self.features]
 
     def bench(self, contenders: Sequence[str]) -> Bench:
         """The timing of some contenders."""
@@ -92,20 +92,20 @@ class Ablate(Timed):
 
 
 class Variant(NamedTuple):
-    """The full set but for one lever. within: whether the lever is in the full set, so that the variant lacks it"""
+    """The full set but for one feature. in_full_set: whether it is in the full set, so that the variant lacks it"""
 
-    lever: str
+    feature: str
     name: str
-    within: bool
+    in_full_set: bool
 
 
-def variant(full: str, lever: str) -> Variant:
-    """The set `full` with `lever` left out if it is there, else added."""
-    words, bare = full.split("-"), lever.rstrip("0123456789")
-    if lever in words:
-        return Variant(lever, "-".join(word for word in words if word != lever), within=lever not in AGAINST)
-    kept = [word for word in words if bare == lever or word.rstrip("0123456789") != bare]
-    return Variant(lever, "-".join([*kept, lever]), within=lever in AGAINST)
+def variant(full: str, feature: str) -> Variant:
+    """The set `full` with `feature` left out if it is there, else added."""
+    words, bare = full.split("-"), feature.rstrip("0123456789")
+    if feature in words:
+        return Variant(feature, "-".join(word for word in words if word != feature), in_full_set=feature not in AGAINST)
+    kept = [word for word in words if bare == feature or word.rstrip("0123456789") != bare]
+    return Variant(feature, "-".join([*kept, feature]), in_full_set=feature in AGAINST)
 
 
 def groups(ablate: Ablate, available: int | None) -> Iterator[tuple[str, ...]]:
@@ -135,23 +135,23 @@ def measure(ablate: Ablate, console: Console) -> dict[str, Any]:
         seconds += timed["seconds"][full]
         for each in ablate.variants:
             if each.name in group:
-                rows[each.lever] = row(each, timed["seconds"][each.name], timed["seconds"][full])
+                rows[each.feature] = row(each, timed["seconds"][each.name], timed["seconds"][full])
     check_losses(losses)
     return {
         "full": full,
         "step_ms": spread([1e3 * s for s in seconds]),
-        "levers": dict(sorted(rows.items(), key=lambda item: -item[1]["buys_percent"]["median"])),
+        "features": dict(sorted(rows.items(), key=lambda item: -item[1]["buys_percent"]["median"])),
     }
 
 
 def row(each: Variant, seconds: Sequence[float], full: Sequence[float]) -> dict[str, Any]:
-    """One lever. buys_percent: of the step without it, step by step."""
+    """One feature. buys_percent: of the step without it, step by step."""
     ratios = [a / b for a, b in zip(seconds, full, strict=True)]
-    buys = [100 * (1 - 1 / ratio if each.within else 1 - ratio) for ratio in ratios]
+    buys = [100 * (1 - 1 / ratio if each.in_full_set else 1 - ratio) for ratio in ratios]
     return {
-        "measured": LEVERS.get(each.lever, f"-{each.lever}"),
+        "measured": FEATURES.get(each.feature, f"-{each.feature}"),
         "name": each.name,
-        "in_full_set": each.within,
+        "in_full_set": each.in_full_set,
         "step_ms": 1e3 * statistics.median(seconds),
         "over_full": spread(ratios),
         "buys_percent": spread(buys),
@@ -159,15 +159,15 @@ def row(each: Variant, seconds: Sequence[float], full: Sequence[float]) -> dict[
 
 
 def show(ablate: Ablate, found: dict[str, Any]) -> Iterator[str | Table]:
-    """A row for each lever."""
+    """A row for each feature."""
     step = found["step_ms"]
     yield (
         f"config {ablate.config}, {ablate.ranks} rank(s): {found['full']} takes {step['median']:.1f} ms "
-        f"({apart(step, 1)}), {ablate.steps} interleaved steps. Each lever is switched alone; "
+        f"({apart(step, 1)}), {ablate.steps} interleaved steps. Each feature is switched alone; "
         "what it buys is a share of the step without it"
     )
     rows: Rows = {}
-    for each in found["levers"].values():
+    for each in found["features"].values():
         over, buys = each["over_full"], each["buys_percent"]
         rows[each["measured"]] = {
             "in the set": "yes" if each["in_full_set"] else "no",
@@ -178,4 +178,4 @@ def show(ablate: Ablate, found: dict[str, Any]) -> Iterator[str | Table]:
             "buys %": f"{buys['median']:+.1f}",
             "p10 to p90": f"{buys['p10']:+.1f} to {buys['p90']:+.1f}",
         }
-    yield table("lever", rows)
+    yield table("feature", rows)

@@ -1,7 +1,7 @@
 """The commands: options in, tables or JSON out; each a module's options, `measure` and `show`.
 
 python -m benchmarks            contenders against each other; --section NAME: a GPU figure, benchmarks/cuda
-python -m benchmarks ablate     each lever of ours on and off
+python -m benchmarks ablate     each feature of ours on and off
 python -m benchmarks growth     overhead over layers and ranks
 python -m benchmarks head       head and loss of large vocabularies
 python -m benchmarks lora       full fine-tuning against low-rank adapters

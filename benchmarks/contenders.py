@@ -58,21 +58,21 @@ class Stepper(Protocol):
 class Ours:
     """`yafsdp_fn`, with the reference loss and one schedule.
 
-    levers: switched off while it steps, for what is not built into its loss, optimizer or schedule
+    features: switched off while it steps, for what is not built into its loss, optimizer or schedule
     ahead: whether a step leaves gathers for the next one under way
     """
 
     state: Any
     train_step: Any
-    levers: frozenset[str] = frozenset()
+    features: frozenset[str] = frozenset()
     ahead: bool = False
 
     def step(self, batch: Batch) -> float:
-        with switched_off(self.levers):
+        with switched_off(self.features):
             self.state, metrics = self.train_step(self.state, batch)
             loss = float(metrics["loss"])
             if self.ahead:
-                self.state.memory.comms.drain()  # in its own time, and under its own levers
+                self.state.memory.comms.drain()  # in its own time, and under its own features
             return loss
 
     def program(self) -> dict[str, Any]:
@@ -138,16 +138,16 @@ class Part:
 
 
 @contextlib.contextmanager
-def switched_off(levers: frozenset[str]) -> Iterator[None]:
-    """Inside, levers hold for the whole process, where contenders take turns: `nolinear`, `noexchange`, and
+def switched_off(features: frozenset[str]) -> Iterator[None]:
+    """Inside, features hold for the whole process, where contenders take turns: `nolinear`, `noexchange`, and
     `twopasses`, with which no kernel of the optimizer also writes the working copy."""
     with contextlib.ExitStack() as stack:
-        if "nolinear" in levers:
+        if "nolinear" in features:
             stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
-        if "noexchange" in levers:
+        if "noexchange" in features:
             theirs = {name: getattr(RankGroup, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
             stack.enter_context(mock.patch.multiple(GlooGroup, **theirs))
-        if "twopasses" in levers:
+        if "twopasses" in features:
             stack.enter_context(mock.patch("yafsdp_fn.optim.step.fused.copying_kernel", lambda device: None))
         yield
 
@@ -167,9 +167,9 @@ def compiled(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loss_of(contender: names.Contender, shape: Shape, chunks: int = 1) -> Callable[[Any, Batch], Any]:
-    """The reference loss with the contender's levers."""
+    """The reference loss with the contender's features."""
     config = shape.llama()
-    layer = compiled(llama.block(config)) if "compile" in contender.levers else None
+    layer = compiled(llama.block(config)) if "compile" in contender.features else None
     return llama.loss(config, chunks=chunks, unroll=contender.unroll, layer=layer)
 
 
@@ -202,22 +202,22 @@ def ours(
 
 
 def build_ours(name: str, shape: Shape, *, microbatches: int, seed: int, device: torch.device) -> Ours:
-    """The schedule called `name`, with its levers."""
+    """The schedule called `name`, with its features."""
     contender = names.read(name)
     parts, chunks = schedule_names.split(contender.base, microbatches)
     found = ours(
         contender.base,
         shape,
         llama.params(shape.llama()),
-        adamw(fused="nofused" not in contender.levers),
+        adamw(fused="nofused" not in contender.features),
         seed=seed,
         device=device,
         loss=loss_of(contender, shape, chunks),
         microbatches=parts,
-        deterministic=dist.get_world_size() * parts if "deterministic" in contender.levers else None,
+        deterministic=dist.get_world_size() * parts if "deterministic" in contender.features else None,
     )
     ahead = "update" in schedule_names.parse(contender.base)[1]
-    return dataclasses.replace(found, levers=contender.levers & {"nolinear", "noexchange"}, ahead=ahead)
+    return dataclasses.replace(found, features=contender.features & {"nolinear", "noexchange"}, ahead=ahead)
 
 
 def shard_fsdp2(module: Llama, mesh: DeviceMesh, *, reshard: bool = True) -> Llama:
@@ -238,7 +238,7 @@ def build(name: str, shape: Shape, *, microbatches: int, seed: int, device: torc
         return build_ours(name, shape, microbatches=microbatches, seed=seed, device=device)
     config = shape.llama()
     block = llama.block(config)
-    block = compiled(block) if "compile" in contender.levers else block
+    block = compiled(block) if "compile" in contender.features else block
     module: nn.Module = (whole := Llama(config, materialize(config, seed=seed, device=device), block))
     if contender.base == "fsdp2":
         module = shard_fsdp2(whole, init_device_mesh(device.type, (dist.get_world_size(),)))

@@ -1,7 +1,7 @@
 """Names of contenders: a schedule of ours or a peer, with what is switched on and off after dashes.
 
     zero3-resident2-update          a schedule: a builder, and options of it
-    zero3-unroll8-compile           its levers outside of schedules
+    zero3-unroll8-compile           its features outside of schedules
     torch-fsdp2-tuned               the peer `fsdp2`, in rank processes of its own
 
     -unrollK       ya.scan(unroll=K): K consecutive layers are one visit
@@ -40,12 +40,12 @@ class Contender:
     """The schedule with its own options, or the peer."""
     ours: bool
     unroll: int = 1
-    levers: frozenset[str] = frozenset()
-    """The levers without `unroll`."""
+    features: frozenset[str] = frozenset()
+    """The features without `unroll`."""
 
     @property
     def tuned(self) -> bool:
-        return "tuned" in self.levers
+        return "tuned" in self.features
 
 
 @functools.cache
@@ -65,25 +65,25 @@ def _peer(text: str, name: str) -> Contender:
     for word in words:
         if word not in OF_PEERS or words.count(word) > 1:
             raise ValueError(f"--peers {text}: {base} does not take -{word}; it takes each of -compile, -tuned once")
-    return Contender(name, base, ours=False, levers=frozenset(words))
+    return Contender(name, base, ours=False, features=frozenset(words))
 
 
 def _ours(name: str) -> Contender:
     base, *words = name.split("-")
-    kept, levers, unroll = [base], set(), 1
+    kept, features, unroll = [base], set(), 1
     for word in words:
-        lever = word.rstrip("0123456789")
-        number = word[len(lever) :]
-        if lever not in OF_OURS or (lever == "unroll") != bool(number) or lever in levers:
+        feature = word.rstrip("0123456789")
+        number = word[len(feature) :]
+        if feature not in OF_OURS or (feature == "unroll") != bool(number) or feature in features:
             kept.append(word)  # the schedule's, or refused there
             continue
-        levers.add(lever)
+        features.add(feature)
         unroll = int(number) if number else unroll
-    shown = ["-unrollK", *(f"-{lever}" for lever in OF_OURS[1:])]
+    shown = ["-unrollK", *(f"-{feature}" for feature in OF_OURS[1:])]
     parse("-".join(kept), more=shown)
-    if "unroll" in levers and unroll < 2:
+    if "unroll" in features and unroll < 2:
         raise ValueError(f"--schedules {name}: expected two or more layers per visit; one is it without -unrollK")
-    return Contender(name, "-".join(kept), ours=True, unroll=unroll, levers=frozenset(levers - {"unroll"}))
+    return Contender(name, "-".join(kept), ours=True, unroll=unroll, features=frozenset(features - {"unroll"}))
 
 
 def check(name: str, *, ranks: int, layers: int) -> None:

@@ -81,7 +81,7 @@ class OfModel(Timed):
 class Bench(OfModel):
     """Time one training step of our schedules and of their peers, interleaved step by step in the same processes.
 
-    `bench ablate` times each lever of ours on and off, `bench growth` the overhead as layers and ranks grow; each has
+    `bench ablate` times each feature of ours on and off, `bench growth` the overhead as layers and ranks grow; each has
     its own --help.
     """
 

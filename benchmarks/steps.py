@@ -68,7 +68,9 @@ def planned(bench: Bench, name: str) -> Memory:
     """The plan of a rank's step of contender `name`; of a peer, that of the schedule that is like it."""
     contender = names.read(name)
     base = contender.base if contender.ours else "zero3" if contender.base == "fsdp2" else "ddp"
-    return _planned(bench.shape, bench.ranks, bench.microbatches, base, contender.unroll, "nofused" in contender.levers)
+    return _planned(
+        bench.shape, bench.ranks, bench.microbatches, base, contender.unroll, "nofused" in contender.features
+    )
 
 
 @functools.cache
@@ -227,7 +229,7 @@ def unlike_program(contenders: Mapping[str, Any]) -> list[str]:
         if "program" in found and "sent_bytes" in found:
             told = sum(found["program"]["wire_bytes"].values())
             # norms on a deterministic mesh are sums of bins, sent in a message that does not count as scalars
-            bins = 4096 if "deterministic" in names.read(name).levers else 0
+            bins = 4096 if "deterministic" in names.read(name).features else 0
             if not told <= found["sent_bytes"] <= told + bins:
                 out.append(f"{name}: a rank sent {found['sent_bytes']} bytes in a step, its program says {told}")
     return out

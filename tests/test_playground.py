@@ -366,7 +366,7 @@ def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: P
             assert re.search(r"trace\.(units|visits)\[\d+\]\.name: expected letters", page.text("#verdict"))
             shown["refused by name"] += 1
             continue
-        words = program.parts[0].words()
+        words = program.by_stage[0].words()
         assert said["state"] == "right" and page.order() == words, number
         assert page.evaluate("[...document.querySelectorAll('li.op')].map((row) => row.title)") == words
         assert hostile.injected(page) == [], number

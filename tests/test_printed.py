@@ -76,7 +76,7 @@ def test_a_program_is_a_sequence_of_its_ops() -> None:
     assert (len(PROGRAM), list(PROGRAM), PROGRAM[-1]) == (len(PROGRAM.ops), list(PROGRAM.ops), PROGRAM.ops[-1])
     pipeline = ya.schedules.one_f_one_b()(cut(measured(model(4, 2)), (0, 1)))
     assert len(pipeline) == sum(map(len, pipeline.stages)) and repr(pipeline).startswith("<program of 2 stages, ")
-    with pytest.raises(TypeError, match=r"program\.parts\[0\]"):
+    with pytest.raises(TypeError, match=r"program\.by_stage\[0\]"):
         _ = pipeline[3]
 
 

@@ -318,7 +318,7 @@ def _simulated(run: Run, microbatches: int, cluster: Cluster) -> float:
     timeline = simulate(_program(_key(run), microbatches), cluster)
     if not run.apart:
         return timeline.seconds
-    computes = [part.on("compute") for part in timeline.parts]
+    computes = [part.on("compute") for part in timeline.by_stage]
     return max(spans[-1].end - spans[0].start for spans in computes)
 
 
@@ -336,7 +336,7 @@ def memory(run: Run) -> int:
     keeps what goes from layer to layer in fp32.
     """
     found = _program(_key(run), min(run.accumulation, 2 * run.stages))
-    most = max((predict_memory(part) for part in found.parts), key=lambda one: one.peak_bytes)
+    most = max((predict_memory(part) for part in found.by_stage), key=lambda one: one.peak_bytes)
     peak, tokens = most.peak_bytes, run.seq_len * run.micro_batch
     if run.logits == "float32" and run.kernels == "fused" and not run.order:
         peak -= 4 * tokens * run.config.vocab

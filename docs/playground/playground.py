@@ -259,7 +259,7 @@ def _refusal(refused: Refused) -> dict[str, Any]:
 def _figures(plan: Plan) -> dict[str, Any]:
     timeline, memory = plan.timeline, plan.memory
     wire: dict[str, int] = {}
-    for part in plan.program.parts:  # of a pipeline, the stage that sends most of each kind
+    for part in plan.program.by_stage:  # of a pipeline, the stage that sends most of each kind
         for name, nbytes in part.wire_bytes().items():
             wire[name] = max(nbytes, wire.get(name, 0))
     sent = Counter[int]()

@@ -108,7 +108,7 @@ def over_context(
     v: Float[Tensor, "B s K D"],
     masks: tuple[Tensor | None, Tensor | None],
 ) -> Float[Tensor, "B s HD"]:
-    """Computes causal attention of sequences that are dealt over `context`: a rank gathers the keys and values of all
+    """Computes causal attention of sequences that are split over `context`: a rank gathers the keys and values of all
     positions, and each of its two parts (`axes.starts`) sees those up to its own. As much work on every rank.
 
     One kernel for each part, so that scores never exist. Grouped heads make keys and values small beside queries.

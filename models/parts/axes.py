@@ -130,7 +130,7 @@ class Axes:
             )
 
     def shard_batch(self, batch: Any, mesh: DeviceMesh) -> Any:
-        """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences dealt over `context`, with
+        """Returns this rank's part of a global batch as `ya.shard_batch` does it, sequences split over `context`, with
         the `places` of its tokens."""
         if self.context and isinstance(batch, Mapping) and "tokens" in batch:
             tokens = batch["tokens"]
@@ -145,12 +145,12 @@ class Axes:
         if "places" not in batch:
             raise ValueError(
                 "the batch has no `places`, so that nothing says which part of its sequences this rank of context has; "
-                "deal it by axes.shard_batch(batch, mesh), of the loss' axes"
+                "split it with axes.shard_batch(batch, mesh), of the loss' axes"
             )
         here = batch["places"]
         assert_async(
             (here == places(here.shape[1], here.device)).all(),
-            "places in the batch are not those of this rank of context: deal it by axes.shard_batch(batch, mesh)",
+            "places in the batch are not those of this rank of context: split it with axes.shard_batch(batch, mesh)",
         )
 
 
@@ -240,6 +240,6 @@ def _cross_entropy(x: Float[Tensor, "N E"], matrix: Float[Tensor, "v E"], target
     sums = ya.psum(torch.stack([scores.exp().sum(-1), chosen, found]), "tensor")
     assert_async(
         (sums[2] == counts).all(),
-        "ranks of tensor have other targets, and must have the same batch: deal it by axes.shard_batch(batch, mesh)",
+        "ranks of tensor have other targets, and must have the same batch: split it with axes.shard_batch(batch, mesh)",
     )
     return ya.Sum((sums[0].log() - sums[1]).where(counts, 0).sum())

@@ -152,7 +152,7 @@ class Decoder(Generic[C]):
         layer: replaces `block(config)`: the same through `torch.compile`, say
         has_aux: return `(mean, aux)`: a dict of the layers' further outputs, empty for most families
         bare: the cross entropy alone, for evaluations
-        axes: those of the mesh that layers are computed over, `tensor` as `params` has it; deal batches by
+        axes: those of the mesh that layers are computed over, `tensor` as `params` has it; split batches with
             `axes.shard_batch`. None: those of `over`
 
         Raises ValueError for chunks < 1 and, when called, for a B that is no multiple of `chunks`, and for other keys.

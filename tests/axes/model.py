@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 class Options(NamedTuple):
     """sequence_parallel: norms and residuals over `tensor`; tied: the head is the embedding, not split; zigzag: how
-    sequences are dealt over `context`; frozen: some leaves are not trained; unroll: layers of a visit; dropout: of what
+    sequences are split over `context`; frozen: some leaves are not trained; unroll: layers of a visit; dropout: of what
     attention adds, and of features of experts"""
 
     sequence_parallel: bool = False

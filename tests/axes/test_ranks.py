@@ -38,25 +38,25 @@ def test_batches_and_seeds() -> None:
 
 def test_the_ranks_of_a_unit_that_is_split() -> None:
     ranks = ranks_at(1, expert=1, context=0, tensor=2)
-    assert ranks.within(()) is ranks and ranks.within(("elsewhere",)) is ranks
-    few = ranks.within(("tensor",))
-    assert few is ranks.within(("tensor",))
+    assert ranks.without(()) is ranks and ranks.without(("elsewhere",)) is ranks
+    few = ranks.without(("tensor",))
+    assert few is ranks.without(("tensor",))
     assert (few.ranks, few.rank, few.local_ranks, few.nodes, few.world) == (8, 6, 8, 1, 48)
-    fewer = ranks.within(("expert", "tensor"))
+    fewer = ranks.without(("expert", "tensor"))
     assert (fewer.ranks, fewer.rank) == (4, 2)  # shard and context
-    assert fewer is ranks.within(("tensor", "expert"))
+    assert fewer is ranks.without(("tensor", "expert"))
     assert (ranks.ranks, ranks.rank) == (24, ranks_at(1, expert=1, tensor=2).rank)
 
 
 def test_a_unit_that_is_split_on_nodes() -> None:
     """2 nodes of 2 x 3 ranks, three of which have the parts of a unit: 2 ranks of each node have this one's."""
     found = [
-        Ranks(1, 2, 6, CPU, 6 * node + 3 * local + place, axes={"tensor": Axis(3, place)}).within(("tensor",))
+        Ranks(1, 2, 6, CPU, 6 * node + 3 * local + place, axes={"tensor": Axis(3, place)}).without(("tensor",))
         for node, local, place in itertools.product(range(2), range(2), range(3))
     ]
     assert {(few.ranks, few.nodes, few.local_ranks) for few in found} == {(4, 2, 2)}
     assert [few.rank for few in found[1::3]] == [0, 1, 2, 3]
-    whole = Ranks(1, 2, 3, CPU, 4, axes={"tensor": Axis(3, 1)}).within(("tensor",))  # all of a node
+    whole = Ranks(1, 2, 3, CPU, 4, axes={"tensor": Axis(3, 1)}).without(("tensor",))  # all of a node
     assert (whole.ranks, whole.nodes, whole.local_ranks, whole.rank) == (2, 2, 1, 1)
 
 
@@ -67,7 +67,7 @@ def test_places_for_deterministic_sums() -> None:
         for rank in range(4 * shards):
             axes = {"context": Axis(2, rank // 2 % 2), "tensor": Axis(2, rank % 2)}
             ranks = Ranks(1, 1, 4 * shards, CPU, rank, axes=axes)
-            ranks.deal(4)
+            ranks.set_micro_shards(4)
             own = microbatches_on(ranks, None)
             assert own == 4 // shards
             drawn.append((shards, [micro_shard_seed(ranks, microbatch) for microbatch in range(own)]))
@@ -82,13 +82,13 @@ def test_groups_of_ranks(across: tuple[str, ...]) -> None:
     subgroups = ranks.subgroups(across=across)
     assert sorted(rank for members in subgroups for rank in members) == list(range(24))
     (mine,) = (members for members in subgroups if ranks.rank in members)
-    few = ranks.within(across)
+    few = ranks.without(across)
     assert len(mine) == few.ranks and mine.index(ranks.rank) == few.rank and mine == sorted(mine)
     # parts in the order of axes, the innermost fastest
     part = 0
     for name in across:
-        part = part * SIZES[name] + ranks.axes[name].place
+        part = part * SIZES[name] + ranks.axes[name].rank
     assert subgroups.index(mine) == part
     for name in across:
         (along,) = (members for members in ranks.subgroups(along=(name,)) if ranks.rank in members)
-        assert along[ranks.axes[name].place] == ranks.rank and len(along) == SIZES[name]
+        assert along[ranks.axes[name].rank] == ranks.rank and len(along) == SIZES[name]

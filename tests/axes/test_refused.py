@@ -15,7 +15,7 @@ WEIGHT = ya.Param((4, 6), split={"tensor": -1})
 
 
 def meshes(_: Any) -> None:
-    with pytest.raises(ValueError, match="rows are dealt to 2 ranks, and 5 micro-shards do not divide by 2; take 1, 5"):
+    with pytest.raises(ValueError, match="rows go to 2 ranks, and 5 micro-shards do not divide by 2; take 1, 5"):
         ya.mesh(device="cpu", deterministic=5, expert=2)
     with pytest.raises(TypeError, match=r"mesh\(shards=2\): did you mean shard\?"):
         ya.mesh(device="cpu", shards=2)

@@ -20,7 +20,7 @@ from tests.harness.pool import Pool
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
-from yafsdp_fn.runtime.execute import Visits
+from yafsdp_fn.runtime.execute import VisitRunner
 
 OF = Options(frozen=True)
 MESHES: dict[str, dict[str, int]] = {
@@ -266,7 +266,7 @@ def let_go(_: Any) -> None:
     gc.disable()
     try:
         state, _ = step(state, batch)
-        assert not [each for each in gc.get_objects() if isinstance(each, Visits)]
+        assert not [each for each in gc.get_objects() if isinstance(each, VisitRunner)]
     finally:
         gc.enable()
 

@@ -52,8 +52,8 @@ def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert {"cpu", "cores", "memory_bytes"} <= set(found["machine"]) and found["versions"]["torch"] == torch.__version__
 
 
-def test_levers_take_turns_with_another_malloc(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Two sets of rank processes, and contenders whose levers differ; the command compares their losses."""
+def test_features_take_turns_with_another_malloc(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two sets of rank processes, and contenders whose features differ; the command compares their losses."""
     ours = ["zero3-update", "zero3-nolinear-noexchange-nofused", "zero3-tuned"]
     file = tmp_path / "new" / "result.json"
     argv = ["--schedules", *ours, "--peers", "fsdp2-tuned", "--no-counts", "--save", str(file)]

@@ -107,9 +107,9 @@ def test_losses_that_differ_are_refused(other: float) -> None:
 
 def test_names_of_contenders() -> None:
     found = names.read("zero3-unroll8-resident2-compile-nolinear-update")
-    assert (found.base, found.unroll, found.levers) == ("zero3-resident2-update", 8, {"compile", "nolinear"})
+    assert (found.base, found.unroll, found.features) == ("zero3-resident2-update", 8, {"compile", "nolinear"})
     peer = names.read("torch-fsdp2-compile-tuned")
-    assert (peer.base, peer.ours, peer.tuned, peer.levers) == ("fsdp2", False, True, {"compile", "tuned"})
+    assert (peer.base, peer.ours, peer.tuned, peer.features) == ("fsdp2", False, True, {"compile", "tuned"})
 
 
 @pytest.mark.parametrize(

@@ -238,10 +238,10 @@ def alive(mesh: Any, layers: int, policy: remat.Remat) -> tuple[int, list[int], 
         state, _ = step(state, batch_of(0, seed=number))
         gc.collect()
         (free,) = state.memory.idle or [None]
-        if free is not None and free.carries is not None:
-            slots.append(sum(slot.numel() for slot in free.carries._slots.values()))
-            host.append(sum(buffer.data_ptr() for buffer in free.carries._host.values()))
-            assert {buffer.numel() for buffer in free.carries._host.values()} <= {512}
+        if free is not None and free.activations is not None:
+            slots.append(sum(slot.numel() for slot in free.activations._slots.values()))
+            host.append(sum(buffer.data_ptr() for buffer in free.activations._host.values()))
+            assert {buffer.numel() for buffer in free.activations._host.values()} <= {512}
     return watch.counts[-1], slots, host
 
 

@@ -148,13 +148,13 @@ def test_weights_and_reductions_as_listed() -> None:
     )
     pipeline = verify(from_actions(rows)(TRACE))
     assert right(pipeline)
-    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in pipeline.parts]
-    assert [program.count(Gather) for program in pipeline.parts] == [2 * units[0], units[1]]
-    assert [program.count(Reduce) for program in pipeline.parts] == [2 * units[0], units[1]]
+    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in pipeline.by_stage]
+    assert [program.count(Gather) for program in pipeline.by_stage] == [2 * units[0], units[1]]
+    assert [program.count(Reduce) for program in pipeline.by_stage] == [2 * units[0], units[1]]
     replicas = cut(on(model(4, 2), "replicas", "after norm"), (0, 1))
     assert right(verify(from_actions(rows, zero2(remat="all", update=True))(replicas)))
     alone = from_actions(listed("0F0 0F1 0B0 0B1 0REDUCE_GRAD", "1F0 1B0 1F1 1B1 1REDUCE_GRAD"), zero3())(TRACE)
-    assert [program.count(Reduce) for program in verify(alone).parts] == units
+    assert [program.count(Reduce) for program in verify(alone).by_stage] == units
 
 
 def test_segments_that_are_never_there_together_share_slots() -> None:
@@ -166,7 +166,7 @@ def test_segments_that_are_never_there_together_share_slots() -> None:
     even = trace._replace(
         units=tuple(unit._replace(numel=10, gather_bytes=40, reduce_bytes=80) for unit in trace.units)
     )
-    first, second = verify(from_actions(rows)(even)).parts
+    first, second = verify(from_actions(rows)(even)).by_stage
     assert (len(first.slot_bytes()), len(second.slot_bytes())) == (2, 4)
 
 
@@ -177,8 +177,8 @@ def test_a_unit_of_two_segments_is_there_as_long_as_one_of_them_wants_it() -> No
     )
     pipeline = verify(from_actions(rows)(cut(model(6, 2, tied=True), (0, 1, 1, 0))))
     assert right(pipeline)
-    assert sum(op.units.count(0) for op in of(pipeline.parts[0], Gather)) == 1
-    assert sum(op.units.count(0) for op in of(pipeline.parts[0], Reduce)) == 1
+    assert sum(op.units.count(0) for op in of(pipeline.by_stage[0], Gather)) == 1
+    assert sum(op.units.count(0) for op in of(pipeline.by_stage[0], Reduce)) == 1
 
 
 def test_a_unit_of_two_stages_is_summed_over_them_once() -> None:
@@ -186,7 +186,7 @@ def test_a_unit_of_two_stages_is_summed_over_them_once() -> None:
     for rows in (PLAIN, listed(*WEIGHTS), listed(*REDUCED)):
         pipeline = verify(from_actions(rows)(trace))
         assert right(pipeline)
-        sums = [op for program in pipeline.parts for op in of(program, AllReduce)]
+        sums = [op for program in pipeline.by_stage for op in of(program, AllReduce)]
         assert sums == [AllReduce((0,), "stages")] * 2
 
 
@@ -197,9 +197,9 @@ def test_messages_as_listed() -> None:
     )
     pipeline = verify(from_actions(rows)(TRACE))
     assert right(pipeline)
-    assert [op.microbatch for op in of(pipeline.parts[0], Receive)] == [1, 0]
+    assert [op.microbatch for op in of(pipeline.by_stage[0], Receive)] == [1, 0]
     assert [type(op) for op in pipeline.stages[1][:2]] == [Receive, Receive]
-    assert len(of(pipeline.parts[0], Send)) == 2
+    assert len(of(pipeline.by_stage[0], Send)) == 2
 
 
 def test_both_at_once_and_an_evaluation() -> None:

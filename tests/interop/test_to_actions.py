@@ -120,7 +120,7 @@ def test_what_rows_cannot_say_is_named() -> None:
     layers = cut(model(6, 2), (0, 1))
     assert "unit by unit" not in text(one_f_one_b(zero2())(layers))
     streamed = one_f_one_b(zero3())(layers)
-    gathers = streamed.parts[0].count(Gather)
+    gathers = streamed.by_stage[0].count(Gather)
     assert gathers > 4
     what = f"gathers unit by unit on stage 0, {gathers} in all: UNSHARD is of a whole segment, which comes to 4 units"
     assert what in text(streamed)

@@ -34,7 +34,7 @@ def changed(program: Program, *edits: Edit) -> Program:
 
 def on_stage(pipeline: Program, stage: int, *edits: Edit) -> Program:
     """The pipeline, the program of one stage of it changed."""
-    return pipeline.with_ops(changed(pipeline.parts[stage], *edits).ops, stage)
+    return pipeline.with_ops(changed(pipeline.by_stage[stage], *edits).ops, stage)
 
 
 def drop(at: int) -> Edit:

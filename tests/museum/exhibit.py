@@ -125,11 +125,11 @@ class StageOrder(Bug):
     test = "test_ordered"
 
     def says(self) -> str:
-        return f"stage {self.stage}: {waits_for(self.right.parts[self.stage], self.later, self.earlier)}"
+        return f"stage {self.stage}: {waits_for(self.right.by_stage[self.stage], self.later, self.earlier)}"
 
     def check(self) -> None:
         assert computes(verify(self.right))
-        program, found = self.right.parts[self.stage], list[bool]()
+        program, found = self.right.by_stage[self.stage], list[bool]()
 
         def without(ops: Sequence[reference.Issued]) -> list[list[int]]:
             waits, pair = waits_of(ops), (program.ops[self.later], program.ops[self.earlier])

@@ -43,7 +43,7 @@ def given_again(program: Program, sent: int) -> int:
 
 def received_too_early() -> Program:
     """A receive comes before the send of what its slot holds, as with one buffer fewer."""
-    program = THREE.parts[1]
+    program = THREE.by_stage[1]
     sent = nth(program, Send, 1)  # the first gradient to stage 0 is between two of these
     sent = next(at for at, op in enumerate(program.ops) if isinstance(op, Send) and op.back)
     slot = program.ops[sent].carry_slot
@@ -60,7 +60,7 @@ def received_too_early() -> Program:
 
 def sent_too_late() -> Program:
     """A gradient leaves after the backward of the next microbatch has made another one."""
-    program = TWO.parts[1]
+    program = TWO.by_stage[1]
     first = next(at for at, op in enumerate(program.ops) if isinstance(op, Send) and op.back)
     after = range(first + 1, len(program.ops))
     following = next(at for at in after if isinstance(op := program.ops[at], Backward) and op.gives)
@@ -69,7 +69,7 @@ def sent_too_late() -> Program:
 
 def crossed() -> Program:
     first = next(at for at, op in enumerate(TWO.stages[1]) if isinstance(op, Receive))
-    second = nth(TWO.parts[1], Receive, 1)
+    second = nth(TWO.by_stage[1], Receive, 1)
     a, b = TWO.stages[1][first], TWO.stages[1][second]
     assert isinstance(a, Receive) and isinstance(b, Receive)
     swapped = with_(first, **b._asdict()), with_(second, **a._asdict())
@@ -78,9 +78,9 @@ def crossed() -> Program:
 
 def batched() -> Program:
     """The last stage receives from the stage before it first, which is made of what the first stage sends last."""
-    program = SKIP.parts[2]
+    program = SKIP.by_stage[2]
     first, second = (nth(program, Receive, number) for number in (0, 1))
-    first_sent, second_sent = (nth(SKIP.parts[0], Send, number) for number in (0, 1))
+    first_sent, second_sent = (nth(SKIP.by_stage[0], Send, number) for number in (0, 1))
     mixed = on_stage(SKIP, 2, move(second, first))
     return on_stage(mixed, 0, move(second_sent, first_sent))
 
@@ -103,7 +103,7 @@ def summed_in_parts() -> Program:
 
 def normed_alone() -> Program:
     """The last stage takes the norm of what it has by itself, which is what a step without a norm of all does."""
-    return on_stage(TIED, 1, drop(nth(TIED.parts[1], Norm, 0)))
+    return on_stage(TIED, 1, drop(nth(TIED.by_stage[1], Norm, 0)))
 
 
 REFUSED = [
@@ -196,7 +196,7 @@ RACES = [
         "a forward gives into the carry slot of one that is still being sent",
         ALL_FORWARD,
         0,
-        given_again(ALL_FORWARD.parts[0], nth(ALL_FORWARD.parts[0], Send, 0)),
-        nth(ALL_FORWARD.parts[0], Send, 0),
+        given_again(ALL_FORWARD.by_stage[0], nth(ALL_FORWARD.by_stage[0], Send, 0)),
+        nth(ALL_FORWARD.by_stage[0], Send, 0),
     ),
 ]

@@ -223,12 +223,12 @@ def test_owners_hold_a_part_and_share_the_work() -> None:
         load = [0] * ranks
         for of_unit in owners.values():
             for leaf, owner in zip(leaves, of_unit, strict=True):
-                assert leaf.part(owner, n)
+                assert leaf.in_shard(owner, n)
                 load[owner] += leaf.work
         assert max(load) <= 1.1 * sum(load) / ranks + max(leaf.work for leaf in leaves)
     half = offsets[-1] // 2
     (of_unit,) = assign([(0, half, leaves, [range(2)])], 2).values()
-    travels = [leaf.numel - len(leaf.part(owner, half)) for leaf, owner in zip(leaves, of_unit, strict=True)]
+    travels = [leaf.numel - len(leaf.in_shard(owner, half)) for leaf, owner in zip(leaves, of_unit, strict=True)]
     assert sum(moved > 0 for moved in travels) <= 1  # on two ranks one matrix of a layer travels at most
 
 

@@ -143,7 +143,7 @@ def simulated(calls: CallGraph, split: Split, order: Sequence[Sequence[Call]]) -
     trace, cluster = trace_of(calls, split)
     program = verify(staged(lambda *_: [[*row] for row in order], zero1(), pace=calls.pace)(trace))
     timeline = simulate(program, cluster)
-    spans = [[(span.start, span.end) for span in stage.on("compute")] for stage in timeline.parts]
+    spans = [[(span.start, span.end) for span in stage.on("compute")] for stage in timeline.by_stage]
     longest = max(stage[-1][1] - stage[0][0] for stage in spans)
     return program, 1 - max(map(calls.work, range(calls.stages))) / longest
 

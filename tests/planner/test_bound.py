@@ -117,7 +117,7 @@ def test_below_pipelines_that_take_as_much_memory(seed: int) -> None:
         remat=rng.randrange(CONFIG.layers + 1), kept=rng.randrange(2) if point.builder != "ddp" else 0
     )
     program = point.program(trace)
-    each = [predict_memory(part).peak_bytes for part in program.parts]
+    each = [predict_memory(part).peak_bytes for part in program.by_stage]
     expect_below(program, clusters(rng).replace(gpus_per_node=4), max(each))
 
 

@@ -49,15 +49,15 @@ def test_figures_are_those_of_plans() -> None:
         assert (row.step_s, row.bound_s, row.bound) == (plan.step_s, plan.work.seconds, plan.bound)
         assert (row.peak_bytes, row.fits) == (plan.memory.peak_bytes, True)
         assert row.tokens_per_s == 512 / plan.step_s and row.idle == plan.timeline.bubble
-        assert row.compute_s == pytest.approx(sum(p.compute_s for p in plan.timeline.parts) / row.stages)
+        assert row.compute_s == pytest.approx(sum(p.compute_s for p in plan.timeline.by_stage) / row.stages)
     rows = FOUND.rows
     assert [(row.stages, row.ranks, row.microbatches) for row in rows.values()] == [(1, 4, 2), (1, 4, 2), (2, 4, 4)]
     assert rows["zero3"].sent_bytes == PROGRAMS["zero3"].wire_bytes().total() > rows["zero2"].sent_bytes
 
 
 def test_a_pipeline_sends_what_its_stage_with_most_sends_messages_too() -> None:
-    each = [part.wire_bytes() for part in PROGRAMS["1F1B"].parts]
-    for part, sent in zip(PROGRAMS["1F1B"].parts, each, strict=True):
+    each = [part.wire_bytes() for part in PROGRAMS["1F1B"].by_stage]
+    for part, sent in zip(PROGRAMS["1F1B"].by_stage, each, strict=True):
         flow = part.trace.split and part.trace.split.flows[0]
         assert flow and sum(isinstance(op, Send) for op in part.ops) == PARTS
         assert sent["message"] == PARTS * (flow.nbytes if part.trace.stage == 0 else flow.grad_bytes) > 0
@@ -110,7 +110,7 @@ def test_a_picture_has_every_schedule_and_a_row_for_each_stage(tmp_path: Path) -
         (staged(8), r"'b' is of another step than 'a': .* FLOPs of forward products over all ranks, not "),
         (zero3()(traced(4, 2, dataclasses.replace(SMALL, layers=3))), r"'b' is of another step.* parameters over all"),
         (zero3()(traced(8, 2)), "'b' is of another step than 'a': .* FLOPs"),
-        (PROGRAMS["1F1B"].parts[1], "'b' is of another step.* parameters over all ranks, on stage 1 alone, not"),
+        (PROGRAMS["1F1B"].by_stage[1], "'b' is of another step.* parameters over all ranks, on stage 1 alone, not"),
         (zero3()(FLAT._replace(order=chained_order(FLAT.visits, 2, backward=False))), "'b' .*: it only goes forward"),
     ],
 )

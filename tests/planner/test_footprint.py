@@ -114,7 +114,7 @@ def held_by(state: ya.ShardedState) -> dict[str, int]:
         "secondary": _bytes(slots._secondary.values()),
         "receive": through[0],
         "staging": through[1],
-        "carry_slots": _bytes(getattr(slots.carries, "_slots", {}).values()),
+        "carry_slots": _bytes(getattr(slots.activations, "_slots", {}).values()),
     }
 
 
@@ -250,7 +250,7 @@ def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **h
     (start,) = (e.start_ns() for e in events if e.name() == "step 2")
     totals = list(itertools.accumulate(nbytes for _, nbytes in changes))
     real = max(total for (at, _), total in zip(changes, totals, strict=True) if at >= start)
-    ran = step.program(state).parts[state.memory.comms.stage] if stages else program
+    ran = step.program(state).by_stage[state.memory.comms.stage] if stages else program
     return real, predict_memory(ran, device="cpu")
 
 

@@ -54,7 +54,7 @@ def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
 def test_a_bubble_by_cause() -> None:
     """Two stages, two microbatches: F0 F1 . B0 B1 above, . F0 B0 F1 B1 below."""
     timeline = simulate(pipeline(chain(2, 2), 2, one_f_one_b(zero1())), NO_LINKS)
-    spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.parts]
+    spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.by_stage]
     assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
     assert timeline.bubbles(0) == {"receive": 3} and timeline.bubbles(1) == {"fill": 1, "drain": 2}
     assert [(gap.why, gap.waited) for gap in timeline.idle_of(1)] == [("fill", True), ("drain", False)]
@@ -66,26 +66,26 @@ def test_a_bubble_by_cause() -> None:
 def test_a_timeline_of_several_stages_has_parts() -> None:
     made = pipeline(chain(4, 3), 2, one_f_one_b(zero1()))
     timeline = simulate(made, NO_LINKS)
-    assert [part.trace for part in timeline.parts] == [part.trace for part in made.parts]
-    assert [span[1:4] for part in timeline.parts for span in part.spans] == [span[1:4] for span in timeline.spans]
-    for part in timeline.parts:
-        assert [span.number for span in part.spans] == [*range(len(part.spans))] and part.parts == (part,)
+    assert [part.trace for part in timeline.by_stage] == [part.trace for part in made.by_stage]
+    assert [span[1:4] for part in timeline.by_stage for span in part.spans] == [span[1:4] for span in timeline.spans]
+    for part in timeline.by_stage:
+        assert [span.number for span in part.spans] == [*range(len(part.spans))] and part.by_stage == (part,)
         assert part.seconds == timeline.seconds and type(part) is type(timeline)
     for what in ("on", "busy", "idle"):
         with pytest.raises(TypeError, match=": expected the timeline of one stage, got one of 2; take one stage at a"):
             getattr(timeline, what)("compute")
     with pytest.raises(TypeError, match="to_json: expected the timeline of one stage"):
         timeline.to_json()
-    assert type(timeline).from_json(timeline.parts[1].to_json()) == timeline.parts[1]
+    assert type(timeline).from_json(timeline.by_stage[1].to_json()) == timeline.by_stage[1]
 
 
 def test_a_transfer_is_one_at_both_ends() -> None:
     """1 GB at 1 GB/s, and half a second of latency: both ends are under way together."""
     cluster = NO_LINKS.replace(network_bandwidth=float(GB), network_latency=0.5)
     timeline = simulate(pipeline(chain(2, 1, GB), 2, one_f_one_b(zero1())), cluster)
-    (sent,), (received,) = timeline.parts[0].on("send"), timeline.parts[1].on("receive")
+    (sent,), (received,) = timeline.by_stage[0].on("send"), timeline.by_stage[1].on("receive")
     assert (sent.start, sent.end) == (received.start, received.end) == (1, 2.5)
-    assert [(s.start, s.end) for s in timeline.parts[1].on("compute")] == [(2.5, 3.5), (3.5, 5.5)]
+    assert [(s.start, s.end) for s in timeline.by_stage[1].on("compute")] == [(2.5, 3.5), (3.5, 5.5)]
     assert timeline.seconds == 5.5 + 1.5 + 2
     assert [(c.source, c.target, c.link, c.messages, c.nbytes) for c in timeline.crossings] == [
         (0, 1, "network", 1, GB),
@@ -101,10 +101,10 @@ def test_a_transfer_shares_the_links_of_both_ends() -> None:
     trace = chain(4, 1, 2 * GB)._replace(units=heavy, mesh=(("shard", 2),))
     made = pipeline(trace, 2, one_f_one_b(zero1(prefetch=0)))
     cluster = NO_LINKS.replace(network_bandwidth=float(GB))
-    own = simulate(made, cluster).parts
+    own = simulate(made, cluster).by_stage
     (gather,) = [s for s in own[1].on("gather") if s.seconds]
     assert gather.start == 0 and gather.end == 2 and own[1].on("receive")[0].start == 2
-    shared = simulate(made, cluster.replace(matmul_flops=2e12)).parts
+    shared = simulate(made, cluster.replace(matmul_flops=2e12)).by_stage
     (gather,) = [s for s in shared[1].on("gather") if s.seconds]
     (received,), (sent,) = shared[1].on("receive"), shared[0].on("send")
     assert (gather.start, gather.end) == (0, 3) and (received.start, received.end) == (1, 4)
@@ -145,8 +145,8 @@ def test_stages_that_wait_for_each_other() -> None:
 def test_every_stage_updates_after_the_norm_of_all() -> None:
     trace = chain(2, 1)._replace(update_when="after norm")
     timeline = simulate(pipeline(trace, 2, one_f_one_b()), NO_LINKS.replace(memory_bandwidth=1.0))
-    ends = [next(s.end for s in own.spans if type(s.op).__name__ == "Norm") for own in timeline.parts]
-    for own in timeline.parts:
+    ends = [next(s.end for s in own.spans if type(s.op).__name__ == "Norm") for own in timeline.by_stage]
+    for own in timeline.by_stage:
         assert next(s.start for s in own.spans if type(s.op).__name__ == "Update") == max(ends) > min(ends)
 
 
@@ -156,7 +156,7 @@ def test_halves_of_a_backward_cost_what_it_does() -> None:
     trace = chain(2, 1)
     visits = [v._replace(cost=cost._replace(arguments=v.cost.arguments)) for v in trace.visits]
     made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=ya.schedules.remat.all)))
-    computes = simulate(made, NO_LINKS).parts[1].on("compute")
+    computes = simulate(made, NO_LINKS).by_stage[1].on("compute")
     halves = {s.op.half: s.seconds for s in computes if isinstance(s.op, Backward)}
     assert halves == {"inputs": 2 + 1 + 2, "weights": 2}
 
@@ -183,7 +183,7 @@ def remembering(count: int, microbatches: int) -> Trace:
 
 def test_a_stage_keeps_what_is_under_way() -> None:
     """1F1B: stage s of P has P - s microbatches under way, GPipe all; each holds what it took, kept and gave."""
-    one, all_ = (pipeline(remembering(4, 8), 4, f(zero1())).parts for f in (one_f_one_b, gpipe))
+    one, all_ = (pipeline(remembering(4, 8), 4, f(zero1())).by_stage for f in (one_f_one_b, gpipe))
     each = [predict_memory(part) for part in one]
     assert [m.activations for m in each] == [1200 * (4 - s) for s in range(4)]
     assert [predict_memory(part).activations for part in all_] == [1200 * 8] * 4
@@ -196,8 +196,8 @@ def test_halves_keep_factors_until_the_second() -> None:
     made = pipeline(remembering(2, 4), 2, zero_bubble(zero1()))
     kinds = [(op.half, op.microbatch) for op in made.stages[1] if isinstance(op, Backward)]
     assert kinds[:3] == [("inputs", 0), ("inputs", 1), ("weights", 0)]
-    plain = predict_memory(pipeline(remembering(2, 4), 2, one_f_one_b(zero1())).parts[1])
-    halved = predict_memory(made.parts[1])
+    plain = predict_memory(pipeline(remembering(2, 4), 2, one_f_one_b(zero1())).by_stage[1])
+    halved = predict_memory(made.by_stage[1])
     assert plain.activations == 1200 and halved.activations == 1200 + 300
 
 
@@ -218,7 +218,7 @@ def test_a_plan_has_its_stages() -> None:
     where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
     made = plan(*where, **arguments, stages=2, schedule=one_f_one_b(zero2()))
     assert len(made.program.stages) == made.timeline.stage_count == 2
-    assert made.stages == tuple(map(predict_memory, made.program.parts)) and made.memory in made.stages and made.fits
+    assert made.stages == tuple(map(predict_memory, made.program.by_stage)) and made.memory in made.stages and made.fits
     assert made.memory.peak_bytes == max(each.peak_bytes for each in made.stages)
     assert made.step_s == simulate(made.program, SLOW).seconds and made.work.seconds < made.step_s
     text = str(made)

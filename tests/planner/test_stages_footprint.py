@@ -1,4 +1,4 @@
-"""Predicted memory of a stage: to the byte what state, slots and mail hold, and the peak that the allocator sees."""
+"""Predicted memory of a stage: to the byte what state, slots and messages hold, and the allocator's peak."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def held(mesh: Any, order: str, precision: str, optimizer: str) -> tuple[dict[st
     state = ya.init(params, tx, mesh=mesh, precision=dtypes, stages=assignment)
     lowered = ya.train_step(cast_loss, tx, schedule=schedule, microbatches=4, skip_nonfinite=False).lower(state, given)
     assert predict_memory(program, device="cpu") == predict_memory(lowered, device="cpu")
-    found = predict_memory(program.parts[state.memory.comms.stage], device="cpu").itemised()
+    found = predict_memory(program.by_stage[state.memory.comms.stage], device="cpu").itemised()
     return {name: found[name] for name in real}, real
 
 

@@ -55,7 +55,7 @@ def timelines(mesh: Any, order: str) -> list[Timeline]:
 def sleeps(made: Program) -> list[dict[int, float]]:
     """Op -> seconds, of each stage. The batch has no gradient, and gradients of weights take none."""
     found: list[dict[int, float]] = []
-    for program in made.parts:
+    for program in made.by_stage:
         found.append({})
         for number, op in enumerate(program.ops):
             if isinstance(op, Forward):
@@ -79,7 +79,7 @@ def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: s
     measured = pools[2].run(timelines, order)
     ratios = []
     for stages in zip(*measured, strict=True):
-        for own, theirs in zip(simulated.parts, stages, strict=True):
+        for own, theirs in zip(simulated.by_stage, stages, strict=True):
             for stream in ("compute", "send", "receive"):
                 ran = [span.op for span in theirs.on(stream)]
                 assert ran == [span.op for span in own.on(stream) if span.op in ran] and len(ran) >= MICROBATCHES

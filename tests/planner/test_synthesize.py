@@ -17,7 +17,7 @@ import pytest
 from tests.harness.damage import json_damage
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
-from yafsdp_fn.planner import Found, Written, predict_memory, search, simulate
+from yafsdp_fn.planner import Found, Synthesized, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import Order, Point, arrangements
 from yafsdp_fn.planner.stage_config import Changes, StageConfig, _several
@@ -48,7 +48,7 @@ def test_configurations_of_stages_are_their_programs() -> None:
         point = point._replace(remat=1, kept=1 if point.builder != "ddp" else 0, defer=point.builder != "ddp")
         assert point.order is not None
         program = point.program(trace)
-        for part in program.parts:
+        for part in program.by_stage:
             inside = point._replace(order=None)
             made, theirs = StageConfig.of(inside, part.trace).program(part.trace), inside.schedule()(part.trace)
             assert simulate(made, SLOW).seconds == simulate(theirs, SLOW).seconds, point
@@ -60,7 +60,7 @@ def test_changes_of_any_stage_can_be_built() -> None:
     order = Order("one_f_one_b", len(traced().visits), 1, 8)
     point = Point("zero3", (("stage", order.stages), ("shard", 2)), order=order)
     rng, units = random.Random(0), frozenset(range(len(traced().units)))
-    for part in point.program(traced()).parts:
+    for part in point.program(traced()).by_stage:
         changes, config = Changes(part.trace, SLOW, rng), StageConfig.of(point, part.trace)
         for _ in range(50):
             config = changes.of(config)
@@ -68,15 +68,15 @@ def test_changes_of_any_stage_can_be_built() -> None:
         assert config.program(part.trace)
 
 
-def written(microbatches: int = 2, moves: int = 20, **options: object) -> Written:
+def written(microbatches: int = 2, moves: int = 20, **options: object) -> Synthesized:
     trace = traced(microbatches=microbatches)
     found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)
-    assert found.written is not None and found.program == found.written.program == found(found.program.trace)
-    assert str(found.written) in str(found)
+    assert found.synthesized is not None and found.program == found.synthesized.program == found(found.program.trace)
+    assert str(found.synthesized) in str(found)
     both = found.compared(tokens=512)
-    assert [row.step_s for row in both.rows.values()] == [found.best.step_s, found.written.step_s]
-    assert both.words == tuple(str(found.written).splitlines()) and str(both).endswith(str(found.written))
-    return found.written
+    assert [row.step_s for row in both.rows.values()] == [found.best.step_s, found.synthesized.step_s]
+    assert both.words == tuple(str(found.synthesized).splitlines()) and str(both).endswith(str(found.synthesized))
+    return found.synthesized
 
 
 def test_it_says_that_no_move_was_better() -> None:
@@ -86,7 +86,7 @@ def test_it_says_that_no_move_was_better() -> None:
     assert said.endswith(f"nothing shorter than {one.point} ({one.builder_s:.4g} s) was found"), said
 
 
-def expect_right(made: Written) -> None:
+def expect_right(made: Synthesized) -> None:
     assert verify(made.program) == Program.from_json(made.program.to_json())
     assert simulate(made.program, SLOW).seconds == pytest.approx(made.step_s)
     assert predict_memory(made.program).peak_bytes == made.peak_bytes
@@ -117,15 +117,15 @@ def pipeline(**options: Any) -> Found:
 
 def test_a_pipeline(tmp_path: Path) -> None:
     found = pipeline(moves=6)
-    made = found.written
+    made = found.synthesized
     assert made is not None and verify(made.program) == Program.from_json(made.program.to_json())
     assert made.program == found(found.program.trace)
     assert made.least.seconds <= made.step_s * ROUNDING and made.step_s < made.builder_s
     assert simulate(made.program, FAST).seconds == pytest.approx(made.step_s)
-    assert max(predict_memory(part).peak_bytes for part in made.program.parts) == made.peak_bytes <= found.budget
+    assert max(predict_memory(part).peak_bytes for part in made.program.by_stage) == made.peak_bytes <= found.budget
     assert found.stages is not None and found.stages.stages == 4 and len(made.design.configs) == 4
     made.save(file := tmp_path / "search.json")
-    same, more = pipeline(moves=2, resume=file).written, made.more(2)
+    same, more = pipeline(moves=2, resume=file).synthesized, made.more(2)
     assert same is not None and (same.program, same.moves) == (more.program, more.moves)
 
 
@@ -138,7 +138,7 @@ def test_files_of_other_searches(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"search.json: a search of this version does not measure the programs"):
         written(moves=5, resume=file)
     file.write_text("[]")
-    with pytest.raises(ValueError, match=r"search.json: expected what Written.save writes, version 2"):
+    with pytest.raises(ValueError, match=r"search.json: expected what Synthesized.save writes, version 2"):
         written(moves=5, resume=file)
 
 

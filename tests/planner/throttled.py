@@ -13,7 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.unlike import Model, Sizes
-from yafsdp_fn.planner import Written, predict_memory, search, trace
+from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
 
 MODEL = Model((("global", 8),), Sizes(E=128, F=256, H=4, V=64, S=32))
@@ -21,12 +21,12 @@ TX = ya.optim.adamw(1e-3)
 MICROBATCHES, STEPS = 4, 5
 
 
-def written(mbit: float) -> Written:
+def written(mbit: float) -> Synthesized:
     """From the best of search, in the memory of zero2: all weights stay, and no sum of gradients."""
     cluster = LOCAL.replace(gpus_per_node=1, network_bandwidth=mbit * 1e6 / 8 / 2)
     step = trace(MODEL.loss, MODEL.params(), MODEL.batch(MICROBATCHES), tx=TX, ranks=2, microbatches=MICROBATCHES)
     memory = predict_memory(ya.schedules.zero2()(step)).peak_bytes
-    made = search(step, cluster, memory=memory, synthesize=math.inf, moves=300).written
+    made = search(step, cluster, memory=memory, synthesize=math.inf, moves=300).synthesized
     assert made is not None
     return made
 

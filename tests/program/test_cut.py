@@ -121,7 +121,7 @@ def test_what_no_visit_uses_is_where_the_assignment_has_it() -> None:
     assert (first.split.unused, second.split.unused) == ((), ((1, 1),))
     for whole, stage in (first, 0), (second, 1):
         made = verify(gpipe(zero2())(on_stages(whole)))
-        assert [1 in program.trace.trained for program in made.parts] == [stage == 0, stage == 1]
+        assert [1 in program.trace.trained for program in made.by_stage] == [stage == 0, stage == 1]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from yafsdp_fn.program.ops import (
     filled,
     slot_fields,
 )
-from yafsdp_fn.program.program import part_of
+from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.runtime.execute import WORKS, Session
@@ -42,7 +42,7 @@ from yafsdp_fn.runtime.stage_io import MessageBuffers
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 
 WHOLE = cut(on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes", "after norm"), (0, 1))
-TRACE = part_of(WHOLE, 0, ())
+TRACE = stage_trace(WHOLE, 0, ())
 
 
 @pytest.mark.parametrize("op", EVERY_OP, ids=lambda op: type(op).__name__)
@@ -51,7 +51,7 @@ def test_every_op_has_a_row_everywhere(op: Op) -> None:
     for field in op._fields:
         with pytest.raises(Refused, match="rule 'form'"):  # by its annotation
             check_form(Program(TRACE, (op._replace(**{field: object()}),)))
-    with pytest.raises(Refused):  # no program ends with one op of two; AttributeError: not in proof/walk.py
+    with pytest.raises(Refused):  # no program ends with one op of two; AttributeError: not in proof/execution.py
         verify(Program(TRACE, (op, Forward(0, (0,), True))))
     by_the_session = isinstance(op, Forward | Backward | Norm | Update)
     by_a_lever = isinstance(op, Offload | Fetch) and type(op) in HostActivationBuffers.works(
@@ -116,7 +116,7 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     assert fills_of(Gather((3, 4), (1, 2))) == ((3, 1, None), (4, 2, None))
     assert fills_of(Stash((3,), (1,))) == fills_of(Backward(0, (1,), (1,))) == ()
     assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
-    slots = SimpleNamespace(bound={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
+    slots = SimpleNamespace(prepared={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
     slots.contents |= {7: (3, 0), 8: (4, 5)}
     Session.issue(SimpleNamespace(step_hooks=StepHooks(), slots=slots, _work=lambda op: None), op)
     assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}

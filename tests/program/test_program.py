@@ -276,12 +276,12 @@ def test_texts_of_two_kinds_of_program_are_read() -> None:
 
 def test_a_program_of_several_stages_has_parts() -> None:
     program = one_f_one_b()(cut(model(4, 2), (0, 1)))
-    assert [part.ops for part in program.parts] == [*program.stages] and program.parts is program.parts
-    assert [part.parts for part in program.parts] == [(part,) for part in program.parts]
+    assert [part.ops for part in program.by_stage] == [*program.stages] and program.by_stage is program.by_stage
+    assert [part.by_stage for part in program.by_stage] == [(part,) for part in program.by_stage]
     with pytest.raises(TypeError, match=r"a program of 2 stages has a list of ops for each: program\.stages\[0\]"):
         _ = program.ops
-    assert str(program) == "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(program.parts))
-    assert len({program.fingerprint(), *(part.fingerprint() for part in program.parts)}) == 3
+    assert str(program) == "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(program.by_stage))
+    assert len({program.fingerprint(), *(part.fingerprint() for part in program.by_stage)}) == 3
 
 
 def test_the_programs_above_have_every_op() -> None:

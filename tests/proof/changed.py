@@ -106,34 +106,34 @@ def changed_lists(lists: Lists, rng: random.Random) -> Lists:
 
 
 def changed_messages(made: Program, rng: random.Random) -> Program:
-    """Two messages from one stage to another exchanged on both, or a parcel of one stage in another carry slot."""
+    """Two messages from one stage to another exchanged on both, or what one stage takes in another carry slot."""
     stage = rng.randrange(len(made.stages))
-    here = made.parts[stage]
+    here = made.by_stage[stage]
     if rng.random() < 0.6:
-        pairs = [pair for op in here.ops for pair in here.trace.parcels_of(op)]
+        pairs = [pair for op in here.ops for pair in here.trace.messages_of(op)]
         if not pairs:
             return made
-        parcel, new = rng.choice(pairs)[0], rng.randrange(len({slot for _, slot in pairs}) + 1)
-        return made.with_ops((_in_slot(here.trace, op, parcel, new) for op in here.ops), stage)
+        message, new = rng.choice(pairs)[0], rng.randrange(len({slot for _, slot in pairs}) + 1)
+        return made.with_ops((_in_slot(here.trace, op, message, new) for op in here.ops), stage)
     sends = [op for op in here.ops if isinstance(op, Send)]
     if len(sends) > 1:
         at = rng.randrange(len(sends) - 1)
-        two = sends[at].parcel, sends[at + 1].parcel
+        two = sends[at].message, sends[at + 1].message
         for number in range(len(made.stages)):
             for kind in (Send, Receive):
                 ops = list(made.stages[number])
-                places = [k for k, op in enumerate(ops) if isinstance(op, kind) and op.parcel in two]
+                places = [k for k, op in enumerate(ops) if isinstance(op, kind) and op.message in two]
                 if len(places) == 2 and (number == stage) == (kind is Send):
                     ops[places[0]], ops[places[1]] = ops[places[1]], ops[places[0]]
                     made = made.with_ops(ops, number)
     return made
 
 
-def _in_slot(trace: Trace, op: Any, parcel: Any, new: int) -> Any:
-    """`op` with `parcel` in slot `new`, if it is of that."""
+def _in_slot(trace: Trace, op: Any, message: Any, new: int) -> Any:
+    """`op` with `message` in slot `new`, if it is of that."""
     if isinstance(op, Send | Receive):
-        return op._replace(carry_slot=new) if op.parcel == parcel else op
-    slots = [new if other == parcel else slot for other, slot in trace.parcels_of(op)]
+        return op._replace(carry_slot=new) if op.message == message else op
+    slots = [new if other == message else slot for other, slot in trace.messages_of(op)]
     if not slots:
         return op
     return op._replace(takes=tuple(slots[: len(op.takes)]), gives=tuple(slots[len(op.takes) :]))
@@ -142,7 +142,7 @@ def _in_slot(trace: Trace, op: Any, parcel: Any, new: int) -> Any:
 def changed_program(made: Program, rng: random.Random) -> Program:
     """An op of one stage changed (mutants.py)."""
     stage = rng.randrange(len(made.stages))
-    return made.with_ops(mutant(made.parts[stage], rng).ops, stage)
+    return made.with_ops(mutant(made.by_stage[stage], rng).ops, stage)
 
 
 def changed_order(made: Program, rng: random.Random) -> Program:

@@ -72,7 +72,7 @@ def pipelines(seed: int) -> Iterator[Program]:
 def refusal(program: Program) -> tuple[str, str]:
     """The rule that refuses `program`, "" if none does, and why, with "…" for names and numbers."""
     try:
-        for one in program.parts:
+        for one in program.by_stage:
             check_form(one)  # before what stages do together
         verify(program)
     except Refused as refused:

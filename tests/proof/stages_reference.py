@@ -124,7 +124,7 @@ class StageHost(Host):
 
 def expected(pipeline: Program) -> list[Result]:
     """What every stage must give."""
-    return [_expected(pipeline.trace, program) for program in pipeline.parts]
+    return [_expected(pipeline.trace, program) for program in pipeline.by_stage]
 
 
 def _expected(trace: Trace, program: Program) -> Result:
@@ -207,11 +207,11 @@ def run(pipeline: Program, rng: random.Random, mode: Mode = SHARDED, blocking: b
     split = pipeline.trace.split
     assert split is not None
     try:
-        stages = [Stage(StageHost(program, mode).issued, program.trace) for program in pipeline.parts]
+        stages = [Stage(StageHost(program, mode).issued, program.trace) for program in pipeline.by_stage]
     except (Stops, LookupError, ValueError):
         return None
     normed = [stage for stage in stages if any(isinstance(op.op, Norm) for op in stage.ops)]
-    held = [{unit.id for unit in program.trace.units if unit.numel} for program in pipeline.parts]
+    held = [{unit.id for unit in program.trace.units if unit.numel} for program in pipeline.by_stage]
     boxes: dict[tuple[int, int], deque[Any]] = {}
     speed = {(number, stream): rng.choice((1, 20)) for number, stage in enumerate(stages) for stream in stage.left}
     while any(any(left) for stage in stages for left in stage.left.values()) or not all(all(s.done) for s in stages):

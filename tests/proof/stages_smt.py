@@ -31,7 +31,7 @@ class SmtPipeline(SmtTerms):
         assert split is not None
         self.split = split
         self.blocking: list[str] = []
-        self.stages = [SmtStage(program, mode, self) for program in pipeline.parts]
+        self.stages = [SmtStage(program, mode, self) for program in pipeline.by_stage]
         for one, other in itertools.permutations(range(split.stages), 2):
             self._messages(self.stages[one].sent.get(other, []), self.stages[other].received.get(one, []))
         for holders in sorted({holders for _, holders in split.shared}):
@@ -67,7 +67,7 @@ class SmtPipeline(SmtTerms):
 
     def _measured(self, pipeline: Program) -> None:
         """Updates follow a norm of all stages."""
-        train = [program for program in pipeline.parts if program.trace.trained]
+        train = [program for program in pipeline.by_stage if program.trace.trained]
         if len({program.has_updates for program in train}) > 1:
             raise Stops("it waits for what never comes")
         for norms in _meeting([stage.normed for stage in self.stages]):
@@ -104,7 +104,7 @@ class SmtStage(SmtProgram):
         forwards = Counter(c[1:3] for c in self.trace.order if c.kind == "forward")
         if forwards != Counter(itertools.product(own, range(self.trace.microbatches))):
             raise Stops("each microbatch goes through each segment once")
-        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.parcels_of(op)}
+        self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.messages_of(op)}
         super()._steps()
 
     @property

@@ -69,7 +69,7 @@ WRONG: dict[str, Program] = {
     "shared": half_shared(),
     "update": drop("update head")(WHOLE),
     "norm": replace("norm of", Norm((0, 1, 2, 3)))(WHOLE),
-    "part": Program(test_stages.PLAIN.trace, *test_stages.PLAIN.stages[:1]),
+    "stages": Program(test_stages.PLAIN.trace, *test_stages.PLAIN.stages[:1]),
     "calls": without_a_backward(),
     "match": overtaken(),
     "deadlock": sent_last(one_f_one_b(zero2(update=True))(of_spare(0, "after norm"))),

@@ -65,20 +65,20 @@ def swap(a: int, b: int) -> Edit:
 
 def test_a_right_pipeline_comes_back() -> None:
     assert verify(PLAIN) is PLAIN
-    assert verify(PLAIN.parts[0]) is PLAIN.parts[0]
+    assert verify(PLAIN.by_stage[0]) is PLAIN.by_stage[0]
     with pytest.raises(TypeError, match="expected a Program"):
         verify(WHOLE)
 
 
-def test_part() -> None:
+def test_stages() -> None:
     """A stage's part follows from its ops: what can be wrong is how many there are, and the split."""
     first, second = PLAIN.stages
-    assert "rule 'part': the step is cut into 2 stages, and needs ops for each, not 1 lists" in str(
+    assert "rule 'stages': the step is cut into 2 stages, and needs ops for each, not 1 lists" in str(
         refusal(Program(WHOLE, first))
     )
     check(Program(WHOLE, second, first), 0, "calls", "segment 1 is on stage 1")
     for stages in ((), (first, second)):
-        assert refusal(Program(model(2), *stages)).rule == "part"
+        assert refusal(Program(model(2), *stages)).rule == "stages"
 
 
 def test_shared() -> None:
@@ -86,7 +86,7 @@ def test_shared() -> None:
     trace = cut(on(model(4, 2, tied=True), "replicas", "after norm"), (0, 1))
     tied = verify(one_f_one_b(zero2(update=True))(trace))
     assert right(tied)
-    at = [next(k for k, op in enumerate(p.ops) if op == AllReduce((0,), "stages")) for p in tied.parts]
+    at = [next(k for k, op in enumerate(p.ops) if op == AllReduce((0,), "stages")) for p in tied.by_stage]
     check(edited(1, lambda ops: ops.pop(at[1]), tied), 1, "norm", "embed is not summed over the stages that share it")
     check(edited(0, lambda ops: ops.insert(0, ops.pop(at[0])), tied), 0, "shared", "is not reduced yet")
     twice = edited(0, lambda ops: ops.insert(at[0], ops[at[0]]), tied)
@@ -232,7 +232,7 @@ def test_a_norm_waits_for_the_end_of_a_stage_that_trains_nothing() -> None:
 def test_halves_fit() -> None:
     """Weights before inputs, and a half alone, are no backward."""
     pipeline = zero_bubble()(cut(model(4, 2), (0, 1)))
-    kinds = [compute.kind for compute in pipeline.parts[1].trace.order]
+    kinds = [compute.kind for compute in pipeline.by_stage[1].trace.order]
     assert kinds.count("inputs") == kinds.count("weights") > 0
     halved = [op for op in pipeline.stages[1] if not (isinstance(op, Backward) and op.half == "weights")]
     check(pipeline.with_ops(halved, 1), 1, "calls", "no backward of weights of segment 1")

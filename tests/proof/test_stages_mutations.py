@@ -125,7 +125,7 @@ def test_no_wrong_row_of_calls_is_accepted(sharding: Schedule) -> None:
 def _rows(pipeline: Program) -> list[list[object]]:
     split = pipeline.trace.split
     assert split is not None
-    return [list(calls_of(split, stage, program)) for stage, program in enumerate(pipeline.parts)]
+    return [list(calls_of(split, stage, program)) for stage, program in enumerate(pipeline.by_stage)]
 
 
 CASES = {
@@ -144,7 +144,7 @@ def test_no_wrong_neighbour_of_a_pipeline_is_accepted(case: str) -> None:
     assert right(verify(start))
     verdicts: Counter[str] = Counter()
     number = 0
-    for stage, program in enumerate(start.parts):
+    for stage, program in enumerate(start.by_stage):
         for mutant in mutants(program):
             number += 1
             if not EVERY and number % 29:
@@ -171,7 +171,7 @@ def test_no_wrong_pipeline_of_an_odd_step_is_accepted(seed: int) -> None:
 
 def in_form(pipeline: Program) -> bool:
     try:
-        for program in pipeline.parts:
+        for program in pipeline.by_stage:
             check_form(program)
     except Refused:
         return False

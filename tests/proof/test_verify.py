@@ -154,7 +154,7 @@ STAGE = listed(
     backward embed (microbatch 1) in slot 0 -> grad slot 0
     reduce embed <- grad slot 0
     """,
-).parts[0]
+).by_stage[0]
 """Stage 0 of two, alone. The other stage could not keep up with it."""
 
 
@@ -700,7 +700,7 @@ def test_no_carry_is_saved_on_a_stage() -> None:
 
 
 def test_a_step_that_is_cut_needs_a_program_for_each_stage() -> None:
-    with pytest.raises(Refused, match=r"rule 'part': the step is cut into 2 stages, .*one_f_one_b"):
+    with pytest.raises(Refused, match=r"rule 'stages': the step is cut into 2 stages, .*one_f_one_b"):
         verify(Program(cut(model(3, 2), (0, 1)), STAGE.ops))
 
 

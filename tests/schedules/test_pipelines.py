@@ -184,17 +184,17 @@ def test_json_and_an_evaluation(order: str) -> None:
     assert Program.from_json(pipeline.to_json()) == pipeline
     evaluation = verify(FACTORIES[order]()(cut(model(5, 3, backward=False), homes(order, 2))))
     assert right(evaluation)
-    assert all(op.stream != "reduce" for program in evaluation.parts for op in program.ops)
+    assert all(op.stream != "reduce" for program in evaluation.by_stage for op in program.ops)
 
 
 def test_what_sharding_decides_on_a_stage() -> None:
     M = 4
     trace = cut(model(8, M), (0, 1))
-    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in one_f_one_b()(trace).parts]
+    units = [sum(unit.numel > 0 for unit in program.trace.units) for program in one_f_one_b()(trace).by_stage]
     assert sum(units) == len(trace.units)
 
     def counts(pipeline: Program) -> list[tuple[int, int]]:
-        return [(program.count(Gather), program.count(Reduce)) for program in pipeline.parts]
+        return [(program.count(Gather), program.count(Reduce)) for program in pipeline.by_stage]
 
     assert counts(one_f_one_b()(trace)) == [(n, n * M) for n in units]  # gathered once, reduced every microbatch
     assert counts(one_f_one_b(zero1())(trace)) == [(n, n) for n in units]
@@ -204,7 +204,7 @@ def test_what_sharding_decides_on_a_stage() -> None:
 
 def test_halves_write_gradients_once_and_read_weights_once() -> None:
     trace = cut(model(4, 2), (0, 1))
-    for program in zero_bubble(zero3())(trace).parts:
+    for program in zero_bubble(zero3())(trace).by_stage:
         for op in program.ops:
             if isinstance(op, Backward):
                 visit = trace.visits[op.visit]
@@ -216,7 +216,7 @@ def test_the_norm_and_updates_are_of_all_stages() -> None:
     trace = cut(on(model(4, 2), "ranks", "after norm"), (0, 1))
     pipeline = verify(one_f_one_b(zero2(update=True))(trace))
     assert pipeline.has_updates
-    assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.parts] == [1, 1]
+    assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.by_stage] == [1, 1]
 
 
 @pytest.mark.parametrize("stages", [nightly(2), 3, nightly(4)])
@@ -233,15 +233,15 @@ def test_every_pipeline_ends_though_hosts_wait_for_their_devices(order: str, sta
 def test_weights_do_not_wait_for_a_message() -> None:
     """Communication begins in the order in which it was issued: while a pipeline fills, what the first compute needs is
     gathered before a receive that waits."""
-    for program in gpipe(zero3())(cut(model(6, 4), (0, 1, 2))).parts[1:]:
+    for program in gpipe(zero3())(cut(model(6, 4), (0, 1, 2))).by_stage[1:]:
         kinds = [type(op) for op in program.ops[: [*map(type, program.ops)].index(Forward)]]
         assert kinds == [Gather, Gather, Receive, Receive]
 
 
 def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
     pipeline = one_f_one_b()(cut(model(6, 16), (0, 1, 2, 3)))
-    assert all(len(program.carry_slot_bytes()) <= 8 for program in pipeline.parts)
-    program = pipeline.parts[1]
+    assert all(len(program.carry_slot_bytes()) <= 8 for program in pipeline.by_stage)
+    program = pipeline.by_stage[1]
     computes = 0
     received: dict[int, int] = {}
     for op in program.ops:
@@ -257,7 +257,7 @@ def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
 
 def test_segments_of_one_stage_hand_over_without_messages() -> None:
     pipeline = verify(FACTORIES["v_shaped"]()(cut(model(6, 4), homes("v_shaped", 2))))
-    crossing = {op.flow for program in pipeline.parts for op in program.ops if isinstance(op, Send)}
+    crossing = {op.flow for program in pipeline.by_stage for op in program.ops if isinstance(op, Send)}
     assert crossing == {0, 2}  # segments 1 and 2 are both on stage 1
 
 

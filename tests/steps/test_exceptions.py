@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.pool import Pool
 from yafsdp_fn.api.train_step import TrainStep
-from yafsdp_fn.runtime.execute import Visits
+from yafsdp_fn.runtime.execute import VisitRunner
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
 BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]
@@ -263,7 +263,7 @@ def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], 
 
 def sessions() -> int:
     """How many steps and recordings are still held by anything, garbage included."""
-    return sum(isinstance(thing, Visits) for thing in gc.get_objects())
+    return sum(isinstance(thing, VisitRunner) for thing in gc.get_objects())
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")

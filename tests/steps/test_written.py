@@ -11,7 +11,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.unlike import MODELS, Model
-from yafsdp_fn.planner import Written, predict_memory, search, trace
+from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
 from yafsdp_fn.planner.space import Point, layers
 from yafsdp_fn.planner.synthesize import Synthesis
@@ -39,7 +39,7 @@ def small(name: str) -> Model:
     return model._replace(layers=(((kinds[0], 7),) if len(kinds) == 1 else tuple(model.layers[:6])))
 
 
-def written(name: str) -> Written:
+def written(name: str) -> Synthesized:
     """On every rank the same: nothing but the seed and the number of moves decides."""
     ranks, microbatches, stages = RUN[name]
     model = small(name)
@@ -54,7 +54,7 @@ def written(name: str) -> Written:
     )
     if stages > 1:
         traced = traced.on((("shard", 1),))
-        found = search(traced, WEAK, memory=2**30, stages=(stages,), ranks=ranks, synthesize=600, moves=40).written
+        found = search(traced, WEAK, memory=2**30, stages=(stages,), ranks=ranks, synthesize=600, moves=40).synthesized
         assert found is not None
         return found
     several = microbatches > 1

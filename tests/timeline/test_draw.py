@@ -382,7 +382,7 @@ def test_pipelines_beside_each_other(tmp_path: Path) -> None:
             ends.setdefault(event["id"], []).append(event["pid"])
     across = {tuple(both) for both in ends.values() if both[0] != both[1]}
     assert across == {(0, 1), (1, 0), (2, 3), (3, 2)}  # never from one timeline to the other
-    one.parts[0].save(tmp_path / "part.svg", beside=two)
+    one.by_stage[0].save(tmp_path / "part.svg", beside=two)
     assert (tmp_path / "part.svg").read_text().count(">stage 0<") == 2  # its title, and a row of the other
     for name, suffix in (("save", "svg"), ("perfetto", "json")):
         with pytest.raises(TypeError, match=rf"{name}\(beside=\): expected a Timeline, got str"):
@@ -393,7 +393,7 @@ def test_pipelines_beside_each_other(tmp_path: Path) -> None:
 def test_each_stage_is_drawn_alone(schedule: Callable[[Schedule], Schedule], tmp_path: Path) -> None:
     """Also one whose compute waits for another's messages, and one whose backwards come in halves."""
     timeline = simulate(pipeline(chain(4, 4), 2, schedule(zero3())), NO_LINKS)
-    for part in timeline.parts:
+    for part in timeline.by_stage:
         assert {"receive", "send", "compute"} <= set(drawn(part, tmp_path))
 
 

@@ -193,7 +193,9 @@ def test_pipelines(order: str, per_stage: int, homes: tuple[int, ...], tmp_path:
     program, plan = planned(job)
     split = program.trace.split
     assert split is not None and split.homes == homes and program.trace.microbatches == 8
-    assert [part.count(Gather) for part in program.parts] == [part.count(Reduce) for part in program.parts]  # once
+    assert [part.count(Gather) for part in program.by_stage] == [
+        part.count(Reduce) for part in program.by_stage
+    ]  # once
     layers = [end - first for first, end in split.segments]
     assert sum(layers) == 10 and max(layers) - min(layers) <= 1 and 0 < plan.timeline.bubble < 1
     assert len(job.parts) == 4 * per_stage

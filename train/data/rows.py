@@ -141,7 +141,7 @@ def permutation(count: int, seed: int, epoch: int) -> Tensor:
 
 
 class Place(NamedTuple):
-    """This process's place: among the ranks to which the rows of a stage are dealt, in which stage, among the ranks of
+    """This process's place: among the ranks that the rows of a stage go to, in which stage, among the ranks of
     `context`, which have a part of each row, and among all."""
 
     rank: int
@@ -162,7 +162,7 @@ class Place(NamedTuple):
         return self.world[1]
 
     def columns(self, row: Tensor) -> Tensor:
-        """Its part of a row, as `models.parts.axes.Axes` deals sequences over `context`."""
+        """Its part of a row, as `models.parts.axes.Axes` splits sequences over `context`."""
         rank, ranks = self.context
         parts = row.chunk(2 * ranks)
         return row if ranks == 1 else torch.cat([parts[rank], parts[2 * ranks - 1 - rank]])
@@ -170,7 +170,7 @@ class Place(NamedTuple):
     @staticmethod
     def of(mesh: DeviceMesh) -> Place:
         at = MeshRanks(mesh)
-        context = (found.place, found.size) if (found := at.axes.get("context")) else (0, 1)
+        context = (found.rank, found.size) if (found := at.axes.get("context")) else (0, 1)
         world = at.world_rank, at.world
         return Place(at.batch_rank, at.batch_ranks, at.device, at.stages, context, world)
 

@@ -18,12 +18,12 @@ from train.config import ConfigError, Settings, require
 from train.config_json import from_json
 from train.running.run import TOKENIZER, command_of
 from yafsdp_fn.util import strict_json
-from yafsdp_fn.util.schema import Within, typed_at
+from yafsdp_fn.util.schema import Limits, typed_at
 
 Row = dict[str, Any]
 T = TypeVar("T")
-Count = Annotated[int, Within(0, 2**62)]
-Figure = Annotated[float, Within(-(2.0**62), 2.0**62)]
+Count = Annotated[int, Limits(0, 2**62)]
+Figure = Annotated[float, Limits(-(2.0**62), 2.0**62)]
 
 
 class Numbers(NamedTuple):

@@ -74,8 +74,8 @@ def run(options: Options) -> Result:
         told = partial(print, file=sys.stderr, flush=True)
         kept = options.save if options.save is not None and options.save.exists() else None
         found = search(traces, where, memory=budget, synthesize=options.synthesize, resume=kept, report=told)
-        if found.written is not None and options.save is not None:
-            found.written.save(options.save)
+        if found.synthesized is not None and options.save is not None:
+            found.synthesized.save(options.save)
     here, factory = schedule_of(options, config, where, options.schedule)
     least = min_ckpt_layers(here, budget, factory)
     fitting = config.layers if least is None else least
@@ -83,7 +83,7 @@ def run(options: Options) -> Result:
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
         program = found.program
-        name = f"{found.best.point}{', and from it by synthesis' * (found.written is not None)}"
+        name = f"{found.best.point}{', and from it by synthesis' * (found.synthesized is not None)}"
     else:
         words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
         program = factory(remat=again)(here)
@@ -131,7 +131,7 @@ class Result:
     @property
     def drawn(self) -> Timeline | Comparison:
         """The step, of which pictures are; where one was written, it and the best builder's."""
-        if self.found is not None and self.found.written is not None:
+        if self.found is not None and self.found.synthesized is not None:
             return self.found.compared(self.tokens)
         return self.plan.timeline
 
@@ -204,7 +204,7 @@ class Result:
             line(f"does not fit: {plan.memory.why_not(plan.budget)}", style="red")
         if self.found is not None:
             line(f"\nsearched for the same {self.tokens:,} tokens a step")
-            line(dataclasses.replace(self.found, written=None))
+            line(dataclasses.replace(self.found, synthesized=None))
             drawn = self.drawn
             if isinstance(drawn, Comparison):
                 line(f"\n{drawn}")

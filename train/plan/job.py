@@ -29,7 +29,7 @@ from yafsdp_fn.interop import from_actions
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.schedules import Assignment, Schedule, Trace
 from yafsdp_fn.util.mesh_axes import MOST_RANKS
-from yafsdp_fn.util.schema import Within, shown, typed_at
+from yafsdp_fn.util.schema import Limits, shown, typed_at
 from yafsdp_fn.util.torch_private import pipeline_rows
 
 # ---- What a file may say.
@@ -40,9 +40,9 @@ MODELS = {
 }
 """Flavors by model, and what they are in `models.CONFIGS`."""
 
-Count = Annotated[int, Within(1, 2**16)]
-Degree = Annotated[int, Within(1, MOST_RANKS)]
-Few = Annotated[int, Within(0, 2**10)]
+Count = Annotated[int, Limits(1, 2**16)]
+Degree = Annotated[int, Limits(1, MOST_RANKS)]
+Few = Annotated[int, Limits(0, 2**10)]
 
 
 class Model(NamedTuple):
@@ -52,16 +52,16 @@ class Model(NamedTuple):
 
 class Training(NamedTuple):
     local_batch_size: Count = 8
-    global_batch_size: Annotated[int, Within(-1, 2**24)] = -1
-    seq_len: Annotated[int, Within(1, 2**22)] = 2048
-    max_norm: Annotated[float, Within(1e-9, 1e9)] = 1.0
+    global_batch_size: Annotated[int, Limits(-1, 2**24)] = -1
+    seq_len: Annotated[int, Limits(1, 2**22)] = 2048
+    max_norm: Annotated[float, Limits(1e-9, 1e9)] = 1.0
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
 
 
 class Parallelism(NamedTuple):
     data_parallel_replicate_degree: Degree = 1
-    data_parallel_shard_degree: Annotated[int, Within(-1, MOST_RANKS)] = -1
+    data_parallel_shard_degree: Annotated[int, Limits(-1, MOST_RANKS)] = -1
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     tensor_parallel_degree: Degree = 1
     context_parallel_degree: Degree = 1

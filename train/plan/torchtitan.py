@@ -158,7 +158,7 @@ class Result:
         stages = f"; {job.csv or job.order}, {counted(job.runs, 'microbatch')}" * (job.stages > 1)
         line(f"{counted(job.sequences, 'sequence')} of {job.seq_len} tokens a step; {job.checkpointed}{stages}\n")
         ops = sum(map(len, self.proved.stages))
-        parts = self.proved.parts
+        parts = self.proved.by_stage
         kinds = ya.schedules.Gather, ya.schedules.Reduce
         gathers, reductions = (sum(part.count(kind) for part in parts) for kind in kinds)
         both = f"{counted(gathers, 'gather')} and {counted(reductions, 'reduction')}"

@@ -54,7 +54,7 @@ def prepare(
     argv: Sequence[str], kind: type[S], job: Callable[[S, int], tuple[S, Job]], *, quiet: bool
 ) -> tuple[Settings, Job, dict[str, str]]:
     """Prepares, on each rank alone: settings, complete but for the run's name, what they ask for, and fingerprints of
-    what all ranks must read alike. job: `(settings, ranks that rows are dealt to) -> (settings, job)`"""
+    what all ranks must read alike. job: `(settings, ranks that rows go to) -> (settings, job)`"""
     config, ranks = run.parse(argv, kind, quiet=quiet), int(os.environ.get("WORLD_SIZE", 1))
     mesh = config.stages
     require(ranks % mesh.stage == 0, f"mesh.stage is {mesh.stage}: {ranks} rank(s) do not divide into so many stages")

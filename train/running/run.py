@@ -231,7 +231,7 @@ def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
 
 def settled(config: C, training: Rows, heldout: Rows, ranks: int) -> C:
     """The settings, with a batch and evaluations that the text has rows for where they were not given. Raises
-    ConfigError where it has too few. ranks: those that rows are dealt to"""
+    ConfigError where it has too few. ranks: those that rows go to"""
     data, every = config.data, config.eval_every
     if data.batch == AUTO:
         parts = config.sharding.microbatches * config.sharding.chunks

@@ -95,9 +95,9 @@ def _shards(state: ShardedState) -> Iterator[SummedValue]:
     working = memory.working.rows
     has_copies = precision.param != precision.gather_dtype
     for group in memory.groups:
-        for place, unit in enumerate(group.units):
+        for index, unit in enumerate(group.units):
             name = memory.units[unit].name
-            stages = group.holders(place)
+            stages = group.holders(index)
             yield SummedValue(name, stages, master.get(unit))
             if group.trainable and has_copies:
                 yield SummedValue(f"{WORKING}{name}", stages, working.get(unit))

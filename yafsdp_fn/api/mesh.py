@@ -57,7 +57,7 @@ def mesh(
         communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
         device cannot. Such memory is not freed when a state is dropped
     deterministic: the number of micro-shards in which every global batch is computed, a multiple of the number of
-        ranks that rows are dealt to. Losses, norms, gradients and parameters then have the same bits at every number of
+        ranks that rows go to. Losses, norms, gradients and parameters then have the same bits at every number of
         ranks that divides it, with axes inside blocks of one size (docs/deterministic.md). Ranks compare everything
         else that bits depend on, such as their number of threads
     axes: further ones inside blocks, under names of your own, outside of `expert`
@@ -169,7 +169,7 @@ def _sizes(
 
 
 def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, kind: str) -> None:
-    """Raises ValueError unless batches of `asked` micro-shards can be dealt to `ranks` ranks, whose bits repeat."""
+    """Raises ValueError unless batches of `asked` micro-shards can be split over `ranks` ranks, whose bits repeat."""
     if type(asked) is not int or asked < 1:
         raise ValueError(
             f"mesh(deterministic={asked!r}): expected the number of micro-shards that every global batch is computed "
@@ -189,7 +189,7 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, 
     if asked % ranks:
         fit = ", ".join(str(number) for number in range(1, asked + 1) if asked % number == 0)
         raise ValueError(
-            f"mesh(deterministic={asked}): rows are dealt to {ranks} ranks, and {asked} micro-shards do not divide by "
+            f"mesh(deterministic={asked}): rows go to {ranks} ranks, and {asked} micro-shards do not divide by "
             f"{ranks}; take {fit} of them, or give a multiple of {ranks}"
         )
     if replicas > 1:

@@ -90,8 +90,8 @@ def _unit(
     for number, group, leaf in handle.check().group_leaves():
         wholes = pinned.get(number)
         if wholes is None:
-            place = layer if handle.entry.stacked(group) else 0
-            row = unit_shard(handle, group, leaf, place, dtype if leaf.is_floating_point() else None)
+            index = layer if handle.entry.stacked(group) else 0
+            row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
             wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
         if group.pinned:
             pinned[number] = wholes

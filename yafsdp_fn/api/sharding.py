@@ -145,7 +145,7 @@ def shard(
     made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
     new = _first_state(made, tx, seed, 0 if state is None else state.step)
     if state is not None:
-        _keep(state.opt_state, new.opt_state, grow)
+        _copy_states(state.opt_state, new.opt_state, grow)
     return new
 
 
@@ -328,7 +328,7 @@ class _Whole:
         return give
 
 
-def _keep(old: Tree, new: Tree, grow: Collection[str]) -> None:
+def _copy_states(old: Tree, new: Tree, grow: Collection[str]) -> None:
     """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
     there = _by_part(old)
     unclear = set[str]()

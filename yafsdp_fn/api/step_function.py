@@ -29,8 +29,8 @@ from yafsdp_fn.params.tree import Tree, must_be_function
 from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, axes_dealt
-from yafsdp_fn.runtime.execute import Session, Visits
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, batch_axes
+from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
@@ -82,9 +82,9 @@ class StepFunction:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule = schedule
-        whole = None if tx is None else optim.why_not_unitwise(tx)
+        not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
         when: UpdateWhen = "never" if tx is None else "after norm"
-        self.programs = Programs(schedule, update_when=when, whole=whole, trains=track, lent=self._lent)
+        self.programs = Programs(schedule, update_when=when, not_unitwise=not_unitwise, trains=track, lent=self._lent)
         self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
@@ -103,22 +103,22 @@ class StepFunction:
         optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
         return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
 
-    def program(self, memory: StateMemory, parts: int) -> Program | None:
+    def program(self, memory: StateMemory, microbatches: int) -> Program | None:
         """Returns the program in use for this memory and number of microbatches, None before the first step."""
-        found = self.programs.peek(memory, parts)
-        return None if found is None else found.whole
+        found = self.programs.peek(memory, microbatches)
+        return None if found is None else found.all_stages
 
-    def measured(self, memory: StateMemory, parts: int, batch: Hashable = None) -> Program | None:
+    def measured(self, memory: StateMemory, microbatches: int, batch: Hashable = None) -> Program | None:
         """Returns the program in use; across stages the optimizer's costs are added to its trace first, since all
         others are there from the first step on. Steps need none of them, and do not run the optimizer on fake tensors.
 
         batch: across stages, the shapes of the batch to have a program for; None for the last one
         """
-        found = self.programs.peek(memory, parts, batch)
-        if found is not None and memory.comms.stages > 1 and found.whole.trace.optimizer == OptimizerMemory():
-            trace, known = found.whole.trace, self.complete(found.whole.trace, memory.abstract())
-            found.whole = found.whole.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
-        return None if found is None else found.whole
+        found = self.programs.peek(memory, microbatches, batch)
+        if found is not None and memory.comms.stages > 1 and found.all_stages.trace.optimizer == OptimizerMemory():
+            trace, known = found.all_stages.trace, self.complete(found.all_stages.trace, memory.abstract())
+            found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
+        return None if found is None else found.all_stages
 
     def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
         """Returns the units that the optimizer updates in parts."""
@@ -155,11 +155,11 @@ class StepFunction:
             comms.named.clear()
         found = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
         if first and comms.axes and not comms.alone:
-            verified = self.programs.peek(memory, arguments.parts)
+            verified = self.programs.peek(memory, arguments.microbatches)
             assert verified is not None
-            visited = {unit for visit in verified.whole.trace.visits for unit in visit.units}
-            split = {name for unit in visited for name in verified.whole.trace.units[unit].over}
-            consistency.warn_of_axes(comms, split, arguments.rest, axes_dealt(memory.mesh))
+            visited = {unit for visit in verified.all_stages.trace.visits for unit in visit.units}
+            split = {name for unit in visited for name in verified.all_stages.trace.units[unit].over}
+            consistency.warn_of_axes(comms, split, arguments.rest, batch_axes(memory.mesh))
         return found
 
     def _run_sharded(
@@ -190,8 +190,8 @@ class StepFunction:
                 )
             observe = OBSERVE.get()
             observer = None if observe is None else observe(comms.device.type == "cuda")
-            carries = MessageBuffers if comms.stages > 1 else _activation_buffers
-            step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), carries)
+            activations = MessageBuffers if comms.stages > 1 else _activation_buffers
+            step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), activations)
             kind = StageSession if comms.stages > 1 else Session
             with comms.guarded(f"the slots of step {seed.step}"):
                 session = kind(
@@ -201,7 +201,7 @@ class StepFunction:
                     shards,
                     step_hooks,
                     differentiates=track,
-                    microbatches=arguments.parts,
+                    microbatches=arguments.microbatches,
                     watch=track and not verified.ran,
                 )
             learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
@@ -221,7 +221,7 @@ class StepFunction:
         """Returns the program to run, and learns it before the first run."""
         comms = memory.comms
         batch = None if comms.stages == 1 else shapes(arguments.rest)
-        if (found := self.programs.get(memory, arguments.parts, batch)) is not None:
+        if (found := self.programs.get(memory, arguments.microbatches, batch)) is not None:
             return found
         if comms.stages == 1:
             return self._recorded(arguments, memory, shards is not None, seed)
@@ -242,7 +242,9 @@ class StepFunction:
                 mean, aux = returned(arguments.call(0, recording, self.track), self.has_aux)
             recording.end(FIRST, {})
             recording.compare(mean.total, _outline(aux))
-            verified = self.programs.learn(memory, self.programs.complete(recording.trace(arguments.parts), memory))
+            verified = self.programs.learn(
+                memory, self.programs.complete(recording.trace(arguments.microbatches), memory)
+            )
         recording.close()
         verified.collectives = collectives
         return verified
@@ -256,22 +258,22 @@ class StepFunction:
 
 
 @contextmanager
-def _run_by(visits: Visits, known: dict[Any, Any], arguments: Arguments, after: str) -> Iterator[None]:
+def _run_by(runner: VisitRunner, known: dict[Any, Any], arguments: Arguments, after: str) -> Iterator[None]:
     """Runs a session or a recording, which is aborted where it raises. known: collectives of blocks; after: where this
     rank is then, for the watchdog"""
-    comms = visits.memory.comms
+    comms = runner.memory.comms
     around = comms.called
     if comms.axes:
         from yafsdp_fn.runtime.block_collectives import BlockCollectives
 
-        visits.collectives = BlockCollectives(visits, known, arguments.rest)
-        comms.called = visits.collectives.called
+        runner.collectives = BlockCollectives(runner, known, arguments.rest)
+        comms.called = runner.collectives.called
     try:
-        with comms.seen(visits.sight, after):
+        with comms.seen(runner.rank_position, after):
             yield
     except BaseException as error:
-        error.add_note(f"rank {comms.world_rank} of {comms.world}, {visits.place}")
-        visits.abort(error)
+        error.add_note(f"rank {comms.world_rank} of {comms.world}, {runner.position}")
+        runner.abort(error)
         raise
     finally:
         comms.called = around
@@ -313,7 +315,9 @@ class Calls:
         self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
         self._crossing = session.verified.crossing
         device = session.memory.comms.device
-        self._of_stage = None if self._crossing is None else StageResults(self._crossing, arguments.parts, device)
+        self._of_stage = (
+            None if self._crossing is None else StageResults(self._crossing, arguments.microbatches, device)
+        )
         self._results = Results([], [], [None] * len(arguments.plain))
         self._leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
         self._leaf_grads: list[Tensor | None] = [None] * len(self._leaves)
@@ -348,8 +352,8 @@ class Calls:
                 if segment is None or (said := segment.explained(error, session.named(call), session.failed)) is error:
                     raise
                 raise said from error
-        left = {} if segment is None else segment.leaving(len(session.visits), session.place)
-        has_loss = self._keep(call, mean, aux)
+        left = {} if segment is None else segment.leaving(len(session.visits), session.position)
+        has_loss = self._store(call, mean, aux)
         if last:
             self._end_forwards()
         session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
@@ -370,10 +374,10 @@ class Calls:
             taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
         self._passed[call.segment, microbatch] = Passed(taken, roots, own)
 
-    def _keep(self, call: Call, mean: Mean, aux: Tree) -> bool:
+    def _store(self, call: Call, mean: Mean, aux: Tree) -> bool:
         """Keeps the results of a forward; returns whether it made the loss."""
         if self._of_stage is not None:
-            return self._of_stage.keep(call, mean, aux)
+            return self._of_stage.store(call, mean, aux)
         _append(self._results, mean, aux)
         return True
 
@@ -408,7 +412,7 @@ def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> R
     """Runs on plain tensors alone: the oracle."""
     results = Results([], [], [None] * len(arguments.plain))
     device = device_of_leaves((arguments.nodes, arguments.rest))
-    for microbatch in range(arguments.parts):
+    for microbatch in range(arguments.microbatches):
         counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
         # a tree without a state has no step, by which every call would draw other numbers: torch's generators go on
         drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]

@@ -52,7 +52,7 @@ class TrainStep:
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
         self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
         new, metrics = updates.finish()
-        return dataclasses.replace(new, program=self._function.program(memory, arguments.parts)), metrics
+        return dataclasses.replace(new, program=self._function.program(memory, arguments.microbatches)), metrics
 
     def _plain(self, state: PlainState, batch: Tree) -> tuple[PlainState, Metrics]:
         arguments = self._function.arguments((state.params, batch), {})
@@ -113,13 +113,13 @@ class TrainStep:
         """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
         memory = state.check().memory
         if memory.comms.stages == 1:
-            return self.program(state) or self._function.programs.build(self.trace(state, batch)).whole
+            return self.program(state) or self._function.programs.build(self.trace(state, batch)).all_stages
         from yafsdp_fn.runtime.stage_io import shapes
 
-        parts = microbatches_on(memory.comms, self._function.microbatches)
+        microbatches = microbatches_on(memory.comms, self._function.microbatches)
         batch_shapes = shapes(self._function.arguments((state.params, batch), {}).rest)
-        known = self._function.measured(memory, parts, batch_shapes)
-        return known or self._function.programs.build(self.trace(state, batch)).whole
+        known = self._function.measured(memory, microbatches, batch_shapes)
+        return known or self._function.programs.build(self.trace(state, batch)).all_stages
 
     def program(self, state: ShardedState) -> Program | None:
         """Returns the program in use for this state, None before the first step."""

@@ -51,7 +51,7 @@ class ShardSlice:
             self.part = next(number for number, members in enumerate(subgroups) if ranks.rank in members)
         numel = self.shape[-1]
         n = shard.shape[-1]
-        start = ranks.within(group.over).rank * n
+        start = ranks.without(group.over).rank * n
         self.start = min(start, numel)
         self.shard = shard.narrow(-1, 0, min(start + n, numel) - self.start)
 
@@ -178,7 +178,7 @@ class Recut(NamedTuple):
         shard = self.slice.shard
         group = self.slice.group
         ranks = self.slice.ranks
-        n = group.layout.shard_numel(ranks.within(group.over).ranks)
+        n = group.layout.shard_numel(ranks.without(group.over).ranks)
         row = shard.new_empty(*shard.shape[:-1], n)  # the slice ends before padding
         sources = [partial(self._whole, read, leaf) for leaf in self.leaves]
         fill_group(row, self.slice.entry, group, ranks, sources)

@@ -105,7 +105,7 @@ class Saver:
         over = comms.event()
         ready.complete()
         for _, shard in shards:
-            stream.keep(shard)
+            stream.mark_used(shard)
         waits = [ready, *memory.board.use(over, "save", io.reads(state), ())]
         stream.submit(copy, waits, over, f"copy of step {state.step} for its checkpoint")
         return over.wait if done is None else done.synchronize

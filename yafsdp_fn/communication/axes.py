@@ -98,7 +98,7 @@ def axis_index(axis_name: str) -> int:
     >>> ya.axis_index("tensor")                                # on plain tensors an axis has one rank
     0
     """
-    return _axis(axis_name)[1].place
+    return _axis(axis_name)[1].rank
 
 
 # ---- The collectives, along the first axis of a tensor, for K ranks.
@@ -250,7 +250,7 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
-        at = _place("all_gather", "axis", axis, leaf.ndim + (not tiled))
+        at = _dimension("all_gather", "axis", axis, leaf.ndim + (not tiled))
         leaf = leaf if tiled else leaf.unsqueeze(at)
         if of.size == 1:
             return leaf
@@ -273,7 +273,7 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
-        at = _place("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
+        at = _dimension("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
         _must_fit("psum_scatter", "scatter_dimension", leaf, at, axis_name, of.size, tiled)
         leaf = _counted(leaf)
         if of.size > 1:
@@ -322,8 +322,8 @@ def all_to_all(
     sent, received = (tuple(map(int, sizes)) if sizes is not None else (1,) * of.size for sizes in given)
 
     def one(leaf: Tensor) -> Tensor:
-        at = _place("all_to_all", "split_axis", split_axis, leaf.ndim)
-        to = _place("all_to_all", "concat_axis", concat_axis, leaf.ndim)
+        at = _dimension("all_to_all", "split_axis", split_axis, leaf.ndim)
+        to = _dimension("all_to_all", "concat_axis", concat_axis, leaf.ndim)
         if split_sizes is not None:
             if leaf.shape[at] != sum(sent):
                 raise ValueError(
@@ -362,7 +362,7 @@ def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
         )
     to = dict(perm)
     source = {b: a for a, b in perm}
-    sent, received = (tuple(int(k == other.get(of.place)) for k in range(of.size)) for other in (to, source))
+    sent, received = (tuple(int(k == other.get(of.rank)) for k in range(of.size)) for other in (to, source))
 
     def one(leaf: Tensor) -> Tensor:
         if of.size > 1:
@@ -380,7 +380,7 @@ def _counted(leaf: Tensor) -> Tensor:
     return leaf.long() if leaf.dtype == torch.bool else leaf
 
 
-def _place(what: str, argument: str, axis: int, ndim: int) -> int:
+def _dimension(what: str, argument: str, axis: int, ndim: int) -> int:
     if not -ndim <= axis < ndim:
         raise ValueError(f"{what}: {argument}={axis} of a tensor with {ndim} axes")
     return axis % ndim

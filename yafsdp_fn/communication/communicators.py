@@ -200,10 +200,10 @@ class Communicators(Groups):
         if self.memory is nullcontext:  # else by an equal mesh; states may use its memory
             self.memory = allocator
 
-    def keep(self, memory: Tensor) -> None:
-        """Marks `memory` as used by all streams: see `Stream.keep`."""
+    def mark_used(self, memory: Tensor) -> None:
+        """Marks `memory` as used by all streams: see `Stream.mark_used`."""
         for stream in self.streams.values():
-            stream.keep(memory)
+            stream.mark_used(memory)
 
     # ---- collectives in stream order, waited for: see `Ranks`
 
@@ -322,22 +322,24 @@ class Communicators(Groups):
     def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
         return self.blocking(what, "ranks could not compare notes")
 
-    def must_agree(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> None:
+    def must_agree(self, what: str, parts: Mapping[str, str], position: str = "", *, in_stage: bool = False) -> None:
         """Raises RanksDisagree on every rank unless all pass the same `parts`; the message shows the first that
         differs.
 
-        place: this rank's position, for the error raised when the others cannot be reached; in_stage: only the ranks of
+        position: this rank's, for the error raised when the others cannot be reached; in_stage: only the ranks of
             this stage call it
         """
-        if (differs := self.difference(what, parts, place, in_stage=in_stage)) is not None:
+        if (differs := self.difference(what, parts, position, in_stage=in_stage)) is not None:
             raise RanksDisagree(differs)
 
-    def difference(self, what: str, parts: Mapping[str, str], place: str = "", *, in_stage: bool = False) -> str | None:
+    def difference(
+        self, what: str, parts: Mapping[str, str], position: str = "", *, in_stage: bool = False
+    ) -> str | None:
         """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
-        if self.same_on_all(repr(parts), place or f"comparing {what}", in_stage=in_stage):
+        if self.same_on_all(repr(parts), position or f"comparing {what}", in_stage=in_stage):
             return None
         first = self.stage * (self.world // self.stages) if in_stage else 0
-        with self._checks_consistency(place or f"comparing {what}"):
+        with self._checks_consistency(position or f"comparing {what}"):
             found = agreement.first_difference(parts, self._control(in_stage), first)
         return f"ranks disagree on {what}; {found}"
 
@@ -383,7 +385,7 @@ class Communicators(Groups):
         try:
             yield
         except BaseException as error:
-            after = f"after {type(error).__name__} in {look().place}"
+            after = f"after {type(error).__name__} in {look().where}"
             self.steps.failed = True
             raise
         finally:
@@ -420,53 +422,53 @@ class Communicators(Groups):
             stream.drain()
 
     @contextmanager
-    def guarded(self, place: str) -> Iterator[None]:
+    def guarded(self, position: str) -> Iterator[None]:
         """Guards work between collectives: an exception in it must occur on all ranks, or the ranks are out of step."""
         try:
             yield
         except BaseException as error:
-            error.add_note(f"rank {self.world_rank} of {self.world}, {place}")
-            self.abort(place, error)
+            error.add_note(f"rank {self.world_rank} of {self.world}, {position}")
+            self.abort(position, error)
             raise
 
-    def abort(self, place: str, error: BaseException) -> None:
+    def abort(self, position: str, error: BaseException) -> None:
         """Cleans up after an exception. If all ranks failed at one place the communicators stay usable, else they are
         lost."""
         try:
-            self._clean_up(place, error)
+            self._clean_up(position, error)
         except BaseException as interrupt:
-            self.steps.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({place})"
+            self.steps.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({position})"
             raise
 
-    def _clean_up(self, place: str, error: BaseException) -> None:
+    def _clean_up(self, position: str, error: BaseException) -> None:
         disagree = isinstance(error, RanksDisagree)
         # ranks that disagree have compared notes: nothing of it was issued
         broken = isinstance(error, CommunicationError) and not disagree
         midway = self.called is not None if disagree else not broken
         if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
-            self.steps.lost = f"this rank failed, and stages are never at one place ({place})"
+            self.steps.lost = f"this rank failed, and stages are never at one place ({position})"
             self._abandon()
             return
         if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
-            self._say(place, error)
+            self._say(position, error)
         self.drain()
         if broken:
             self.note_positions(error)
         if self.alone or self.lost is not None:
             return
         together = False
-        text = f"rank {self.world_rank} lost" if broken else f"{place}: {type(error).__name__}"
+        text = f"rank {self.world_rank} lost" if broken else f"{position}: {type(error).__name__}"
         with suppress(RuntimeError):
             together = agreement.same_on_all(text, self.abort_group)
         if broken:
-            self.steps.lost = f"communication failed ({place})"
+            self.steps.lost = f"communication failed ({position})"
         elif not together:
-            self.steps.lost = f"this rank failed alone, or elsewhere than the others ({place})"
+            self.steps.lost = f"this rank failed alone, or elsewhere than the others ({position})"
 
-    def _say(self, place: str, error: BaseException) -> None:
+    def _say(self, position: str, error: BaseException) -> None:
         """Prints what failed, since the exception is raised only when the others have been waited for."""
-        what = f"rank {self.world_rank} of {self.world}, {place}: {type(error).__name__}: {error}"
+        what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
         seconds = self.abort_timeout.total_seconds()
         text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
         print(text, file=sys.stderr, flush=True)

@@ -88,7 +88,7 @@ class CudaStream:
         if self._watch is not None and not captured:  # the query of an event of a capture ends the capture
             self._watch(event, label)
 
-    def keep(self, memory: Tensor) -> None:
+    def mark_used(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)
 
     def drain(self) -> None:

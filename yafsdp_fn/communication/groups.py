@@ -72,22 +72,22 @@ class MeshRanks(Ranks):
         inside = _axes_inside(mesh)
         names = mesh.mesh_dim_names or ()
         sizes = tuple(mesh.shape)
-        place = mesh.get_coordinate()
+        coordinate = mesh.get_coordinate()
         grid = mesh.mesh.detach().cpu()
-        if place is None:
+        if coordinate is None:
             raise ValueError(f"mesh: rank {dist.get_rank()} is not among its ranks {grid.flatten().tolist()}")
         if bool((grid.flatten().diff() <= 0).any()):
             # process groups number their members in ascending order, whatever a mesh says
             raise ValueError(f"mesh: ranks must ascend along its axes, got {grid.tolist()}")
         outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
         size = dict(zip(outer, sizes, strict=False))
-        at = dict(zip(outer, place, strict=False))
-        axes = {name: Axis(*of) for name, *of in zip(names, sizes, place, strict=True) if name in inside}
+        at = dict(zip(outer, coordinate, strict=False))
+        axes = {name: Axis(*of) for name, *of in zip(names, sizes, coordinate, strict=True) if name in inside}
         self.grid = grid.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
         self.node = at.get(NODE, 0)
-        self.local_rank = place[len(outer)]
+        self.local_rank = coordinate[len(outer)]
         for axis in axes.values():
-            self.local_rank = self.local_rank * axis.size + axis.place
+            self.local_rank = self.local_rank * axis.size + axis.rank
         stages, replicas, nodes, local_ranks = self.grid.shape
         rank = self.node * local_ranks + self.local_rank
         replica = at.get(REPLICATE, 0)
@@ -155,7 +155,7 @@ class Groups(MeshRanks):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.deal(micro_shards_of(mesh))
+        self.set_micro_shards(micro_shards_of(mesh))
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)

@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # programs are proved and simulated where there is no torch
 
 
 class Axis(NamedTuple):
-    """An axis inside blocks: the number of its ranks, and this one's place among them."""
+    """An axis inside blocks: the number of its ranks, and this one's number on it."""
 
     size: int
-    place: int
+    rank: int
 
 
 Rows = tuple[tuple[int, ...], ...]
@@ -50,7 +50,7 @@ class Ranks:
     ranks, rank: size of the shard group, over which a copy is cut; this rank's index in it
     axes: inside blocks, by name, outermost first: a part of the shard group, its innermost; named: those that blocks
         and losses have named so far
-    batch_ranks, batch_rank: parts that the rows of a batch are dealt to, in one stage; the one of this rank
+    batch_ranks, batch_rank: parts that the rows of a batch go to, in one stage; the one of this rank
     seed_rank: equal for ranks that draw the same random numbers: those that differ on `expert`, `context` and outer
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
     sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
@@ -98,13 +98,13 @@ class Ranks:
         self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
-    def deal(self, micro_shards: int | None) -> None:
+    def set_micro_shards(self, micro_shards: int | None) -> None:
         """Sets how global batches are cut (micro_shards.py). None: as the caller likes; bits depend on it."""
         self.micro_shards, self.deterministic = micro_shards, micro_shards is not None
 
     # ---- axes inside blocks
 
-    def within(self, axes: Collection[str]) -> Self:
+    def without(self, axes: Collection[str]) -> Self:
         """Returns the ranks that a unit has which is split over `axes`: those of its shard group hold the same part.
         These themselves where none of the axes is there; else the same streams, with other groups."""
         names = tuple(name for name, axis in self.axes.items() if name in axes and axis.size > 1)
@@ -130,7 +130,7 @@ class Ranks:
         for name, axis in self.axes.items():
             if name in names:
                 count = count * axis.size
-                index = index * axis.size + axis.place
+                index = index * axis.size + axis.rank
         return count, index
 
     def stride(self, name: str) -> int:

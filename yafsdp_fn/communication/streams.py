@@ -47,7 +47,7 @@ class Stream(Protocol):
 
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
 
-    def keep(self, memory: Tensor) -> None:
+    def mark_used(self, memory: Tensor) -> None:
         """Keeps `memory` from being reused before the work submitted so far is done, whoever frees it."""
 
     def drain(self) -> None:
@@ -114,7 +114,7 @@ class HostStream:
             raise CommunicationError(f"rank {self._rank}: {label}: its mesh is gone; keep the mesh, or a state on it")
         self._queue.put((work, waits, event, label))
 
-    def keep(self, memory: Tensor) -> None:
+    def mark_used(self, memory: Tensor) -> None:
         """Nothing to do: work holds what it uses until it is done."""
 
     def drain(self) -> None:

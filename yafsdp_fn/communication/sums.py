@@ -43,13 +43,13 @@ def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: tor
     ranks = comms.local_ranks
     nodes = comms.nodes
     n = full.numel() // comms.ranks
-    within = receive[: ranks * n]
+    in_node = receive[: ranks * n]
     rest = receive[ranks * n :]
     mine = rest[: nodes * n]
     theirs = rest[nodes * n : 2 * nodes * n]
     for node, part in enumerate(full.view(nodes, ranks * n)):  # shards of one node lie side by side
-        comms.reduce_local_group.all_to_all(within, part)
-        local_sum(mine[node * n : (node + 1) * n], within.view(ranks, n), comms.reduce_scratch, dtype=accumulate)
+        comms.reduce_local_group.all_to_all(in_node, part)
+        local_sum(mine[node * n : (node + 1) * n], in_node.view(ranks, n), comms.reduce_scratch, dtype=accumulate)
     comms.reduce_nodes_group.all_to_all(theirs, mine)
     return theirs.view(nodes, n)
 

@@ -102,10 +102,10 @@ PendingLabels = list[tuple[str]]
 
 
 class RankPosition(NamedTuple):
-    """A rank's position: `place` in words, a new object for each visit of it; the number of its op in its
+    """A rank's position: `where` in words, a new object for each visit of it; the number of its op in its
     stage's program, a `Program`."""
 
-    place: str
+    where: str
     number: int = -1
     program: Any = None
     stage: int = 0
@@ -220,7 +220,7 @@ class Watchdog:
                     self._read_status(last)
                 elif self._peers is not None:
                     self._over()
-            self._say(RankStatus(ENDS, f"has ended, {self._post.place}", self._post.seconds))
+            self._say(RankStatus(ENDS, f"has ended, {self._post.where}", self._post.seconds))
             self._store.add("left", 1)
         except RuntimeError as error:
             why = str(error).partition("\n")[0]
@@ -246,7 +246,7 @@ class Watchdog:
         position = RankPosition(self._steps.after)
         for look in self._steps.looks[-1:]:
             position = look()
-        if before.place is not position.place or before.number != position.number:
+        if before.where is not position.where or before.number != position.number:
             self._since = now
         name = where.collective(self._steps.thread)
         if name is not None:
@@ -264,7 +264,7 @@ class Watchdog:
         if self._waits:
             waited = now - min(since for _, since in self._waits)
         shown = self._shown is not None
-        found = RankStatus(self._post.beat + 1, position.place, seconds, waits, waited, shown=shown)
+        found = RankStatus(self._post.beat + 1, position.where, seconds, waits, waited, shown=shown)
         if not self._is_stalled(seconds) and not self._is_stalled(waited):
             return found
         found = found._replace(line=where.line(self._steps.thread))
@@ -295,13 +295,13 @@ class Watchdog:
         lowest = min((rank for rank, post in able.items() if self._is_stalled(post.waited)), default=None)
         waited = self._post.waited
         if waited > self._patience and self._rank == lowest and not any(post.shown for post in able.values()):
-            self._shown = self._post.place
+            self._shown = self._post.where
             what = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{self.table}"
             print(what, file=sys.stderr, flush=True)
 
     def _over(self) -> None:
         """Ends the report: the communication that it waited for has come, or failed."""
-        if self._shown is not None and self._post.place is not self._shown and not self._steps.failed:
+        if self._shown is not None and self._post.where is not self._shown and not self._steps.failed:
             print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
         self._peers = None
         self._shown = None

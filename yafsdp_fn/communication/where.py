@@ -19,14 +19,14 @@ import torch
 class RankStatus(NamedTuple):
     """The status of one rank, stored as JSON.
 
-    beat: how often it has looked; place: its position, for so many `seconds`
+    beat: how often it has looked; where: its position, for so many `seconds`
     waits: the communication under way, the longest for `waited` seconds; op: "op 21 of 96"
     program: its fingerprint; line: of the user's Python, "model.py:41 in block"
     shown: it has printed the table
     """
 
     beat: int
-    place: str
+    where: str
     seconds: float
     waits: str = ""
     waited: float = 0.0
@@ -42,10 +42,10 @@ def table(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
     programs: dict[str, list[int]] = {}
     for rank, post in sorted(posts.items()):
         line = "" if post.waits else post.line
-        alike.setdefault((post.place, post.waits, post.op, post.program, line, rank in silent), []).append(rank)
+        alike.setdefault((post.where, post.waits, post.op, post.program, line, rank in silent), []).append(rank)
         if post.program:
             programs.setdefault(post.program, []).append(rank)
-    lines = [f"{named(ranks)}: {_place(ranks, posts, silent)}" for ranks in alike.values()]
+    lines = [f"{named(ranks)}: {_line(ranks, posts, silent)}" for ranks in alike.values()]
     if len(posts) > 1:  # of others, one rank alone tells nothing
         lines.append(_advice(posts, silent))
     first, *others = map(named, programs.values()) if programs else [""]
@@ -70,10 +70,10 @@ def _span(values: Sequence[int]) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _place(ranks: Sequence[int], posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
+def _line(ranks: Sequence[int], posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
     """Describes where `ranks` are, all alike."""
     first = posts[ranks[0]]
-    where = ", ".join(filter(None, [first.op, first.place]))
+    where = ", ".join(filter(None, [first.op, first.where]))
     if first.waits:
         verb = "wait" if len(ranks) > 1 else "waits"
         text = f"{verb} for {first.waits}, {_seconds(posts[rank].waited for rank in ranks)}; {where}"

@@ -187,7 +187,7 @@ class Graphs:
         self,
         visit: Any,
         op: Backward,
-        places: Sequence[GradSlot],
+        grad_slots: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
@@ -197,14 +197,14 @@ class Graphs:
         def work(both: Sequence[Tensor]) -> Outs:
             left = iter(both[len(needs) :])
             return list(
-                visit.gradients(op, places, both[: len(needs)], needs, [next(left) if g else None for g in given])
+                visit.gradients(op, grad_slots, both[: len(needs)], needs, [next(left) if g else None for g in given])
             )
 
         trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
-        what = (tuple(needs), tuple(given), trained, tuple(place.add for place in places))
+        what = (tuple(needs), tuple(given), trained, tuple(grad_slot.add for grad_slot in grad_slots))
         both = [*tensors, *(grad for grad in grads if grad is not None)]
         # products of another dtype go through scratch: made in the first step, without graphs, if there are any
-        written = [*(place.views.flat for place in places), *visit.session.memory.scratches]
+        written = [*(grad_slot.views.flat for grad_slot in grad_slots), *visit.session.memory.scratches]
         return self.run(visit.call, what, [*_slots(visit, op), *written], work, both, pure=False)
 
     def run(
@@ -291,9 +291,9 @@ class Graphs:
             raise NotCapturable(f"cannot be captured ({type(error).__name__}: {error})") from error
         entry.inputs, entry.outputs, entry.replay = inputs, outputs, replay
 
-    def _buffer(self, place: tuple[str, int], like: Tensor) -> Tensor:
+    def _buffer(self, name: tuple[str, int], like: Tensor) -> Tensor:
         """Returns static memory, shared by graphs: each is replayed between the copies in and out."""
-        key = (place, _outline(like))
+        key = (name, _outline(like))
         found = self._buffers.get(key)
         if found is None:
             found = self._buffers[key] = torch.empty_like(like, device=self.capture.device, requires_grad=False)

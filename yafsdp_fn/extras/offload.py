@@ -24,7 +24,7 @@ from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.visit import address_of, movable
 
 
-class CarryPlace(NamedTuple):
+class CarrySlice(NamedTuple):
     """The memory of a tensor in an activation buffer, in bytes, and the tensor's layout in it, in elements."""
 
     start: int
@@ -47,38 +47,38 @@ class HostActivationBuffers:
         self._stream = memory.comms.stream("offload")
         self._slots: dict[int, Tensor] = {}
         self._host: dict[int, Tensor] = {}  # by visit
-        self._places: dict[int, dict[int, CarryPlace]] = {}  # visit -> number of an argument -> where it is
+        self._slices: dict[int, dict[int, CarrySlice]] = {}  # visit -> number of an argument -> where it is
 
     def save(
-        self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
+        self, visit: int, slot: int, tensors: Sequence[Tensor], carry_length: int, outs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Copies what it can of the first `carried` of a visit's arguments into `slot`; returns the others."""
+        """Copies what it can of the first `carry_length` of a visit's arguments into `slot`; returns the others."""
         memory = {address_of(out) for out in outs}
-        passed = [k for k, x in enumerate(tensors[:carried]) if address_of(x) in memory or not self._plain(x)]
-        places: dict[int, CarryPlace] = {}
+        passed = [k for k, x in enumerate(tensors[:carry_length]) if address_of(x) in memory or not self._plain(x)]
+        slices: dict[int, CarrySlice] = {}
         end = 0
-        for k in movable(tensors[:carried], passed):
+        for k in movable(tensors[:carry_length], passed):
             x = tensors[k]
             nbytes = x.untyped_storage().nbytes()
-            places[k] = CarryPlace(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
+            slices[k] = CarrySlice(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
             end += in_carry_slot(nbytes)
         self._reserve(slot, end)
-        for k, place in places.items():
+        for k, each in slices.items():
             # all bytes, in their order, so that the restored tensor has the same strides
             source = torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensors[k].untyped_storage())
-            self._slots[slot][place.start : place.start + place.nbytes].copy_(source)
-        self._places[visit] = places
-        return [x for k, x in enumerate(tensors) if k not in places]
+            self._slots[slot][each.start : each.start + each.nbytes].copy_(source)
+        self._slices[visit] = slices
+        return [x for k, x in enumerate(tensors) if k not in slices]
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, as views of `slot`, among the `others`."""
-        places, rest = self._places[visit], iter(others)
+        slices, rest = self._slices[visit], iter(others)
         found = []
-        for k in range(len(places) + len(others)):
-            if k in places:
-                place = places[k]
-                first = place.start // place.dtype.itemsize + place.offset
-                found.append(self._slots[slot].view(place.dtype).as_strided(place.shape, place.stride, first))
+        for k in range(len(slices) + len(others)):
+            if k in slices:
+                each = slices[k]
+                first = each.start // each.dtype.itemsize + each.offset
+                found.append(self._slots[slot].view(each.dtype).as_strided(each.shape, each.stride, first))
             else:
                 found.append(next(rest))
         return found
@@ -108,14 +108,14 @@ class HostActivationBuffers:
         return type(x) is Tensor and x.device == self._device and not (x.is_conj() or x.is_neg())
 
     def _size(self, visit: int) -> int:
-        return sum(in_carry_slot(place.nbytes) for place in self._places[visit].values())
+        return sum(in_carry_slot(each.nbytes) for each in self._slices[visit].values())
 
     def _reserve(self, slot: int, size: int) -> bool:
         """Makes an activation buffer large enough; returns whether its memory is new."""
         if slot in self._slots and self._slots[slot].numel() >= size:
             return False
         self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        self._stream.keep(self._slots[slot])  # copies may be under way when a larger one replaces it
+        self._stream.mark_used(self._slots[slot])  # copies may be under way when a larger one replaces it
         return True
 
 

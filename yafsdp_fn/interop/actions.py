@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call, Kind, Parcel, Split
+from yafsdp_fn.program.split import Call, Kind, Message, Split
 from yafsdp_fn.program.trace import Trace, writes_of
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
@@ -360,37 +360,37 @@ def _check_flows(split: Split) -> None:
 
 def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
     """A row's calls with its messages, as they are listed."""
-    made: dict[Parcel, Action] = {}  # what is not sent yet
-    come: dict[Parcel, Action] = {}  # what is not taken yet
-    kept: set[Parcel] = set()  # what is for another segment of this stage
+    made: dict[Message, Action] = {}  # what is not sent yet
+    come: dict[Message, Action] = {}  # what is not taken yet
+    kept: set[Message] = set()  # what is for another segment of this stage
     calls = {action.call for action in row}
     for action in row:
         call = action.call
         if call is not None:
-            for parcel in takes(split, call):
-                if split.crosses(parcel) and come.pop(parcel, None) is None:
-                    word = f"{call.segment}{'RECV_B' if parcel.back else 'RECV_F'}{call.microbatch}"
+            for message in takes(split, call):
+                if split.crosses(message) and come.pop(message, None) is None:
+                    word = f"{call.segment}{'RECV_B' if message.back else 'RECV_F'}{call.microbatch}"
                     action.refuse("flow", f"what it takes has not come: no {word} before it")
-                if not split.crosses(parcel) and parcel not in kept:
+                if not split.crosses(message) and message not in kept:
                     action.refuse("flow", "what it takes is made by a later call of its row")
-            for parcel in gives(split, call):
-                if split.crosses(parcel):
-                    made[parcel] = action
+            for message in gives(split, call):
+                if split.crosses(message):
+                    made[message] = action
                 else:
-                    kept.add(parcel)
+                    kept.add(message)
             yield call
         elif action.word in ("RECV_F", "RECV_B"):
-            for parcel in filter(split.crosses, takes(split, _of(split, action, calls))):
-                if parcel in come:
+            for message in filter(split.crosses, takes(split, _of(split, action, calls))):
+                if message in come:
                     action.refuse("flow", "it has been received already")
-                come[parcel] = action
-                yield Receive(parcel.flow, 0, parcel.microbatch, parcel.back)
+                come[message] = action
+                yield Receive(message.flow, 0, message.microbatch, message.back)
         elif action.word in MESSAGES:
             own = _of(split, action, calls)
-            for parcel in filter(split.crosses, gives(split, own)):
-                if made.pop(parcel, None) is None:
+            for message in filter(split.crosses, gives(split, own)):
+                if made.pop(message, None) is None:
                     action.refuse("flow", f"there is nothing to send: no {written(own)} before it, or sent already")
-                yield Send(parcel.flow, 0, parcel.microbatch, parcel.back)
+                yield Send(message.flow, 0, message.microbatch, message.back)
     for action in made.values():
         way = "SEND_F" if action.word == "F" else "SEND_B"
         action.refuse("flow", f"what it gives is never sent; no {action.segment}{way}{action.microbatch} after it")

@@ -83,7 +83,7 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
     if not program.trace.trains:
         raise ValueError("to_actions: the step is of forwards alone; torch's runtime takes rows of a training step")
     _check_neighbours(split)
-    parts = verify(program).parts
+    parts = verify(program).by_stage
     last = calls_of(split, split.homes[-1], parts[split.homes[-1]])
     taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == len(split.homes) - 1]
     stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]

@@ -312,7 +312,7 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
         raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
     left = {id(param): name for name, param in target.items()}
     counts = {name: count for name, unit in params.items() if (count := _length(name, unit, target)) is not None}
-    layers_of = _dealt(counts, params, module) if model is None else model._places.stacks
+    layers_of = _assigned(counts, params, module) if model is None else model._places.stacks
     for name, count in counts.items():
         names = layers_of.get(name, ())
         if len(names) != count:
@@ -354,8 +354,8 @@ def _length(name: str, unit: Tree, target: Mapping[str, Tensor]) -> int | None:
     return leaf.shape[0] if there is None or len(leaf.shape) > there.ndim else None
 
 
-def _dealt(counts: Mapping[str, int], params: Mapping[str, Tree], module: nn.Module) -> dict[str, list[str]]:
-    """Deals a module's layers to stacks: to each its first layer, which its name tells, and those of the same form up
+def _assigned(counts: Mapping[str, int], params: Mapping[str, Tree], module: nn.Module) -> dict[str, list[str]]:
+    """Assigns a module's layers to stacks: to each its first layer, which its name tells, and those of the same form up
     to the first of another. What requires grad is not asked: it may be other layers than in `functionalize`, or all of
     a new module."""
     stack_of: dict[str, str] = {}  # by its first layer
@@ -366,7 +366,7 @@ def _dealt(counts: Mapping[str, int], params: Mapping[str, Tree], module: nn.Mod
         names = [path for path, _ in found.named_parameters(remove_duplicate=False)]
         in_list = names and next(iter(leaves)) not in names
         stack_of[join(name, names[0].partition(".")[0]) if in_list else name] = name
-    dealt: dict[str, list[str]] = {name: [] for name in counts}
+    assigned: dict[str, list[str]] = {name: [] for name in counts}
     for holder in {first.rpartition(".")[0] for first in stack_of}:
         latest: dict[Any, str] = {}  # the stack that has begun last, by the form of its layers
         for key, layer in module.get_submodule(holder).named_children():
@@ -374,6 +374,6 @@ def _dealt(counts: Mapping[str, int], params: Mapping[str, Tree], module: nn.Mod
             if name in stack_of:
                 latest[form] = stack_of[name]
             stack = latest.get(form)
-            if stack is not None and len(dealt[stack]) < counts[stack]:
-                dealt[stack].append(name)
-    return dealt
+            if stack is not None and len(assigned[stack]) < counts[stack]:
+                assigned[stack].append(name)
+    return assigned

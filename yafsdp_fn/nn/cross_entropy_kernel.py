@@ -32,7 +32,7 @@ def _rows(
     # before the maximum, for which all warps wait for each other: none has overwritten it yet
     picked = tl.load(start + label, mask=(label >= 0) & (label < columns), other=0.0).to(tl.float32)
     # the lowest number, not minus infinity: lanes beyond the end, which are that, would take the difference of two
-    # infinities. So they weigh exp(-inf - m) = 0, however low the logits of the row are
+    # infinities. So their weight is exp(-inf - m) = 0, however low the logits of the row are
     peaks = tl.full([block], -3.4028234663852886e38, tl.float32)
     sums = tl.zeros([block], tl.float32)
     for first in range(0, columns, block):

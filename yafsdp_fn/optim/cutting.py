@@ -61,7 +61,7 @@ class Cutter:
                     "of a sharded tree take their steps one by one"
                 )
             for number, group, leaf in node.group_leaves():
-                ranks = node.owner.comms.within(group.over)
+                ranks = node.owner.comms.without(group.over)
                 origin = Origin(SingleUnitOwner(ranks.rank, ranks.ranks), 0)
                 entry = dataclasses.replace(node.entry, groups=(group,), length=None)
                 self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
@@ -117,7 +117,7 @@ class SingleUnitOwner:
     def comms(self) -> Any:
         return self
 
-    def within(self, axes: object) -> "SingleUnitOwner":
+    def without(self, axes: object) -> "SingleUnitOwner":
         return self
 
     def why_not_whole(self) -> str:
@@ -154,7 +154,7 @@ def row_runs(rule: Callable[[str, Param], Any], handle: Sharded, group: Group, n
     A gap counts as part of the logical leaf before it: its zeros decay to zeros, and all runs start where a logical
     leaf does, aligned.
     """
-    start = handle.owner.comms.within(group.over).rank * n
+    start = handle.owner.comms.without(group.over).rank * n
     pieces = list(group.layout.pieces(start, start + n))
     said = by_leaf(rule, handle.entry, group)
     values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding

@@ -37,7 +37,7 @@ class LeafExchange:
 
         def parts(owner: int, rank: int) -> Parts:
             n, shard = row.numel(), self._at[rank][1]
-            of_owner = [(i, leaves[i].part(shard, n)) for i, whose in enumerate(owners) if whose == owner]
+            of_owner = [(i, leaves[i].in_shard(shard, n)) for i, whose in enumerate(owners) if whose == owner]
             return [(i, part) for i, part in of_owner if part]
 
         everyone = range(ranks.ranks)

@@ -145,7 +145,7 @@ class Group:
 
     @cached_property
     def over(self) -> tuple[str, ...]:
-        """The axes that it is split over here: `ranks.within(group.over)` hold the same part."""
+        """The axes that it is split over here: `ranks.without(group.over)` hold the same part."""
         return tuple(name for name, _ in self.axes)
 
     @cached_property
@@ -184,20 +184,20 @@ class Group:
             shapes.append(tuple(shape))
         return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(shapes)), axes=here)
 
-    def part(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
+    def local_slice(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
-        return self._part(number, leaf, [ranks.axes[name].place for name in self.over])
+        return self._slice(number, leaf, [ranks.axes[name].rank for name in self.over])
 
     def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
         """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
         every = itertools.product(*(range(size) for _, size in self.axes))
-        return [self._part(number, leaf, places) for places in every]
+        return [self._slice(number, leaf, coordinates) for coordinates in every]
 
-    def _part(self, number: int, leaf: Tensor, places: Sequence[int]) -> Tensor:
-        for (name, size), place in zip(self.axes, places, strict=True):
+    def _slice(self, number: int, leaf: Tensor, coordinates: Sequence[int]) -> Tensor:
+        for (name, size), coordinate in zip(self.axes, coordinates, strict=True):
             dim, blocks = cut_of(self.splits[number], name)
             length = leaf.shape[dim] // blocks // size
-            leaf = _in_blocks(leaf, dim, blocks).narrow(dim, place * length, length).flatten(dim - 1, dim)
+            leaf = _in_blocks(leaf, dim, blocks).narrow(dim, coordinate * length, length).flatten(dim - 1, dim)
         return leaf
 
     def leaves_of(self, flat: Tensor, ranks: Ranks) -> list[Tensor]:
@@ -222,25 +222,25 @@ class Group:
     @cached_property
     def here(self) -> tuple[int, ...]:
         """Indices in `units` of those with a row here: layers, if stacked."""
-        return tuple(place for place in range(len(self.units)) if self.stage in self.holders(place))
+        return tuple(index for index in range(len(self.units)) if self.stage in self.holders(index))
 
     @cached_property
     def held(self) -> tuple[int, ...]:
         """The units with a row here, by row."""
-        return tuple(self.units[place] for place in self.here)
+        return tuple(self.units[index] for index in self.here)
 
     @cached_property
     def counted(self) -> tuple[int, ...]:
         """Rows of the units whose home is this stage: sums and saves over all stages take these, so each unit once."""
-        return tuple(row for row, place in enumerate(self.here) if self.home(place) == self.stage)
+        return tuple(row for row, index in enumerate(self.here) if self.home(index) == self.stage)
 
-    def holders(self, place: int) -> tuple[int, ...]:
-        """Returns the stages that hold unit number `place` of `units`."""
-        return (self.stage,) if self.stages is None else self.stages[place]
+    def holders(self, index: int) -> tuple[int, ...]:
+        """Returns the stages that hold unit number `index` of `units`."""
+        return (self.stage,) if self.stages is None else self.stages[index]
 
-    def home(self, place: int) -> int:
-        """Returns the first stage that holds unit number `place`."""
-        return self.holders(place)[0]
+    def home(self, index: int) -> int:
+        """Returns the first stage that holds unit number `index`."""
+        return self.holders(index)[0]
 
     def unit(self, layer: int) -> int:
         """Returns the unit that holds `layer` (0 if unstacked)."""

@@ -107,7 +107,7 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         masks = []
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
-            start = node.owner.comms.within(group.over).rank * n
+            start = node.owner.comms.without(group.over).rank * n
             passes = by_leaf(rule, node.entry, group)
             masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
             for piece in group.layout.pieces(start, start + n):

@@ -116,20 +116,20 @@ def fill_group(
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
     stacked = entry.stacked(group)
-    rank = ranks.within(group.over).rank
+    rank = ranks.without(group.over).rank
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
 
-    def part(number: int, give: Source, layer: int | None) -> Tensor:
+    def local(number: int, give: Source, layer: int | None) -> Tensor:
         whole = give(layer) if stacked else whole_leaf(give, entry.length)
-        return group.part(number, whole, ranks)
+        return group.local_slice(number, whole, ranks)
 
-    parts = [partial(part, number, give) for number, give in enumerate(sources)]
-    for place in range(len(group.units)) if together else group.here:
-        layer = place if stacked else None
-        if place in rows:
-            fill(rows[place], group.layout, rank, parts, layer, together)
+    local_sources = [partial(local, number, give) for number, give in enumerate(sources)]
+    for index in range(len(group.units)) if together else group.here:
+        layer = index if stacked else None
+        if index in rows:
+            fill(rows[index], group.layout, rank, local_sources, layer, together)
         else:
-            for give in parts:
+            for give in local_sources:
                 give(layer)
 
 
@@ -186,12 +186,12 @@ def _whole(node: Any) -> Any:
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
         stacked = node.entry.stacked(group)
-        n = group.layout.shard_numel(comms.within(group.over).ranks)
+        n = group.layout.shard_numel(comms.without(group.over).ranks)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
         # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
-        rows = [unit_shard(node, group, leaf, place) for place in range(len(group.units))]
+        rows = [unit_shard(node, group, leaf, index) for index in range(len(group.units))]
         wholes = [whole_leaves(comms, group, row.movedim(-1, 0)) for row in rows]
         for position, parts in zip(group.leaves, zip(*wholes, strict=True), strict=True):
             columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
@@ -205,32 +205,32 @@ def whole_leaves(comms: Ranks, group: Group, row: Tensor) -> list[Tensor]:
     return group.leaves_of(row if comms.ranks == 1 else comms.all_gather(row), comms)
 
 
-def unit_shard(handle: Sharded, group: Group, leaf: Tensor, place: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns this rank's part [..., n] of unit number `place` of a group, whichever stage holds it. All ranks must
+def unit_shard(handle: Sharded, group: Group, leaf: Tensor, index: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns this rank's part [..., n] of unit number `index` of a group, whichever stage holds it. All ranks must
     call it.
 
     dtype: the part is converted to it before it travels
     """
     comms = handle.owner.comms
-    row = part_at_home(handle, group, leaf, place)
+    row = shard_at_home(handle, group, leaf, index)
     row = row if dtype is None else row.to(dtype)
-    return row if group.stages is None else comms.from_stage(row, group.home(place))
+    return row if group.stages is None else comms.from_stage(row, group.home(index))
 
 
-def part_at_home(handle: Sharded, group: Group, leaf: Tensor, place: int) -> Tensor:
-    """Returns this rank's part [..., n] of unit number `place` of a group, or uninitialised memory of its size where
+def shard_at_home(handle: Sharded, group: Group, leaf: Tensor, index: int) -> Tensor:
+    """Returns this rank's part [..., n] of unit number `index` of a group, or uninitialised memory of its size where
     another stage is the unit's home."""
     stacked = handle.entry.stacked(group)
-    if group.home(place) != group.stage:
-        n = group.layout.shard_numel(handle.owner.comms.within(group.over).ranks)
+    if group.home(index) != group.stage:
+        n = group.layout.shard_numel(handle.owner.comms.without(group.over).ranks)
         return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], n)
-    return leaf.select(-2, group.here.index(place)) if stacked else leaf
+    return leaf.select(-2, group.here.index(index)) if stacked else leaf
 
 
-def _in_front(parts: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
+def _in_front(leaves: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
     """Combines the layers of a leaf, each [..., *batch], into one tensor [*batch, (L,) ...] of its own memory."""
-    parts = [part.movedim(tuple(range(part.ndim - batch, part.ndim)), tuple(range(batch))) for part in parts]
-    return torch.stack(parts, batch) if stacked else parts[0].clone(memory_format=torch.contiguous_format)
+    leaves = [leaf.movedim(tuple(range(leaf.ndim - batch, leaf.ndim)), tuple(range(batch))) for leaf in leaves]
+    return torch.stack(leaves, batch) if stacked else leaves[0].clone(memory_format=torch.contiguous_format)
 
 
 def shards_of(tree: Tree, like: Tree) -> Tree:

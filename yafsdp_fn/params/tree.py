@@ -215,9 +215,9 @@ def in_stack(accessor: optree.PyTreeAccessor) -> bool:
     return any(issubclass(entry.type, Stacked) for entry in accessor)
 
 
-def join(*parts: str) -> str:
+def join(*names: str) -> str:
     """Joins path parts, leaving out the empty ones."""
-    return ".".join(part for part in parts if part)
+    return ".".join(name for name in names if name)
 
 
 def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:

@@ -12,13 +12,13 @@ from yafsdp_fn.planner.footprint import Memory, predict_memory
 from yafsdp_fn.planner.plan import DoesNotFit, Plan
 from yafsdp_fn.planner.search import Found, min_ckpt_layers, search
 from yafsdp_fn.planner.simulate import simulate
-from yafsdp_fn.planner.synthesize import Written
+from yafsdp_fn.planner.synthesize import Synthesized
 
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
     from yafsdp_fn.api.trace import trace
     from yafsdp_fn.planner.loss_plan import plan
 
-__all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Written"]
+__all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Synthesized"]
 __all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
 __all__ += ["calibrate"]
 

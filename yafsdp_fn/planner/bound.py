@@ -28,7 +28,7 @@ from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.planner.simulate import LINKS, check_costs
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Receive, Reduce, Send, Update
-from yafsdp_fn.program.program import after_program, part_of
+from yafsdp_fn.program.program import after_program, stage_trace
 from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.trace import Trace, UnitSpec, Visit
 from yafsdp_fn.timeline.text import shown
@@ -172,12 +172,12 @@ class _StageBound:
         self.stage = stage
         self.microbatches = trace.microbatches
         self.segments = path.split.of(stage)
-        self.part = trace
+        self.trace = trace
         if trace.split is not None and trace.stage is None:
             kinds: list[Kind] = ["forward", "backward"] if trace.trains else ["forward"]
             calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]
-            self.part = part_of(trace._replace(microbatches=1), stage, calls)
-        part = self.part
+            self.trace = stage_trace(trace._replace(microbatches=1), stage, calls)
+        part = self.trace
         self.costs = Costs(part, cluster)
         self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
         used: set[int] = set()
@@ -204,7 +204,7 @@ class _StageBound:
         self._work()
 
     def _optimizer(self) -> None:
-        part = self.part
+        part = self.trace
         self.first = [u for u in self.visits[0].units if part.units[u].trainable]  # what the first visit waits for
         self.norm = self.update = self.first_update = 0.0
         if part.update_when == "never" or not part.trained:
@@ -216,7 +216,7 @@ class _StageBound:
 
     def _work(self) -> None:
         """Adds up what streams and links do at least."""
-        part = self.part
+        part = self.trace
         m = self.microbatches
         computes: list[Op] = [Forward(v.id, (), True) for v in self.visits]
         computes += [Backward(v.id, (), ()) for v in self.visits if part.trains]
@@ -253,13 +253,13 @@ class _StageBound:
         for name, seconds in self.busy.items():
             if seconds:
                 found[f"communication ({'link' if name in LINKS else 'stream'} {name})"] = seconds
-        if self.part.trains and len(self.path.split.homes) > 1:
+        if self.trace.trains and len(self.path.split.homes) > 1:
             found["fill"] = self._fill()
             found["drain"] = self._drain()
-        if self.part.trains and self.room < math.inf:
+        if self.trace.trains and self.room < math.inf:
             found["memory"] = self._with_room(max(found.values()))
-        slowest = 1 + self.cluster.straggling(self.part.world)
-        overhead = self.cluster.overhead(sum(u.numel > 0 or self.part.stage is None for u in self.part.units))
+        slowest = 1 + self.cluster.straggling(self.trace.world)
+        overhead = self.cluster.overhead(sum(u.numel > 0 or self.trace.stage is None for u in self.trace.units))
         return {name: seconds * slowest + overhead for name, seconds in found.items()}
 
     # ---- compute
@@ -270,7 +270,7 @@ class _StageBound:
 
     def _compute(self) -> float:
         """The stream of computes, and what is before the first one and after the last."""
-        part = self.part
+        part = self.trace
         # the gather for the first compute; with several stages others compute meanwhile
         alone = self.first and self.path.split.stages == 1
         gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
@@ -289,7 +289,7 @@ class _StageBound:
         return max(beside_updates, after_update) + reduction
 
     def _reduction(self, unit: int) -> float:
-        replicas = self.costs.seconds(AllReduce((unit,))) if self.part.replicas > 1 else 0.0
+        replicas = self.costs.seconds(AllReduce((unit,))) if self.trace.replicas > 1 else 0.0
         return self.costs.seconds(Reduce((unit,), (0,))) + replicas
 
     # ---- fill and drain
@@ -325,13 +325,13 @@ class _StageBound:
         return max(0.0, self.room - max(weights, default=0) - max(gradients, default=0))
 
     def _aliased(self, unit: UnitSpec) -> bool:
-        return self.part.ranks_of(unit) == 1 and not self.part.ordered
+        return self.trace.ranks_of(unit) == 1 and not self.trace.ordered
 
     # ---- memory
 
     def _with_room(self, least: float) -> float:
         """The least seconds in which enough room can be made; `least`: what the step takes anyway."""
-        lacks = self._lacks_on_stages() if self.part.split is not None else self._lacks()
+        lacks = self._lacks_on_stages() if self.trace.split is not None else self._lacks()
         if lacks(least) <= 0:
             return least
         low = least
@@ -366,7 +366,7 @@ class _StageBound:
     def _lacks(self) -> Callable[[float], float]:
         """Seconds -> bytes that lack between the last forward and the first backward of each microbatch, with gradients
         that are held between microbatches."""
-        part = self.part
+        part = self.trace
         m = self.microbatches
         whole = self._compute()
         always, carries = held_values(part)
@@ -406,7 +406,7 @@ class _StageBound:
     def _again(self, unit: UnitSpec) -> list[tuple[Phase, ...]]:
         """Ways to gather a unit once more: from all ranks, and from the node where there is one."""
         ways = [self.costs.phases(Gather((unit.id,), (0,)))]
-        if self.part.local_ranks_of(unit) < self.part.ranks_of(unit):
+        if self.trace.local_ranks_of(unit) < self.trace.ranks_of(unit):
             ways.append(self.costs.phases(Gather((unit.id,), (0,), "node")))
         return ways
 

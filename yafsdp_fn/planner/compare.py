@@ -54,7 +54,7 @@ class ScheduleFigures(NamedTuple):
     @staticmethod
     def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "ScheduleFigures":
         trace = timeline.trace
-        parts = timeline.parts
+        parts = timeline.by_stage
         sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
         return ScheduleFigures(
             timeline.stage_count,

@@ -39,7 +39,7 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
     messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
     peers = len({stage for ends in messages for stage in ends} - {trace.stage})
     sources = {op.source for op in program.ops if isinstance(op, Gather)}
-    for cut in dict.fromkeys([ranks, *(ranks.within(unit.over) for unit in trace.units)]):
+    for cut in dict.fromkeys([ranks, *(ranks.without(unit.over) for unit in trace.units)]):
         if cut.ranks == 1:
             continue
         peers += len(sources - {"node"}) + ("node" in sources and cut.local_ranks > 1)
@@ -171,7 +171,7 @@ class Memory:
 def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     """The memory of one rank in a step of `program`, whose ranks need not exist; of the stage that takes most.
 
-    Of each stage: `[predict_memory(part) for part in program.parts]`.
+    Of each stage: `[predict_memory(part) for part in program.by_stage]`.
 
     device: the type it runs on. The CPU's sums and products in two dtypes take scratch, those of a GPU with Triton none
 
@@ -183,15 +183,15 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     >>> ya.planner.predict_memory(program).peak_bytes
     49152
     """
-    if program.parts != (program,):
-        return max((predict_memory(part, device=device) for part in program.parts), key=lambda each: each.peak_bytes)
+    if program.by_stage != (program,):
+        return max((predict_memory(part, device=device) for part in program.by_stage), key=lambda each: each.peak_bytes)
     trace = program.trace
     if not trace.precision:
         raise ValueError(NO_COSTS)
     dtypes = _dtypes(trace)
     comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),))
     if trace.ordered:
-        comms.deal(trace.microbatches * comms.world)
+        comms.set_micro_shards(trace.microbatches * comms.world)
     receive, staging = _buffers(program, dtypes, comms, device)
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
@@ -286,7 +286,7 @@ def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tup
     (param, _, wire, wide) = dtypes
     if comms.deterministic:
         wide = param.promoted(wire)
-    trained = [(comms.within(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]
+    trained = [(comms.without(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]
     n = max((numel for _, numel in trained), default=0)
     _, alias = _aliases(trace, dtypes)
     reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units if unit not in alias]

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
         """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
         where = named(cluster)
         budget = where.memory_bytes if memory is None else memory
-        each = tuple(footprint.predict_memory(part) for part in program.parts)
+        each = tuple(footprint.predict_memory(part) for part in program.by_stage)
         most = max(each, key=lambda one: one.peak_bytes)
         todo = tasks(program, where)
         return Plan(program, where, run(program, todo, where), most, budget, work(program, todo, where), each)
@@ -166,7 +166,7 @@ class Plan(NamedTuple):
         seconds = self.timeline.seconds or 1.0
         rows = [
             f"stage {number:<4}{own.compute_s / seconds:>5.0%} busy {each.peak_bytes / 2**30:>8.1f} GiB"
-            for number, (own, each) in enumerate(zip(self.timeline.parts, self.stages, strict=True))
+            for number, (own, each) in enumerate(zip(self.timeline.by_stage, self.stages, strict=True))
         ]
         most = self.stages.index(self.memory)
         microbatches = counted(self.program.trace.microbatches, "microbatch")

@@ -27,8 +27,8 @@ from yafsdp_fn.planner.space import (
     last,
     layers,
 )
-from yafsdp_fn.planner.synthesize import Report, Synthesis, Written
-from yafsdp_fn.program.program import part_of
+from yafsdp_fn.planner.synthesize import Report, Synthesis, Synthesized
+from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
@@ -71,7 +71,7 @@ class Found:
     mesh: arguments of `ya.mesh`; stages: of `ya.init`, where the best has pipeline stages
     runners_up: the best of the other builders and meshes, fastest first
     default: `zero3` with as few recomputed layers as fit, None where none do
-    written: what was synthesized from the best, if that was asked for: it is then the schedule
+    synthesized: what was made from the best, if that was asked for: it is then the schedule
 
     >>> found = ya.planner.search(trace, "a100-80g")
     >>> found.best.point.builder, found.mesh, len(found.runners_up)
@@ -84,7 +84,7 @@ class Found:
     trace: Trace
     cluster: Cluster
     budget: int
-    written: Written | None = None
+    synthesized: Synthesized | None = None
 
     def __call__(self, trace: Trace) -> Program:
         if trace.mesh != self.best.point.mesh:
@@ -92,7 +92,7 @@ class Found:
                 f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
                 f"({arguments(dict(trace.mesh))}): build the state on ya.mesh({arguments(self.mesh)})"
             )
-        return self.best.point.schedule()(trace) if self.written is None else self.written(trace)
+        return self.best.point.schedule()(trace) if self.synthesized is None else self.synthesized(trace)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -100,16 +100,16 @@ class Found:
 
     @property
     def stages(self) -> Assignment | None:
-        if self.written is not None:
-            return self.written.stages
+        if self.synthesized is not None:
+            return self.synthesized.stages
         order = self.best.point.order
         return None if order is None else order.assignment(self.trace)
 
     @property
     def program(self) -> Program:
         """The program for the trace that was searched for, on the mesh that was found."""
-        if self.written is not None:
-            return self.written.program
+        if self.synthesized is not None:
+            return self.synthesized.program
         return self.best.point.program(self.trace)
 
     @property
@@ -125,11 +125,11 @@ class Found:
         >>> both.timelines.keys()                                # both.save("written.png")
         dict_keys(['best builder', 'written'])
         """
-        if self.written is None:
+        if self.synthesized is None:
             raise ValueError("compared(): nothing was written: search(..., synthesize=seconds)")
-        both = {"best builder": self.best.point.program(self.trace), "written": self.written.program}
+        both = {"best builder": self.best.point.program(self.trace), "written": self.synthesized.program}
         found = compare(both, self.cluster, tokens=tokens, memory=self.budget)
-        return found._replace(words=tuple(str(self.written).splitlines()))
+        return found._replace(words=tuple(str(self.synthesized).splitlines()))
 
     def __str__(self) -> str:
         best = self.best
@@ -143,7 +143,7 @@ class Found:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
         others = [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
-        return "\n".join([*lines, *others, *([str(self.written)] if self.written else [])])
+        return "\n".join([*lines, *others, *([str(self.synthesized)] if self.synthesized else [])])
 
 
 def search(
@@ -168,8 +168,8 @@ def search(
     stages: numbers of pipeline stages to look at, 1 for none: the same microbatches, which the ranks of a stage share
     ranks: other than those that the trace is of; the step stays that of all batches together
     synthesize: seconds for writing a program that no builder has, from the best builder's and the runners-up's
-        (`Found.written`): `moves` changes are tried, fewer where the seconds are over; the same `seed` and moves
-        write the same. resume: a file of `Written.save`, from which it goes on. report: is given a line whenever
+        (`Found.synthesized`): `moves` changes are tried, fewer where the seconds are over; the same `seed` and moves
+        write the same. resume: a file of `Synthesized.save`, from which it goes on. report: is given a line whenever
         there is a better one
 
     Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
@@ -212,7 +212,7 @@ def search(
     several = best.point.order is not None
     alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
     writing = Synthesis(step, alike, where, budget, seed, resume)
-    return dataclasses.replace(result, written=writing.run(moves, seconds=synthesize, report=report))
+    return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 
 def _sweeps(
@@ -265,11 +265,11 @@ class Sweep:
         self._peak = functools.cache(self._needed)
         order = plain.order
         self.whole = trace.on(plain.mesh) if order is None else order.whole(trace, plain.mesh)
-        self.parts = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
-        self.layers = max(map(layers, self.parts))
+        self.traces = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
+        self.layers = max(map(layers, self.traces))
         self.shown = SHOWN if order is None and alike_on(trace) == 1 else STAGES_SHOWN
         self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
-        self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.parts)
+        self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.traces)
         if order is not None:
             calls = CallGraph.of_step(self.whole, cluster)._replace(message=0.0)
             rows = pipelines.ORDERS[order.name](pipelines.split_of(self.whole), order.microbatches)
@@ -282,7 +282,7 @@ class Sweep:
 
     def least(self) -> footprint.Memory:
         """The memory it takes when every layer recomputes and none is kept."""
-        return footprint.predict_memory(self.plain._replace(remat=self.layers).sharding()(self.parts[0]))
+        return footprint.predict_memory(self.plain._replace(remat=self.layers).sharding()(self.traces[0]))
 
     def fewest_recomputed(self) -> Choice | None:
         """The choice without kept layers: as few recomputed ones as fit."""
@@ -353,7 +353,7 @@ class Sweep:
 
     def _needed(self, point: Point) -> int:
         """Bytes, on stages of the first or the last, without what is under way to other stages."""
-        return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.parts)
+        return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.traces)
 
     def _simulated(self, point: Point) -> Choice:
         program = self._program(point)
@@ -382,7 +382,7 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
     rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), few.microbatches)
-    return [part_of(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
+    return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 
 def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:

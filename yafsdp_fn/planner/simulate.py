@@ -12,7 +12,7 @@ from yafsdp_fn.program.events import EventTime, StageEvent, play
 from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
-from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
@@ -89,7 +89,7 @@ def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, f
         return _of_stage(program, 0, 0, cluster, durations[0] if durations else {})
     _check_places(program, cluster)
     out: list[OpTask] = []
-    for stage, part in enumerate(program.parts):
+    for stage, part in enumerate(program.by_stage):
         out += _of_stage(part, stage, len(out), cluster, durations[stage] if durations else {})
     return _tied(out)
 
@@ -135,13 +135,13 @@ def _of_stage(
 def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
     """Ties stages together: a send and its receive are partners; updates wait for the norms of all stages; and what
     waits for the sum of a unit's gradient on one stage waits for it on all stages that share the unit."""
-    ends: dict[Parcel, dict[type, int]] = {}
+    ends: dict[Message, dict[type, int]] = {}
     norms: dict[int, int] = {}
     sums: dict[tuple[int, ...], list[int]] = {}
     for number, task in enumerate(todo):
         match task.op:
             case Send() | Receive() as op:
-                ends.setdefault(op.parcel, {})[type(op)] = number
+                ends.setdefault(op.message, {})[type(op)] = number
             case Norm():
                 norms[task.stage] = number
             case AllReduce(over="stages") as op:
@@ -155,10 +155,10 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
         partner = None
         if isinstance(task.op, Send | Receive):
             other, does = (Receive, "receives") if isinstance(task.op, Send) else (Send, "sends")
-            partner = ends[task.op.parcel].get(other)
+            partner = ends[task.op.message].get(other)
             if partner is None:
                 raise ValueError(
-                    f"stage {task.stage}: {task.op}, but nobody {does} that ({task.op.parcel}): verify says more"
+                    f"stage {task.stage}: {task.op}, but nobody {does} that ({task.op.message}): verify says more"
                 )
         out.append(task._replace(waits=tuple(dict.fromkeys(waits)), partner=partner))
     return out
@@ -184,7 +184,7 @@ def _whole(program: Program) -> list[Op | Foreign]:
 
 
 def _check_places(program: Program, cluster: Cluster) -> None:
-    trace = program.parts[0].trace
+    trace = program.by_stage[0].trace
     node = cluster.gpus_per_node
     width = trace.stage_ranks
     world = trace.stage_ranks * len(program.stages)
@@ -268,7 +268,7 @@ def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str =
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
     if slow := cluster.straggling(program.trace.world):
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
-    after = max(overhead(part, cluster) for part in program.parts)
+    after = max(overhead(part, cluster) for part in program.by_stage)
     end = max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"
@@ -354,7 +354,7 @@ def work(program: Program, todo: Iterable[OpTask], cluster: Cluster) -> Work:
     compute = max((seconds for (_, stream), seconds in streams.items() if stream == "compute"), default=0.0)
     others = [seconds for (_, stream), seconds in streams.items() if stream != "compute"]
     return Work(
-        compute, max([*others, *links.values()], default=0.0), max(overhead(each, cluster) for each in program.parts)
+        compute, max([*others, *links.values()], default=0.0), max(overhead(each, cluster) for each in program.by_stage)
     )
 
 

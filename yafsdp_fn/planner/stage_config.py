@@ -288,7 +288,7 @@ def outcome(make: Callable[[], Program], cluster: Cluster, budget: int) -> Outco
 
 def peaks_of(program: Program) -> tuple[int, ...]:
     """The predicted peak of each stage, in bytes."""
-    return tuple(footprint.predict_memory(part).peak_bytes for part in program.parts)
+    return tuple(footprint.predict_memory(part).peak_bytes for part in program.by_stage)
 
 
 # ---- A step without stages.

@@ -8,7 +8,8 @@
                                  a change of one stage's configuration: what it recomputes, gathers again, reduces
     a program that fits in prediction is proved and simulated; the fastest is kept
 
-The same seed and number of moves write the same program; seconds only stop it early. `Written.save` puts a search into
+The same seed and number of moves write the same program; seconds only stop it early.
+`Synthesized.save` puts a search into
 a file, from which it goes on.
 """
 
@@ -38,14 +39,14 @@ from yafsdp_fn.planner.stage_config import (
     outcome,
     peaks_of,
 )
-from yafsdp_fn.program.program import Program, part_of
+from yafsdp_fn.program.program import Program, stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
 from yafsdp_fn.util import disk, strict_json
-from yafsdp_fn.util.schema import Within, shown, typed
+from yafsdp_fn.util.schema import Limits, shown, typed
 from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
@@ -53,7 +54,7 @@ Report = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class Synthesized:
     """A program that was written, and how. It is a schedule, and goes on with `more`.
 
     program: proved; step_s, peak_bytes: as simulated and predicted; least: that no program is below
@@ -62,7 +63,7 @@ class Written:
     design: the schedule
     moves: changes that were tried; early: whether seconds were over before all of them
 
-    >>> written = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).written
+    >>> written = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).synthesized
     >>> written.step_s <= written.builder_s
     True
     """
@@ -93,7 +94,7 @@ class Written:
         order = self.design.point.order
         return None if order is None else order.assignment(self.search.trace)
 
-    def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Written":
+    def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Synthesized":
         """Goes on for so many moves more, from where it was: k and then m come to what k + m do."""
         return self.search.run(moves, seconds=seconds, report=report)
 
@@ -122,8 +123,8 @@ VERSION = 2
 class StoredOutcome(NamedTuple):
     """An outcome in a file: no seconds where the program does not fit."""
 
-    seconds: Annotated[float, Within(0, 1e12)] | None
-    peaks: tuple[Annotated[int, Within(0, 2**60)], ...]
+    seconds: Annotated[float, Limits(0, 1e12)] | None
+    peaks: tuple[Annotated[int, Limits(0, 2**60)], ...]
 
 
 class File(NamedTuple):
@@ -134,7 +135,7 @@ class File(NamedTuple):
     builder_s: float
     budget: int
     seed: int
-    moves: Annotated[int, Within(0, 10**6)]
+    moves: Annotated[int, Limits(0, 10**6)]
     seen: tuple[StoredOutcome, ...]
 
     @staticmethod
@@ -142,9 +143,9 @@ class File(NamedTuple):
         try:
             given = strict_json.loads(path.read_text())
         except ValueError as error:
-            raise ValueError(f"{path}: expected JSON that Written.save writes: {error}") from error
+            raise ValueError(f"{path}: expected JSON that Synthesized.save writes: {error}") from error
         if not isinstance(given, dict) or given.get("version") != VERSION:
-            raise ValueError(f"{path}: expected what Written.save writes, version {VERSION}")
+            raise ValueError(f"{path}: expected what Synthesized.save writes, version {VERSION}")
         try:
             return typed(File, given)  # type: ignore[no-any-return]
         except ValueError as error:
@@ -203,12 +204,12 @@ class Synthesis:
         self._seen.append(found)
         return found
 
-    def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Written:
+    def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
         early = self._go(moves, seconds, report)
         design, found, said = self._work.result()
         program = verify(design(design.point.whole(self.trace)))
-        return Written(
+        return Synthesized(
             program,
             found.seconds,
             max(found.peaks),
@@ -363,7 +364,7 @@ class Pipelines:
         try:
             whole = point.whole(self.owner.trace)
             rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), whole.microbatches)
-            parts = [part_of(whole, stage, row) for stage, row in enumerate(rows)]
+            parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)]
             configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
             return
@@ -457,7 +458,7 @@ class Pipelines:
             yield f"recomputes {', '.join(map(str, again))} layers of its stages, not {first.remat}"
         program = ours(ours.point.whole(owner.trace))
         alike: dict[str, list[str]] = {}
-        for part, config in zip(program.parts, ours.configs, strict=True):
+        for part, config in zip(program.by_stage, ours.configs, strict=True):
             theirs = StageConfig.of(first, part.trace)._replace(recomputed=config.recomputed)
             for _, words in differences(config, theirs, part.trace):
                 alike.setdefault(words, []).append(f"{part.trace.stage}")

@@ -47,9 +47,9 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"visits[{at}].units: expected different ones of the {len(units)} units"
         if not _some_of(visit.units, visit.trained):
             yield f"visits[{at}].trained: expected different ones of its units"
-        for place, argument in enumerate(visit.cost.arguments):
+        for number, argument in enumerate(visit.cost.arguments):
             if not all(made in visits for made in argument.made):
-                yield f"visits[{at}].cost.arguments[{place}].made: expected some of the {len(visits)} visits"
+                yield f"visits[{at}].cost.arguments[{number}].made: expected some of the {len(visits)} visits"
         yield from _wrong_calls(f"visits[{at}]", (*visit.collectives, *visit.adjoints), trace)
         for number in visit.trained:
             if not trace.units[number].trainable:
@@ -101,12 +101,12 @@ def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:
     return all(each in known for each in given) and len(set(given)) == len(given)
 
 
-def _wrong_calls(place: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
+def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
     inside = inside_of([name for name, _ in trace.mesh])
     for call in calls:
         if call.axis not in inside or call.nbytes < 0:
             axes = ", ".join(inside) or "none"
-            yield f"{place}: {call.kind} over {call.axis!r} of {call.nbytes} bytes; axes are {axes}"
+            yield f"{where}: {call.kind} over {call.axis!r} of {call.nbytes} bytes; axes are {axes}"
 
 
 def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
@@ -216,8 +216,8 @@ def _ops(ops: Sequence[Op]) -> list[list[Any]]:
     return [[type(op).__name__.lower(), *op] for op in ops]
 
 
-def _op(place: str, item: Any) -> Op:
+def _op(where: str, item: Any) -> Op:
     if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in NAMES):
-        raise ValueError(f"{place}: expected a list that begins with an op's name, got {reprlib.repr(item)}")
-    op: Op = typed_at(f"{place}, {item[0]}", NAMES[item[0]], item[1:])
+        raise ValueError(f"{where}: expected a list that begins with an op's name, got {reprlib.repr(item)}")
+    op: Op = typed_at(f"{where}, {item[0]}", NAMES[item[0]], item[1:])
     return op

@@ -5,7 +5,7 @@ import re
 from collections.abc import Hashable, Iterable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_type_hints
 
-from yafsdp_fn.program.split import Kind, Parcel
+from yafsdp_fn.program.split import Kind, Message
 
 # ---- What ops read and write, by name: hazards are found from that alone (hazards.py).
 
@@ -85,7 +85,7 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
 #
 #     here                      its class, in `Op`, with annotations of `slot_fields`. Its form, words, JSON and kind in
 #                               a timeline follow, and the slots that a program carries over
-#     proof/walk.py             its moment, for rules, and its execution on symbols
+#     proof/execution.py        its moment, for rules, and its execution on symbols
 #     runtime/execute.py        its work; None where slots are the shards
 #     planner/costs.py          its cost
 #     schedules/__init__.py     its name, for users
@@ -352,9 +352,9 @@ class Send(NamedTuple):
     back: bool = False
 
     @property
-    def parcel(self) -> Parcel:
+    def message(self) -> Message:
         """The message that travels."""
-        return Parcel(self.flow, self.microbatch, self.back)
+        return Message(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:
@@ -378,9 +378,9 @@ class Receive(NamedTuple):
     back: bool = False
 
     @property
-    def parcel(self) -> Parcel:
+    def message(self) -> Message:
         """The message that travels."""
-        return Parcel(self.flow, self.microbatch, self.back)
+        return Message(self.flow, self.microbatch, self.back)
 
     @property
     def stream(self) -> str:

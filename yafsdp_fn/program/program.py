@@ -47,7 +47,7 @@ def _away(
         shard_of = {rank: shard for members in holders for shard, rank in enumerate(members)}
         away = 0.0
         for leaf, owner, (_, _, nbytes, _) in zip(leaves, owners[unit], of.leaves, strict=True):
-            kept = len(leaf.part(shard_of[owner], n)) / max(math.prod(leaf.shape), 1)
+            kept = len(leaf.in_shard(shard_of[owner], n)) / max(math.prod(leaf.shape), 1)
             away += (1 - kept) * nbytes
         out[unit] = round(away)
     return out
@@ -102,19 +102,19 @@ def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
 # order               forwards of the segment's visits, microbatch 0; ... ; backwards in reverse, microbatch 0; ...
 
 
-def part_of(trace: Trace, stage: int, calls: Iterable[Call]) -> Trace:
+def stage_trace(trace: Trace, stage: int, calls: Iterable[Call]) -> Trace:
     """The part of step `trace` that `stage` does, in the order of `calls`. Any schedule builds a program from it."""
-    return _part(trace, stage, _computes(trace, calls))
+    return _stage_trace(trace, stage, _computes(trace, calls))
 
 
-def part_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
+def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
     """The part that `stage` does, in the order of the computes among its `ops`. What is not in form is left out."""
     found = (op for op in ops if isinstance(op, Forward | Backward) and {type(op.visit), type(op.microbatch)} == {int})
     there = (op for op in found if 0 <= op.visit < len(trace.visits))
-    return _part(trace, stage, (Compute(kind_of(op), op.visit, op.microbatch) for op in there))
+    return _stage_trace(trace, stage, (Compute(kind_of(op), op.visit, op.microbatch) for op in there))
 
 
-def _part(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
+def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     split = trace.split
     assert split is not None and trace.stage is None, "a whole step that is split"
     held = units_of(trace, stage)
@@ -202,22 +202,22 @@ class Program:
         if len(self.stages) != 1:
             raise TypeError(
                 f"a program of {len(self.stages)} stages has a list of ops for each: program.stages[0], or "
-                "program.parts[0], a program of that stage alone"
+                "program.by_stage[0], a program of that stage alone"
             )
         return self.stages[0]
 
     @property
-    def parts(self) -> tuple["Program", ...]:
+    def by_stage(self) -> tuple["Program", ...]:
         """The program of each stage alone, over its part of the step, which follows from its ops; this one itself where
         the step is not cut."""
         if self.trace.split is None or self.trace.stage is not None:
             return (self,) if len(self.stages) == 1 else tuple(Program(self.trace, each) for each in self.stages)
-        return self._parts
+        return self._by_stage
 
     @cached_property
-    def _parts(self) -> tuple["Program", ...]:
+    def _by_stage(self) -> tuple["Program", ...]:
         each = enumerate(self.stages)
-        return tuple(Program(part_of_ops(self.trace, stage, own), own) for stage, own in each)
+        return tuple(Program(stage_trace_of_ops(self.trace, stage, own), own) for stage, own in each)
 
     def with_ops(self, ops: Iterable[Op], stage: int = 0) -> "Program":
         """This program with other ops on `stage`."""
@@ -275,7 +275,7 @@ class Program:
         size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
         crossing: list[tuple[Any, int]] = []
         for op in self.ops:
-            crossing += [((parcel.flow, parcel.back), slot) for parcel, slot in self.trace.parcels_of(op)]
+            crossing += [((message.flow, message.back), slot) for message, slot in self.trace.messages_of(op)]
         for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
             size |= {(number, False): round_up(flow.nbytes, LINE), (number, True): round_up(flow.grad_bytes, LINE)}
         return _largest([*saved, *crossing], size)
@@ -348,7 +348,7 @@ class Program:
 
     def __str__(self) -> str:
         if len(self.stages) != 1:
-            return "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(self.parts))
+            return "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(self.by_stage))
         try:
             head = self._summary()
         except (IndexError, TypeError, ValueError):  # it is printed because it is wrong

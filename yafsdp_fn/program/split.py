@@ -67,7 +67,7 @@ class Call(NamedTuple):
     microbatch: int
 
 
-class Parcel(NamedTuple):
+class Message(NamedTuple):
     """The contents of a carry slot: the values of a flow in a microbatch, or, on their way back, their gradients."""
 
     flow: int
@@ -121,39 +121,39 @@ class Split(NamedTuple):
         """Numbers of the flows that others take from it."""
         return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
 
-    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Parcel, ...]:
-        """The parcels that a compute takes from carry slots: the first forward of a segment what arrives there,
+    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
+        """The messages that a compute takes from carry slots: the first forward of a segment what arrives there,
         the first backward the gradients of what has left it."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == first:
-            return tuple(Parcel(flow, microbatch) for flow in self.arriving(segment))
+            return tuple(Message(flow, microbatch) for flow in self.arriving(segment))
         if kind in ("backward", "inputs") and visit == end - 1:
             return self._back(self.leaving(segment), microbatch)
         return ()
 
-    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Parcel, ...]:
-        """The parcels that it puts into carry slots: the last forward of a segment what others take from it, the last
+    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
+        """The messages that it puts into carry slots: the last forward of a segment what others take from it, the last
         backward the gradients of what had arrived."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == end - 1:
-            return tuple(Parcel(flow, microbatch) for flow in self.leaving(segment))
+            return tuple(Message(flow, microbatch) for flow in self.leaving(segment))
         if kind in ("backward", "inputs") and visit == first:
             return self._back(self.arriving(segment), microbatch)
         return ()
 
-    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple[Parcel, ...]:
-        return tuple(Parcel(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
+    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple[Message, ...]:
+        return tuple(Message(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
-        """The stages that a parcel of `flow` comes from and goes to."""
+        """The stages that a message of `flow` comes from and goes to."""
         source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
         return (target, source) if back else (source, target)
 
-    def crosses(self, parcel: Parcel) -> bool:
-        """Tells whether a parcel goes to another stage."""
-        source, target = self.ends(parcel.flow, parcel.back)
+    def crosses(self, message: Message) -> bool:
+        """Tells whether a message goes to another stage."""
+        source, target = self.ends(message.flow, message.back)
         return source != target
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import OPS, STREAMS, Op, name_of, slot_fields
-from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Collectives, Trace
 
 
@@ -32,8 +32,8 @@ def _in_words(op: Any, trace: Trace) -> str:
         return took + (f", to carry {slots(gives)}" if gives else "")
 
     def subject() -> str:
-        if hasattr(op, "parcel"):
-            return describe_parcel(op.parcel, trace)
+        if hasattr(op, "message"):
+            return describe_message(op.message, trace)
         return trace.visits[op.visit].name if hasattr(op, "visit") else units(op.units)
 
     def moved() -> str:
@@ -98,12 +98,12 @@ def _called(calls: Collectives) -> str:
     return ", ".join(each) or "none"
 
 
-def describe_parcel(parcel: Parcel, trace: Trace) -> str:
+def describe_message(message: Message, trace: Trace) -> str:
     """Names what crosses between two segments."""
     flows = trace.split.flows if trace.split else ()
-    source, target, *_ = flows[parcel.flow]
-    where = "" if trace.microbatches == 1 else f" (microbatch {parcel.microbatch})"
-    return f"segment {source} -> {target}{where}" if not parcel.back else f"gradient {source} <- {target}{where}"
+    source, target, *_ = flows[message.flow]
+    where = "" if trace.microbatches == 1 else f" (microbatch {message.microbatch})"
+    return f"segment {source} -> {target}{where}" if not message.back else f"gradient {source} <- {target}{where}"
 
 
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:

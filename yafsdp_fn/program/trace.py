@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
-from yafsdp_fn.program.split import Kind, Parcel, Split
+from yafsdp_fn.program.split import Kind, Message, Split
 from yafsdp_fn.util.mesh_axes import EXPERT, AxisCollective, inside_of, padded_numel
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
@@ -185,7 +185,7 @@ class Trace(NamedTuple):
 
     @property
     def batch_ranks(self) -> int:
-        """Parts that the rows of a batch are dealt to, in one stage."""
+        """Parts that the rows of a batch go to, in one stage."""
         return self.stage_ranks // math.prod(size for name, size in self.inside if name != EXPERT)
 
     @property
@@ -250,10 +250,10 @@ class Trace(NamedTuple):
                 found += zip(self.units_of(op), slots, strict=True)
         return tuple(found)
 
-    def parcels_of(self, op: Any) -> tuple[tuple[Parcel, int], ...]:
-        """`(parcel, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
+    def messages_of(self, op: Any) -> tuple[tuple[Message, int], ...]:
+        """`(message, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
         if isinstance(op, Send | Receive):
-            return ((op.parcel, op.carry_slot),)
+            return ((op.message, op.carry_slot),)
         if not isinstance(op, Forward | Backward) or self.split is None:
             return ()
         of = kind_of(op), op.visit, op.microbatch

@@ -128,7 +128,7 @@ def _rows(pipeline: Program) -> list[list[Op]]:
 def _together(item: Op) -> object:
     """Returns a key, equal for items that stages do together; None for an item that a stage does alone."""
     if isinstance(item, Send | Receive):
-        return item.parcel
+        return item.message
     if isinstance(item, AllReduce) and item.over == "stages":
         return item
     return Norm if isinstance(item, Norm) else None

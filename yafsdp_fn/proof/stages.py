@@ -84,7 +84,7 @@ def in_words(call: Call) -> str:
     return f"{'backward' if half else kind}{half} of segment {segment}, microbatch {microbatch}"
 
 
-# ---- Checks the rules `part`, `calls` and `match`, and that all stages take part in the optimizer's step.
+# ---- Checks the rules `stages`, `calls` and `match`, and that all stages take part in the optimizer's step.
 #
 # stage 0                                          stage 1
 # op 4   send segment 0 -> 1 <- carry slot 0       op 0   receive segment 0 -> 1 -> carry slot 1
@@ -96,20 +96,20 @@ def split_of(pipeline: Program) -> Split:
     return pipeline.trace.split
 
 
-# ---- part
+# ---- stages
 
 
 def a_program_each(pipeline: Program) -> None:
     """Checks that the trace is of a whole step, with ops for each of its stages, and shares units as its split says."""
     split = pipeline.trace.split
     if split is None or pipeline.trace.stage is not None:
-        raise Refused("part", -1, "rule 'part': the pipeline's trace is no whole step that is split")
+        raise Refused("stages", -1, "rule 'stages': the pipeline's trace is no whole step that is split")
     if len(pipeline.stages) != split.stages:
         why = (
             f"the step is cut into {split.stages} stages, and needs ops for each, not {len(pipeline.stages)} lists: "
             "ya.schedules.one_f_one_b(ya.schedules.zero2())"
         )
-        raise Refused("part", -1, f"rule 'part': {why}")
+        raise Refused("stages", -1, f"rule 'stages': {why}")
     holders: dict[int, list[int]] = {}
     for stage in range(split.stages):
         for unit in sorted(units_of(pipeline.trace, stage)):
@@ -117,7 +117,7 @@ def a_program_each(pipeline: Program) -> None:
     shared = {unit: tuple(stages) for unit, stages in sorted(holders.items()) if len(stages) > 1}
     if shared != dict(split.shared):
         why = f"stages share units {shared}, the split says {dict(split.shared)}"
-        raise Refused("part", -1, f"rule 'part': {why}; let `cut` make it")
+        raise Refused("stages", -1, f"rule 'stages': {why}; let `cut` make it")
 
 
 # ---- calls
@@ -125,7 +125,7 @@ def a_program_each(pipeline: Program) -> None:
 
 def once_each_way(pipeline: Program) -> None:
     split = split_of(pipeline)
-    check_calls(pipeline.trace, split, [list(calls_of(split, *each)) for each in enumerate(pipeline.parts)])
+    check_calls(pipeline.trace, split, [list(calls_of(split, *each)) for each in enumerate(pipeline.by_stage)])
 
 
 def check_calls(trace: Trace, split: Split, rows: Sequence[Sequence[Call]]) -> None:
@@ -157,7 +157,7 @@ def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
 
 def all_or_none_update(pipeline: Program) -> None:
     """Checks that no stage takes the optimizer's step alone, which is one."""
-    trained = [(stage, program) for stage, program in enumerate(pipeline.parts) if program.trace.trained]
+    trained = [(stage, program) for stage, program in enumerate(pipeline.by_stage) if program.trace.trained]
     found = {stage: program.has_updates for stage, program in trained}
     if len(set(found.values())) > 1:
         alone = next(stage for stage in found if found[stage])
@@ -175,7 +175,7 @@ def sent_is_received(pipeline: Program) -> None:
     for source, target in itertools.product(range(split.stages), repeat=2):
         here, there = sent[source, target], received[source, target]
         for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there)):
-            if mine and theirs and mine[1].parcel == theirs[1].parcel:
+            if mine and theirs and mine[1].message == theirs[1].message:
                 continue
             if theirs is None:
                 why = f"stage {target} never receives it"

@@ -1,4 +1,4 @@
-"""Proves that a program is right: executes it symbolically, with the contents of every buffer (proof/walk.py).
+"""Proves that a program is right: executes it symbolically, with the contents of every buffer (proof/execution.py).
 
 `RULES` has all that is asked. A rule is an entry there, with its sentence, its checks in a file of this folder, and a
 test of its name. One step is enough: by `carry` and `once` it leaves behind what it began with. docs/design.md has the
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.split import Message
 from yafsdp_fn.proof import computes, deadlock, form, gradients, stages
 from yafsdp_fn.proof.errors import Refused
-from yafsdp_fn.proof.walk import Rule, Walk, by_moment
+from yafsdp_fn.proof.execution import Execution, Rule, by_moment
 from yafsdp_fn.util.words import counted
 
 RULES = (
@@ -72,8 +72,8 @@ RULES = (
         "what crosses between segments of a pipeline is in one carry slot at a time, from the compute that makes it, "
         "over a send and a receive where they are on two stages, to the one that takes it",
         crosses=computes.a_slot_each,
-        take=computes.only(Parcel, computes.is_there),
-        put=computes.only(Parcel, computes.is_free),
+        take=computes.only(Message, computes.is_there),
+        put=computes.only(Message, computes.is_free),
         send=computes.ends_here,
         receive=computes.ends_here,
         end=computes.all_taken,
@@ -125,7 +125,7 @@ RULES = (
         update=gradients.after_the_norm,
         exchange=gradients.between_parts,
         end=gradients.all_updated,
-        together=stages.all_or_none_update,
+        proved=stages.all_or_none_update,
     ),
     Rule(
         "norm",
@@ -135,25 +135,25 @@ RULES = (
         end=gradients.norm_is_read,
     ),
     Rule(
-        "part",
+        "stages",
         "there are ops for each stage of the one step, and units are shared as its split says",
-        whole=stages.a_program_each,
+        pipeline=stages.a_program_each,
     ),
     Rule(
         "calls",
         "each segment goes, on its stage, once forward and once backward in every microbatch, visit by visit",
-        parts=stages.once_each_way,
+        in_form=stages.once_each_way,
     ),
     Rule(
         "match",
         "between two stages, what one sends is what the other receives, in the same order",
-        together=stages.sent_is_received,
+        proved=stages.sent_is_received,
     ),
     Rule(
         "deadlock",
         "all programs end, also where a send waits for its receive, and the host, before any op but a message, for all "
         "that it has issued",
-        together=deadlock.all_end,
+        proved=deadlock.all_end,
     ),
 )
 """All rules, in the order in which those are asked that look at the same moment."""
@@ -177,9 +177,9 @@ def verify(program: Program) -> Program:
         how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
         raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
     try:
-        if len(program.stages) == 1 and program.parts[0] is program:
+        if len(program.stages) == 1 and program.by_stage[0] is program:
             _ask("form", program)
-            Walk(program, _CHECKS).run()
+            Execution(program, _CHECKS).run()
         else:
             _verify_stages(program)
     except Refused as refused:
@@ -190,15 +190,15 @@ def verify(program: Program) -> Program:
 
 
 def _verify_stages(program: Program) -> None:
-    _ask("whole", program)
+    _ask("pipeline", program)
     for stage, ops in enumerate(program.stages):
         with _named(stage):
             _ask("form", Program(program.trace, ops))
-    _ask("parts", program)
-    for stage, part in enumerate(program.parts):  # whose form follows: all of its computes are on their own stage
+    _ask("in_form", program)
+    for stage, part in enumerate(program.by_stage):  # whose form follows: all of its computes are on their own stage
         with _named(stage):
-            Walk(part, _CHECKS).run()
-    _ask("together", program)
+            Execution(part, _CHECKS).run()
+    _ask("proved", program)
 
 
 @contextmanager

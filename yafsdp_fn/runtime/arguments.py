@@ -52,7 +52,7 @@ class Arguments:
 
     nodes: the differentiated arguments' handles, frozen subtrees, and plain tensors
     constants: handles of one state among the rest, if nothing sharded is differentiated: a base under adapters, say
-    parts: the number of microbatches, as asked for or as the mesh requires: see `microbatches_on`
+    microbatches: their number, as asked for or as the mesh requires: see `microbatches_on`
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Arguments:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         argnums: tuple[int, ...],
-        parts: int | None,
+        microbatches: int | None,
     ) -> None:
         if len(set(argnums)) != len(argnums):
             raise ValueError(f"argnums={argnums} names one argument twice")
@@ -84,10 +84,10 @@ class Arguments:
         given = next(filter(is_sharded, [*self.nodes, *self.constants]), None)
         comms = None if given is None else given.owner.comms
         self._copied = comms is not None and comms.deterministic
-        self.parts = microbatches_on(comms, parts) if self._copied else parts or 1
-        self._part: Callable[[int], Any] | None = None
-        if self.parts > 1:
-            self._part = split_batch(self._rest, self.parts, "microbatches", "microbatches", argument_name)
+        self.microbatches = microbatches_on(comms, microbatches) if self._copied else microbatches or 1
+        self._microbatch: Callable[[int], Any] | None = None
+        if self.microbatches > 1:
+            self._microbatch = split_batch(self._rest, self.microbatches, "microbatches", "microbatches", argument_name)
 
     @property
     def rest(self) -> Any:
@@ -109,7 +109,7 @@ class Arguments:
                 nodes.append(leaf if track else leaf.detach())
             else:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
-        whole = self._rest if self._part is None else self._part(microbatch)
+        whole = self._rest if self._microbatch is None else self._microbatch(microbatch)
         if self._copied:  # kernels may round differently by alignment, and parts begin anywhere
             whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
         if self.constants and runner is not None:
@@ -153,8 +153,8 @@ class Arguments:
 
 def argument_name(accessor: optree.PyTreeAccessor) -> str:
     """Returns the name that errors use for a leaf of `(positional, keyword)` arguments."""
-    within = dotted(accessor[2:])
-    return f"{within + ' of ' if within else ''}argument {accessor[1].entry}"
+    path = dotted(accessor[2:])
+    return f"{path + ' of ' if path else ''}argument {accessor[1].entry}"
 
 
 def _note_missing_rows(error: Exception, rest: Any) -> None:
@@ -190,7 +190,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
 
     A deterministic mesh of R ranks cuts into its micro-shards; this rank gets every R-th.
 
-    Of axes inside blocks, rows are dealt over `expert` alone: ranks that differ on others get the same rows.
+    Of axes inside blocks, rows are split over `expert` alone: ranks that differ on others get the same rows.
     split: axes that cut a further dimension of every leaf that has it: `{"context": 1}` gives each rank of `context`
         its part of the sequences [B, S]. zigzag: rank k of K gets parts k and 2 K - 1 - k of 2 K, so that causal
         attention is as much work on each
@@ -198,37 +198,37 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     >>> {name: tuple(rows.shape) for name, rows in ya.shard_batch(batch, mesh).items()}
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
-    places, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
+    mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     batch = optree.tree_map(_as_tensor, batch, is_leaf=is_sharded)
-    rank, ranks = places.batch_rank, places.batch_ranks
+    rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
     if micro_shards is None:
         mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)
     else:
         part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
         own = [part(number) for number in range(rank, micro_shards, ranks)]
-        joined = lambda *parts: torch.cat(parts) if _is_cut(parts[0]) else parts[0]  # noqa: E731
+        joined = lambda *pieces: torch.cat(pieces) if _is_cut(pieces[0]) else pieces[0]  # noqa: E731
         mine = optree.tree_map(joined, *own, is_leaf=is_sharded)
     for name, dim in (split or {}).items():
         if dim < 1:
-            raise ValueError(f"shard_batch(split={split}): rows, dimension 0, are dealt already; expected 1 or more")
-        if (axis := places.axes.get(name)) is not None and axis.size > 1:
+            raise ValueError(f"shard_batch(split={split}): rows, dimension 0, are split already; expected 1 or more")
+        if (axis := mesh_ranks.axes.get(name)) is not None and axis.size > 1:
             mine = _split_along(mine, name, dim, axis, zigzag)
-            setattr(mesh, DEALT, axes_dealt(mesh) | {name})
+            setattr(mesh, BATCH_AXES, batch_axes(mesh) | {name})
     return optree.tree_map(lambda leaf: _moved(leaf, device), mine, is_leaf=is_sharded)
 
 
-DEALT = "_yafsdp_dealt"  # attribute of a mesh
+BATCH_AXES = "_yafsdp_batch_axes"  # attribute of a mesh
 
 
-def axes_dealt(mesh: DeviceMesh) -> frozenset[str]:
+def batch_axes(mesh: DeviceMesh) -> frozenset[str]:
     """Returns the axes inside blocks that batches have been cut along, beside their rows."""
-    found: frozenset[str] = getattr(mesh, DEALT, frozenset())
+    found: frozenset[str] = getattr(mesh, BATCH_AXES, frozenset())
     return found
 
 
 def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> Tree:
     """Returns this rank's part of every tensor leaf of `batch` that has dimension `dim`."""
-    own = (axis.place, 2 * axis.size - 1 - axis.place) if zigzag else (axis.place,)
+    own = (axis.rank, 2 * axis.size - 1 - axis.rank) if zigzag else (axis.rank,)
     parts = axis.size * len(own)
 
     def cut(accessor: optree.PyTreeAccessor, leaf: Any) -> Any:
@@ -256,14 +256,14 @@ def _moved(leaf: Any, device: torch.device) -> Any:
 
 
 def split_batch(
-    batch: Tree, parts: int, what: str, unit: str, name: Callable[[optree.PyTreeAccessor], str] = dotted
+    batch: Tree, count: int, what: str, unit: str, name: Callable[[optree.PyTreeAccessor], str] = dotted
 ) -> Callable[[int], Tree]:
     """Returns a function from a part's number to that part of `batch`.
 
     Leaves that are not tensors, or 0-dim, and sharded parameters stay whole; NumPy's arrays are refused. `name`: names
     a leaf in errors
     """
-    if parts > 1:
+    if count > 1:
         accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
         for accessor, leaf in zip(accessors, leaves, strict=True):
             shown = name(accessor) or "the batch"
@@ -272,13 +272,13 @@ def split_batch(
                     f"{what}: {shown} is a NumPy array of shape {leaf.shape}, of which every one would get all rows; "
                     "give a tensor, as ya.shard_batch makes it"
                 )
-            if _is_cut(leaf) and leaf.shape[0] % parts:
-                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {parts} {unit}")
+            if _is_cut(leaf) and leaf.shape[0] % count:
+                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {count} {unit}")
 
     def cut(leaf: Any, index: int) -> Any:
-        if parts == 1 or not _is_cut(leaf):
+        if count == 1 or not _is_cut(leaf):
             return leaf
-        rows = leaf.shape[0] // parts
+        rows = leaf.shape[0] // count
         return leaf.narrow(0, index * rows, rows)
 
     return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)

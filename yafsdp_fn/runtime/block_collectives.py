@@ -25,7 +25,7 @@ from yafsdp_fn.communication.ranks import Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.execute import Session, Visits
+from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.protocols import OpObserver
 from yafsdp_fn.util.mesh_axes import AxisCollective
 
@@ -64,12 +64,12 @@ class Stretch:
     """A part of a step under way. expected: None if it is not known; typed, sized: dtypes, and sizes and destinations,
     must be the expected ones, too"""
 
-    __slots__ = ("expected", "found", "key", "place", "run", "sized", "typed")
+    __slots__ = ("expected", "found", "key", "position", "run", "sized", "typed")
 
     def __init__(
-        self, key: Key | None, noted: Noted | None, given: list[Any], place: str, run: OpObserver | None
+        self, key: Key | None, noted: Noted | None, given: list[Any], position: str, run: OpObserver | None
     ) -> None:
-        self.key, self.place, self.run = key, place, run
+        self.key, self.position, self.run = key, position, run
         self.found: list[Called] = []
         self.expected = None if noted is None else noted.calls
         uneven = any(each.call.kind.startswith("uneven") for each in self.expected or ())
@@ -88,8 +88,8 @@ class BlockCollectives:
     known: what stretches call, kept from step to step; given: the arguments of the loss that are not differentiated
     """
 
-    def __init__(self, visits: Visits, known: dict[Key, Noted], given: Any) -> None:
-        self._visits, self.known, self._comms = visits, known, visits.memory.comms
+    def __init__(self, runner: VisitRunner, known: dict[Key, Noted], given: Any) -> None:
+        self._runner, self.known, self._comms = runner, known, runner.memory.comms
         self._given = [_outline(leaf) for leaf in optree.tree_leaves(given)]
         self._segment: int | None = None  # of the call of the loss under way
         self._of_loss: Stretch | None = None
@@ -101,12 +101,12 @@ class BlockCollectives:
         if call.kind == "forward":
             self._of_loss = self._stretch(("after", -1, call.segment), "the loss before its first visit")
             return
-        assert isinstance(self._visits, Session), "a recording has no backward"
-        split = self._visits.verified.program.trace.split
+        assert isinstance(self._runner, Session), "a recording has no backward"
+        split = self._runner.verified.program.trace.split
         if split is not None:
             visits = split.segments[call.segment][1]
-        place = "the backward of the loss, before its visits'"
-        self._of_loss = self._stretch(("before", visits - 1, call.segment), place)
+        position = "the backward of the loss, before its visits'"
+        self._of_loss = self._stretch(("before", visits - 1, call.segment), position)
 
     def end_call(self) -> None:
         """Raises if something is left over."""
@@ -120,14 +120,14 @@ class BlockCollectives:
             self._end_loss()
             # a kept graph goes back by more than one that is made again for the gradients that there are: with zeros
             key = ("forward" if kind == "forward" else f"kept {kind}", visit, 0)
-        self._of_visit = self._stretch(key, self._visits.place, run)
+        self._of_visit = self._stretch(key, self._runner.position, run)
 
     def again(self, kind: Literal["forward", "backward"]) -> None:
         """Begins once more with the visit under way: its forward, in its backward, or then the backward."""
         stretch = self._of_visit
         assert stretch is not None
         if stretch.key is not None:
-            self._of_visit = self._stretch((kind, *stretch.key[1:]), stretch.place, stretch.run)
+            self._of_visit = self._stretch((kind, *stretch.key[1:]), stretch.position, stretch.run)
 
     def end(self) -> None:
         """Ends the part of a visit that is under way. Raises if something is left over."""
@@ -138,10 +138,10 @@ class BlockCollectives:
         self._of_visit = None
         if visit is not None and self._segment is not None:
             key = ("after", visit, self._segment) if kind == "forward" else ("before", visit - 1, self._segment)
-            self._of_loss = self._stretch(key, f"the loss {self._visits.place}")
+            self._of_loss = self._stretch(key, f"the loss {self._runner.position}")
 
-    def _stretch(self, key: Key | None, place: str, run: OpObserver | None = None) -> Stretch:
-        return Stretch(key, None if key is None else self.known.get(key), self._given, place, run)
+    def _stretch(self, key: Key | None, position: str, run: OpObserver | None = None) -> Stretch:
+        return Stretch(key, None if key is None else self.known.get(key), self._given, position, run)
 
     def _end_loss(self) -> None:
         stretch, self._of_loss = self._of_loss, None
@@ -152,9 +152,9 @@ class BlockCollectives:
             return
         found, expected = stretch.found, stretch.expected
         if expected is None:  # one rank may have left out the last of them
-            self._must_agree(f"the end of {stretch.place}", stretch.place)
+            self._must_agree(f"the end of {stretch.position}", stretch.position)
         elif len(found) < len(expected):
-            raise errors.collective_differs(stretch.place, len(found), str(expected[len(found)]), "none")
+            raise errors.collective_differs(stretch.position, len(found), str(expected[len(found)]), "none")
         if stretch.key is not None and not stretch.sized:
             self.known[stretch.key] = Noted(tuple(found), self._given)
 
@@ -167,28 +167,28 @@ class BlockCollectives:
         if stretch is None:
             return None
         if stretch.expected is None:
-            self._compare(got, x, stretch.place)
+            self._compare(got, x, stretch.position)
         else:
             at = len(stretch.found)
             wanted = stretch.expected[at] if at < len(stretch.expected) else None
             if wanted is None or stretch.fixed(got) != stretch.fixed(wanted):
-                raise errors.collective_differs(stretch.place, at, str(wanted or "none"), str(got))
+                raise errors.collective_differs(stretch.position, at, str(wanted or "none"), str(got))
         stretch.found.append(got)
         return None if stretch.run is None else stretch.run.collective(f"{call.kind} {call.axis}")
 
-    def _compare(self, got: Called, x: Tensor, place: str) -> None:
+    def _compare(self, got: Called, x: Tensor, position: str) -> None:
         """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one subgroup along its
         axis of one size; of uneven parts, unless each rank sends what the other one takes."""
         comms, call = self._comms, got.call
         what = f"{call.kind} over {call.axis!r}"
         shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
-        self._must_agree(f"{what} of {x.dtype}, {place}", what)
+        self._must_agree(f"{what} of {x.dtype}, {position}", what)
         mine = torch.tensor([zlib.crc32(repr(shape).encode()), *[n for side in got.rows for n in side]])
         every = comms.numbers_of_all(mine, what, in_stage=True)
         size, apart = comms.axes[call.axis].size, comms.stride(call.axis)
         every = every.view(-1, size, apart, len(mine))
         if not bool((every[..., 0] == every[:, :1, :, 0]).all()):
-            self._must_agree(f"{what} of {x.dtype} {shape}, {place}", what)
+            self._must_agree(f"{what} of {x.dtype} {shape}, {position}", what)
         if not got.rows:
             return
         sent, taken = torch.split(every[..., 1:], size, -1)  # [groups, from, beside, to], [groups, to, beside, from]
@@ -197,7 +197,7 @@ class BlockCollectives:
             group, source, beside, to = unfit[0].tolist()
             first = comms.stage * (comms.world // comms.stages) + group * size * apart + beside
             raise RanksDisagree(
-                f"ranks disagree on {what}, {place}: rank {first + source * apart} sends "
+                f"ranks disagree on {what}, {position}: rank {first + source * apart} sends "
                 f"{int(sent[group, source, beside, to])} rows to rank {first + to * apart}, which takes "
                 f"{int(taken[group, to, beside, source])} from it. {FITS[call.kind]}"
             )

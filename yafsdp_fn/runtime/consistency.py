@@ -97,12 +97,12 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
             warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
 
 
-def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, dealt: Collection[str]) -> None:
+def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, batch_axes: Collection[str]) -> None:
     """Warns of axes inside blocks that the first step of a function on a mesh has not named, and of ranks that compute
     parts of a layer on other batches. All ranks call it.
 
     split: axes that leaves in visits are split over; batch: all arguments that are not differentiated
-    dealt: axes that batches have been cut along
+    batch_axes: axes that batches have been cut along
     """
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
@@ -114,11 +114,11 @@ def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, dealt
         ]
         alike = len(set(every[of_subgroup, 0].tolist())) == 1
         if every[:, at].any():
-            if not alike and name in split and name not in (EXPERT, *dealt):
+            if not alike and name in split and name not in (EXPERT, *batch_axes):
                 warnings.warn(
                     f"ranks of {name} have other batches, and leaves are split over {name}: each computes its part of "
                     f"a layer on rows of its own, and sums over {name} mix them. Give them the same rows, as "
-                    f"ya.shard_batch(batch, mesh) does; its split={{{name!r}: 1}} deals what is cut along {name}",
+                    f"ya.shard_batch(batch, mesh) does; its split={{{name!r}: 1}} splits what is cut along {name}",
                     stacklevel=2,
                 )
         elif name in split:

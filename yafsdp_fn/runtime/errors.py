@@ -56,15 +56,15 @@ def value_on_other_stage(what: str, error: Exception) -> RuntimeError:
     )
 
 
-def visit_differs_from_program(place: str, op: Op | None, trace: Trace) -> OrderChanged:
-    """The error for a visit at `place` where the program has `op`, or has ended."""
+def visit_differs_from_program(position: str, op: Op | None, trace: Trace) -> OrderChanged:
+    """The error for a visit at `position` where the program has `op`, or has ended."""
     wanted = "has ended" if op is None else f"expects {describe(op, trace).partition(' in slot')[0]} here"
-    return OrderChanged(f"{place}: the program {wanted}. {SAME_ORDER}")
+    return OrderChanged(f"{position}: the program {wanted}. {SAME_ORDER}")
 
 
-def collective_differs(place: str, at: int, wanted: str, got: str) -> OrderChanged:
+def collective_differs(position: str, at: int, wanted: str, got: str) -> OrderChanged:
     """The error for a block, or a loss, that calls `got` as its collective number `at`."""
-    return OrderChanged(f"{place}: expected its collective {at} to be {wanted}; got {got}. {SAME_CALLS}")
+    return OrderChanged(f"{position}: expected its collective {at} to be {wanted}; got {got}. {SAME_CALLS}")
 
 
 def step_ended_early(op: Op, trace: Trace) -> OrderChanged:
@@ -107,10 +107,10 @@ def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
     )
 
 
-def after_failure(place: str, error: BaseException) -> RuntimeError:
-    """The error for a loss that goes on after `error` at `place`."""
+def after_failure(position: str, error: BaseException) -> RuntimeError:
+    """The error for a loss that goes on after `error` at `position`."""
     return RuntimeError(
-        f"{place} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
+        f"{position} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
         "visit; let the exception out of the loss"
     )
 

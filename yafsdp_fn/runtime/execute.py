@@ -48,7 +48,7 @@ from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
-from yafsdp_fn.runtime.slots import BoundOp, acquire, fills_of
+from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
 from yafsdp_fn.runtime.visit import BlockCall, Running
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
@@ -70,11 +70,11 @@ class _Root(torch.autograd.Function):
         return grad, *[None] * ctx.leaves
 
 
-class Visits:
+class VisitRunner:
     """The visits of a loss under way, one after the other: of a step (`Session`), or of a call that is recorded.
 
     number: of the step; differentiates: there is a backward; trains: weights of the state get gradients
-    place: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
+    position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     """
 
@@ -83,7 +83,7 @@ class Visits:
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.closed = False
-        self.place = f"before the first visit of step {number}"
+        self.position = f"before the first visit of step {number}"
         self.collectives: Any = None
         self._trained = frozenset(memory.trained if trains else ())
         self._failure: tuple[str, BaseException] | None = None
@@ -123,7 +123,7 @@ class Visits:
             self.raise_failure()
         if self._running is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
-            raise errors.nested_visit(here, self.place)
+            raise errors.nested_visit(here, self.position)
 
     def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
         """Runs a visit on the pure path without grad, and returns its outputs. No program says what ranks communicate:
@@ -134,25 +134,25 @@ class Visits:
         if visit is None:
             self._may_begin(call.name)
         number = "without grad" if visit is None else f"visit {visit.id}"
-        self.place = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
-        part = None if visit is None else visit.id
+        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
+        visit_id = None if visit is None else visit.id
         self._running = call
         try:
-            self.memory.comms.must_agree(SAME_VISITS, {"op": self.place}, self.place)
+            self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
             if self.collectives is not None:
-                self.collectives.begin("forward", part)
+                self.collectives.begin("forward", visit_id)
             with torch.no_grad():
                 outs = pure.outputs(call)
             if self.collectives is not None:
                 self.collectives.end()
         except BaseException as error:
-            self._failure = self.place, error
+            self._failure = self.position, error
             raise
         finally:
             self._running = None
-        self.place = f"after {self.place}"
+        self.position = f"after {self.position}"
         if self.collectives is not None:
-            self.collectives.after("forward", part)
+            self.collectives.after("forward", visit_id)
         return outs
 
     @property
@@ -164,9 +164,9 @@ class Visits:
         if self._failure is not None:
             raise errors.after_failure(*self._failure) from self._failure[1]
 
-    def sight(self) -> RankPosition:
+    def rank_position(self) -> RankPosition:
         """Returns the position in the step, for the watchdog's thread."""
-        return RankPosition(self.place)
+        return RankPosition(self.position)
 
     def abort(self, error: BaseException) -> None:
         """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
@@ -176,7 +176,7 @@ class Visits:
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
         self.token, self._failure, self._running, self.collectives = self.leaf_token, None, None, None
         try:
-            self.memory.comms.abort(self.place, error)
+            self.memory.comms.abort(self.position, error)
         finally:
             self.memory.board.clear()
 
@@ -190,7 +190,7 @@ NOT_THERE = (
 )
 
 
-class Session(Visits):
+class Session(VisitRunner):
     """One execution of a step by its program, which is one stage's if there are several (`StageSession`).
 
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
@@ -223,9 +223,9 @@ class Session(Visits):
         self._ops: Sequence[Op] = verified.ops
         self.slots = acquire(memory)
         self.slots.reserve_for(verified.program)
-        if verified.has_carry_slots and self.slots.carries is None and self.step_hooks.carries is not None:
-            self.slots.carries = self.step_hooks.carries(memory, self.slots.number)
-        self._works: Works = {} if self.slots.carries is None else self.slots.carries.works()
+        if verified.has_carry_slots and self.slots.activations is None and self.step_hooks.activations is not None:
+            self.slots.activations = self.step_hooks.activations(memory, self.slots.number)
+        self._works: Works = {} if self.slots.activations is None else self.slots.activations.works()
         # blocks are watched in Python, which a replay does not run
         self.replays = None if watch else self.step_hooks.replays
         self.touched: set[int] = set()
@@ -250,7 +250,7 @@ class Session(Visits):
             same = planned.units == visit.units and planned.trained == visit.trained
             if same and (op.visit, op.microbatch) == (visit.id, microbatch):
                 return op
-        raise errors.visit_differs_from_program(self.place, op, trace)
+        raise errors.visit_differs_from_program(self.position, op, trace)
 
     def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
@@ -287,8 +287,8 @@ class Session(Visits):
         if self.step_hooks.updates is not None:
             self.optimize_all(self.verified.tail)
 
-    def sight(self) -> RankPosition:
-        return RankPosition(self.place, self._cursor, self.verified.whole)
+    def rank_position(self) -> RankPosition:
+        return RankPosition(self.position, self._cursor, self.verified.all_stages)
 
     # ---- computes
 
@@ -319,25 +319,25 @@ class Session(Visits):
         its graph begins and ends in two nodes of autograd. Where an error comes between them, the step is aborted."""
         if self._failure is not None:
             self.raise_failure()
-        self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
+        self.position = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
         op = self.plan(kind, visit, microbatch)
         observer = self.step_hooks.observer
         try:
             if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
                 # the scoreboard takes the last compute on a buffer for all earlier ones
                 raise RuntimeError(
-                    f"{self.place}: runs on another CUDA stream than the step began on; visit on one stream"
+                    f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
                 )
-            bound = self.slots.bound.get((type(op), op)) or self.bind(op, visit)
+            prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
             run = None if observer is None else observer.issue(op)
             if self.collectives is not None:
                 self.collectives.begin(kind_of(op), visit.id, run)
             comms = self.memory.comms
             event = comms.event() if comms.streams else None
-            use = Use(self.memory.board, event, bound.reads, bound.writes, run)
+            use = Use(self.memory.board, event, prepared.reads, prepared.writes, run)
             use.__enter__()
         except BaseException as error:
-            self._failure = self.place, error
+            self._failure = self.position, error
             raise
         self._running = op, visit, use
         return op
@@ -351,21 +351,21 @@ class Session(Visits):
                 self.collectives.end()
             except BaseException as left:
                 use.__exit__(type(left))
-                self._failure = (self.place, left)
+                self._failure = (self.position, left)
                 raise
         use.__exit__(None if error is None else type(error))
         if error is not None:
-            self._failure = (self.place, error)
+            self._failure = (self.position, error)
             return
         self.follow(op)
-        self.place = f"after {self.place}"
+        self.position = f"after {self.position}"
         if self.collectives is not None:
             self.collectives.after(kind_of(op), visit.id)
 
-    def places(self, op: Backward, trained: Sequence[int]) -> list[GradSlot]:
+    def grad_slots(self, op: Backward, trained: Sequence[int]) -> list[GradSlot]:
         """Returns the gradient slots of the trained units, and records that they will hold gradients."""
-        bound, out = self.slots.bound.get((type(op), op)), list[GradSlot]()
-        all_views: Sequence[GradViews] = () if bound is None else bound.grads
+        prepared, out = self.slots.prepared.get((type(op), op)), list[GradSlot]()
+        all_views: Sequence[GradViews] = () if prepared is None else prepared.grads
         if not all_views and self.grads is not None:
             pairs = zip(trained, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
@@ -379,8 +379,8 @@ class Session(Visits):
             out.append(GradSlot(views, add))
         return out
 
-    def early_places(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
-        """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
+    def early_grad_slots(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
+        """The slots that `grad_slots` returns for the backward of `op`, if `op` may write there already; else none."""
         alias = self.memory.grads_alias
         if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
@@ -392,9 +392,9 @@ class Session(Visits):
     def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
         """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
         run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op, number)
-        bound = self.slots.bound.get((type(op), op)) or self.bind(op)
-        work = bound.work or self._work(op)
-        for unit, slot, source in bound.fills:
+        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
+        work = prepared.work or self._work(op)
+        for unit, slot, source in prepared.fills:
             if source is None:
                 self.slots.contents[slot] = unit, self.memory.versions[unit]
             else:  # what is copied is as old as it was
@@ -402,7 +402,7 @@ class Session(Visits):
         if work is None:  # slots are the shards
             return
         comms = self.memory.comms
-        stream = comms.streams.get(bound.stream)
+        stream = comms.streams.get(prepared.stream)
         if stream is None:  # one rank: what is left is a copy, on the compute stream
             if run is not None:
                 run.on("compute", None)
@@ -412,15 +412,15 @@ class Session(Visits):
             return
         if comms.steps.lost is not None:
             comms.check()
-        label = f"{bound.name} (step {self.number}){why}"
+        label = f"{prepared.name} (step {self.number}){why}"
         event = comms.event()
-        waits = self.memory.board.use(event, bound.stream, bound.reads, bound.writes)
+        waits = self.memory.board.use(event, prepared.stream, prepared.reads, prepared.writes)
         if run is not None:
-            run.on(bound.stream, event, waits)
+            run.on(prepared.stream, event, waits)
             work = run.timed(work)
         stream.submit(work, waits, event, label)
 
-    def bind(self, op: Op, visit: Visit | None = None) -> BoundOp:
+    def prepare(self, op: Op, visit: Visit | None = None) -> PreparedOp:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
         memory, grads = self.memory, self.grads
         if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
@@ -438,12 +438,12 @@ class Session(Visits):
             if memory.grads_alias.isdisjoint(ids):  # else they are of this session's gradients
                 views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
         names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
-        mail: Any = self.slots.carries
-        what = names or (mail.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
+        buffers: Any = self.slots.activations
+        what = names or (buffers.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
         name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
-        found = BoundOp(name, op.stream, reads, writes, work, views, fills_of(op))
-        self.slots.bound[type(op), op] = found
+        found = PreparedOp(name, op.stream, reads, writes, work, views, fills_of(op))
+        self.slots.prepared[type(op), op] = found
         return found
 
     def _work(self, op: Op) -> Work | None:
@@ -470,7 +470,7 @@ class Session(Visits):
             return None
         for slot in op.grad_slots:
             self._unreduced.pop(slot, None)
-        all_views = self.slots.bound[Reduce, op].grads
+        all_views = self.slots.prepared[Reduce, op].grads
         if not all_views:  # some units alias
             pairs = zip(op.units, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
@@ -560,7 +560,7 @@ class Session(Visits):
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""
         self.raise_failure()
-        self.place = f"the end of step {self.number}"
+        self.position = f"the end of step {self.number}"
         uses_leaves = any(grad is not None for grad in leaf_grads)
         if uses_leaves and self.memory.comms.deterministic:
             raise RuntimeError(errors.ORDERED)
@@ -588,7 +588,7 @@ class Session(Visits):
         """Computes the norm of the gradient, or the optimizer's step on some units."""
         updates = self.step_hooks.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
-        self.place = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
+        self.position = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
         self.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, *op))
 
     def optimize_all(self, ops: Iterable[Op]) -> None:
@@ -602,8 +602,8 @@ class Session(Visits):
     def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
         """Runs `work`, the content of `op`, on the compute stream when it may; an untouched gradient counts as zero."""
         run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op)
-        bound = self.slots.bound.get((type(op), op)) or self.bind(op)
-        with self.memory.using(bound.reads, bound.writes, run), torch.no_grad():
+        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
+        with self.memory.using(prepared.reads, prepared.writes, run), torch.no_grad():
             self.zero_untouched(op.units)
             work()
 

@@ -226,10 +226,10 @@ def measure(
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
     large = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel() >= LARGE]
-    places = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
-    for leaf, place in zip(large, places, strict=True):
-        setattr(leaf, DESTINATION, place)
-    slots = [held for place in places for held in place._held]
+    destinations = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
+    for leaf, to in zip(large, destinations, strict=True):
+        setattr(leaf, DESTINATION, to)
+    slots = [held for to in destinations for held in to._held]
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
@@ -245,15 +245,15 @@ def measure(
     grads = [torch.ones_like(root) for root in roots]
     lives.ignore(grads)
     task = AutogradRun(roots)
-    for place in places:
-        place.begin(task)
+    for to in destinations:
+        to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
         found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
         inputs_wanted = sum(x.requires_grad for x in inputs)
         fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
         bwd_moved = backward.moved()
         del found
-    factors = {of if isinstance(of, int) else id(of): nbytes for place in places for of, nbytes in place.factors}
+    factors = {of if isinstance(of, int) else id(of): nbytes for to in destinations for of, nbytes in to.factors}
     cost = Cost(
         flops=matmul,
         last_flops=last_flops,
@@ -265,8 +265,8 @@ def measure(
         inner_bytes=inner,
         peak_bytes=top,
         bwd_peak_bytes=lives.peak - sum(own.values()),
-        between_bytes=sum(factors.values()) + fresh + sum(place.formed for place in places),
-        scratch_bytes=placement.largest_leaf * max((place.scratch_bytes for place in places), default=0),
+        between_bytes=sum(factors.values()) + fresh + sum(to.formed for to in destinations),
+        scratch_bytes=placement.largest_leaf * max((to.scratch_bytes for to in destinations), default=0),
         moved=moved,
         bwd_moved=bwd_moved,
     )

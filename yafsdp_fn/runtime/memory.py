@@ -112,7 +112,7 @@ class StateMemory(Placement[Communicators]):
         self.nothing = self._wire_buffer(0)  # what receives reductions that go straight into their shards
         self.made([("shard", unit) for unit in self.of_unit])
         for tensor in (*self.master.present, *self.working.present):
-            self.comms.keep(tensor)  # gathers for a step that never comes may still read them
+            self.comms.mark_used(tensor)  # gathers for a step that never comes may still read them
 
     def over(self, masters: Sequence[Tensor]) -> "StateMemory":
         """Makes another memory of the same layout, on the same mesh."""

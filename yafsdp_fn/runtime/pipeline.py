@@ -20,7 +20,7 @@ from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward, kind_of
-from yafsdp_fn.program.split import Call, Parcel
+from yafsdp_fn.program.split import Call, Message
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
@@ -42,9 +42,9 @@ class StageSession(Session):
         super().__init__(memory, verified, *step, **how)
         assert isinstance(verified.crossing, Crossing)
         self.crossing = verified.crossing
-        self.slots.carries.reserve(self.crossing, verified.program)
+        self.slots.activations.reserve(self.crossing, verified.program)
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
-        self._seen_at = "", ""  # the place, and with its stage
+        self._seen_at = "", ""  # the position, and with its stage
 
     def calls(self) -> Iterator[Call]:
         split = self.crossing.split
@@ -59,12 +59,12 @@ class StageSession(Session):
         super().begin(call)
         op = self._ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
-        parcels = self.crossing.split.takes(kind_of(op), op.visit, op.microbatch)
-        self.place = f"what arrives for {self.named(call)}"
+        messages = self.crossing.split.takes(kind_of(op), op.visit, op.microbatch)
+        self.position = f"what arrives for {self.named(call)}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
-            pairs = list(zip(parcels, op.takes, strict=True))
-            values = self.slots.carries.get(pairs) if pairs else []
-        arrived = {parcel.flow: tensors for parcel, tensors in zip(parcels, values, strict=True)}
+            pairs = list(zip(messages, op.takes, strict=True))
+            values = self.slots.activations.get(pairs) if pairs else []
+        arrived = {message.flow: tensors for message, tensors in zip(messages, values, strict=True)}
         if call.kind == "forward":
             for flow, tensors in arrived.items():
                 for tensor in smooth(self.crossing, flow, tensors):
@@ -79,12 +79,12 @@ class StageSession(Session):
         self.segment = None
         super().end(call, leaving)
         op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
-        parcels = self.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
-        self.place = f"what leaves after {self.named(call)}"
+        messages = self.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
+        self.position = f"what leaves after {self.named(call)}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
-            if parcels:
-                pairs = zip(parcels, op.gives, strict=True)
-                self.slots.carries.put(pairs, [leaving[parcel.flow] for parcel in parcels])
+            if messages:
+                pairs = zip(messages, op.gives, strict=True)
+                self.slots.activations.put(pairs, [leaving[message.flow] for message in messages])
         self.follow()
 
     def abort(self, error: BaseException) -> None:
@@ -113,13 +113,13 @@ class StageSession(Session):
                 assert isinstance(op, Backward)
                 later = self._later.pop((number, call.microbatch))
                 with torch.no_grad():
-                    later.write(self.places(op, visit.trained))
+                    later.write(self.grad_slots(op, visit.trained))
 
-    def sight(self) -> RankPosition:
+    def rank_position(self) -> RankPosition:
         stage = self.memory.comms.stage
-        if self._seen_at[0] is not self.place:  # as long as it is the same, it must be the same object
-            self._seen_at = self.place, f"{self.place}, stage {stage}"
-        return RankPosition(self._seen_at[1], self._cursor, self.verified.whole, stage)
+        if self._seen_at[0] is not self.position:  # as long as it is the same, it must be the same object
+            self._seen_at = self.position, f"{self.position}, stage {stage}"
+        return RankPosition(self._seen_at[1], self._cursor, self.verified.all_stages, stage)
 
 
 class Segment:
@@ -149,7 +149,7 @@ class Segment:
         if call.source != traced.source and self._unlike is None:
             self._unlike = f"{call.name} (visit {number})"
         for place, tensor in enumerate(call.tensors):
-            flow, piece = self._crossing.place.get((number, place), (-1, 0))
+            flow, piece = self._crossing.flow_of.get((number, place), (-1, 0))
             if here and flow >= 0:
                 call.tensors[place] = self._arrived[flow][piece]
             elif flow in self._left:
@@ -172,9 +172,9 @@ class Segment:
             )
         return out
 
-    def leaving(self, visited: int, place: str) -> dict[int, list[Tensor]]:
+    def leaving(self, visited: int, position: str) -> dict[int, list[Tensor]]:
         """Returns the values, by flow, that the loss has given to visits that are elsewhere, once it has returned after
-        so many visits. place: for errors"""
+        so many visits. position: for errors"""
         expected = self._crossing.trace.visits
         if visited < len(expected):
             raise OrderChanged(
@@ -185,11 +185,11 @@ class Segment:
             for tensor, version in pieces.values():
                 if tensor._version != version:
                     raise RuntimeError(
-                        f"{place}: a tensor of shape {tuple(tensor.shape)} that goes to segment "
+                        f"{position}: a tensor of shape {tuple(tensor.shape)} that goes to segment "
                         f"{self._split.flows[flow].target} was written in place after a visit there took it; work on a "
                         "copy"
                     )
-            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Parcel(flow))))]
+            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Message(flow))))]
         return out
 
     def explained(self, error: Exception, named: str, failed: bool) -> Exception:
@@ -217,7 +217,7 @@ class StageResults:
         ]
         self._spec: Any = None
 
-    def keep(self, call: Call, mean: Mean, aux: Tree) -> bool:
+    def store(self, call: Call, mean: Mean, aux: Tree) -> bool:
         """Keeps what this call has made; what every stage makes counts where the loss is made. Returns whether that is
         here."""
         has_loss = call.segment == self._crossing.loss
@@ -237,7 +237,7 @@ class StageResults:
 
 def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a flow that have a gradient."""
-    return [x for x, piece in zip(tensors, crossing.pieces(Parcel(flow)), strict=True) if piece.grad]
+    return [x for x, piece in zip(tensors, crossing.pieces(Message(flow)), strict=True) if piece.grad]
 
 
 def _detached(x: Any) -> Any:
@@ -263,11 +263,11 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
         return
     sums = torch.tensor([digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
     every = comms.numbers_of_all(sums, NEW).view(comms.stages, -1, len(sums))
-    for stage, place, number in (every != every[0]).nonzero()[:1].tolist():
-        one, other = place, stage * every.shape[1] + place
+    for stage, rank, number in (every != every[0]).nonzero()[:1].tolist():
+        one, other = rank, stage * every.shape[1] + rank
         raise RanksDisagree(
             f"ranks disagree on {WHAT}; {list(tensors)[number]} has other values on rank {one} (stage 0) than on rank "
-            f"{other} (stage {stage}). Read the same batch on all stages, as ya.shard_batch deals it"
+            f"{other} (stage {stage}). Read the same batch on all stages, as ya.shard_batch splits it"
         )
 
 

@@ -54,7 +54,7 @@ class Placement(Generic[AnyRanks]):
             self.sum_dtype = sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
-        self.ranks_of = {unit: comms.within(group.over) for unit, group in self.of_unit.items()}
+        self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
@@ -95,7 +95,7 @@ class Placement(Generic[AnyRanks]):
         comms = self.comms
         numbers = comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica
         ranks = Ranks(*numbers, axes=comms.axes)
-        ranks.deal(comms.micro_shards)
+        ranks.set_micro_shards(comms.micro_shards)
         return Placement(self.layout, self.mesh_axes, self.precision, ranks, self.assignment)
 
     def owns(self, number: int, leaf: object) -> bool:
@@ -149,7 +149,7 @@ class Placement(Generic[AnyRanks]):
         return max(map(self._shard_numel, self._trained_here), default=0)
 
     def _ranks(self, group: Group) -> AnyRanks:
-        return self.comms.within(group.over)
+        return self.comms.without(group.over)
 
     def _shard_numel(self, group: Group) -> int:
         return group.layout.shard_numel(self._ranks(group).ranks)

@@ -27,8 +27,7 @@ KEPT_SHAPES = 32
 class Verified:
     """A program that has passed `verify`, with the facts that a session of one stage needs in every step.
 
-    whole: the program of all stages; program: of this one; crossing: what it must know of the others, where there are
-        several
+    all_stages: the program of them all; program: of this one; crossing: what it must know of others, if any
     ran: whether a step has finished; the first one looks for tensors that reach blocks from outside
     tail: the norm and updates to run after a program that has none
     recomputes: some forward keeps no graph
@@ -36,28 +35,28 @@ class Verified:
     collectives: what its blocks communicate, as far as it has been seen (block_collectives.py)
     """
 
-    def __init__(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
-        self.whole, self.crossing = verify(whole), crossing
-        self.program = program = whole.parts[stage]
+    def __init__(self, all_stages: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
+        self.all_stages, self.crossing = verify(all_stages), crossing
+        self.program = program = all_stages.by_stage[stage]
         self.ops = program.ops
         own = [of for of in lent if of.unit in program.trace.trained]
         self.tail = [] if program.has_updates else after_program(program.trace.trained, own)
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.ran = False
         self.collectives: dict[Any, Any] = {}
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in whole.stages for op in ops)
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in all_stages.stages for op in ops)
 
     def list(self, collectives: Any) -> None:
         """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""
-        self.whole = self.whole.with_trace(collectives.listed(self.whole.trace))
-        (self.program,) = self.whole.parts
+        self.all_stages = self.all_stages.with_trace(collectives.listed(self.all_stages.trace))
+        (self.program,) = self.all_stages.by_stage
 
 
 class Programs:
     """The programs of one function, built and agreed on once for each kind of state.
 
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
-    update_when: when units may be updated; whole: why they cannot be one by one, if they cannot
+    update_when: when units may be updated; not_unitwise: why they cannot be one by one, if so
     trains: whether the function is differentiated; lent: the units that a placement's optimizer updates in parts
     """
 
@@ -66,7 +65,7 @@ class Programs:
         schedule: AnySchedule,
         *,
         update_when: UpdateWhen = "never",
-        whole: str | None = None,
+        not_unitwise: str | None = None,
         trains: bool = True,
         lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
@@ -76,9 +75,9 @@ class Programs:
         if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
-        self._schedule, self._update_when, self._whole, self.trains = schedule, update_when, whole, trains
+        self._schedule, self._update_when, self._not_unitwise, self.trains = schedule, update_when, not_unitwise, trains
         self._lent = lent
-        self._kept: dict[
+        self._cached: dict[
             tuple[Hashable, int, Hashable], Verified
         ] = {}  # by `Placement.key`, microbatches and shapes of the batch
         self._last: dict[Hashable, Verified] = {}  # by the first two
@@ -91,40 +90,40 @@ class Programs:
         shapes: of the batch, for which alone a step is cut into stages; None without stages
         """
         key = memory.key, microbatches, shapes
-        if key not in self._kept and (found := self.given(memory, microbatches)) is not None:
-            self._keep(found, memory, shapes)
-        if key in self._kept:
-            self._last[key[:2]] = self._kept[key] = self._kept.pop(key)  # the newest
-        return self._kept.get(key)
+        if key not in self._cached and (found := self.given(memory, microbatches)) is not None:
+            self._cache(found, memory, shapes)
+        if key in self._cached:
+            self._last[key[:2]] = self._cached[key] = self._cached.pop(key)  # the newest
+        return self._cached.get(key)
 
     def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable = None) -> Verified | None:
         """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
         word between ranks: one rank may ask alone."""
         if shapes is not None:
-            return self._kept.get((memory.key, microbatches, shapes))
+            return self._cached.get((memory.key, microbatches, shapes))
         return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
 
     def learn(self, memory: StateMemory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
         """Builds the program for a complete trace, before its first step; across stages with `crossing`, on a batch of
         these `shapes`."""
         found = self.build(trace, memory.comms.stage, crossing)
-        self._keep(found, memory, shapes)
+        self._cache(found, memory, shapes)
         return found
 
-    def _keep(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
-        agree(found.whole, memory.comms)
+    def _cache(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
+        agree(found.all_stages, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
             for ranks in dict.fromkeys(memory.ranks_of.values()):
                 ranks.connect("gather_local", "all-gather")
         if any(isinstance(op, Exchange) for op in ops):
             comms.connect("reduce", "exchange")
-        key = memory.key, found.whole.trace.microbatches
-        self._kept[*key, shapes] = self._last[key] = found
+        key = memory.key, found.all_stages.trace.microbatches
+        self._cached[*key, shapes] = self._last[key] = found
         # all ranks ask and keep alike, and so forget alike
-        by_shapes = [each for each in self._kept if each[2] is not None]
+        by_shapes = [each for each in self._cached if each[2] is not None]
         for oldest in by_shapes[:-KEPT_SHAPES]:
-            del self._kept[oldest]
+            del self._cached[oldest]
 
     # ---- built
 
@@ -176,10 +175,12 @@ class Programs:
         _check_stages(program, wanted)
         return program
 
-    def _sound(self, whole: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> Verified:
-        found = Verified(whole, lent, stage, crossing)
-        if whole.has_updates and self._whole is not None:
-            raise ValueError(f"the program updates unit by unit, but {self._whole}; pass update=False to the schedule")
+    def _sound(self, all_stages: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> Verified:
+        found = Verified(all_stages, lent, stage, crossing)
+        if all_stages.has_updates and self._not_unitwise is not None:
+            raise ValueError(
+                f"the program updates unit by unit, but {self._not_unitwise}; pass update=False to the schedule"
+            )
         return found
 
 

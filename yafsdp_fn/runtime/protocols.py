@@ -71,12 +71,12 @@ class Replays(Protocol):
         self,
         visit: Any,
         op: Backward,
-        places: Sequence[GradSlot],
+        grad_slots: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
     ) -> Outs:
-        """Returns `visit.gradients(op, places, tensors, needs, grads)`."""
+        """Returns `visit.gradients(op, grad_slots, tensors, needs, grads)`."""
 
 
 class ActivationBuffers(Protocol):
@@ -86,9 +86,9 @@ class ActivationBuffers(Protocol):
         """Returns the work of the ops that move the content of activation buffers."""
 
     def save(
-        self, visit: int, slot: int, tensors: Sequence[Tensor], carried: int, outs: Sequence[Tensor]
+        self, visit: int, slot: int, tensors: Sequence[Tensor], carry_length: int, outs: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Copies what it can of the first `carried` of a visit's arguments into `slot`; returns the others."""
+        """Copies what it can of the first `carry_length` of a visit's arguments into `slot`; returns the others."""
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, among the `others`."""
@@ -98,11 +98,11 @@ class StepHooks(NamedTuple):
     """The hooks of one step.
 
     observer: is told of every op, and when it ran; updates: the optimizer
-    carries: makes the content of the carry slots of a slot set, `carries(memory, number of the set)`:
+    activations: makes the content of the carry slots of a slot set, `activations(memory, number of the set)`:
         `ActivationBuffers`, or the messages between stages
     """
 
     observer: StepObserver | None = None
     updates: StepUpdates | None = None
     replays: Replays | None = None
-    carries: Callable[[Any, object], Any] | None = None
+    activations: Callable[[Any, object], Any] | None = None

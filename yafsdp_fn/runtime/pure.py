@@ -112,7 +112,7 @@ def _first_order(
     wanted = [i for i, need in enumerate(needs) if need]
     if pairs and wanted:
         outs, out_grads = zip(*pairs, strict=True)
-        with _within(inputs, outs):
+        with _writes_counted(inputs, outs):
             fresh = torch.autograd.grad(outs, [inputs[i] for i in wanted], out_grads, allow_unused=True)
         for i, grad in zip(wanted, fresh, strict=True):
             found[i] = grad
@@ -127,7 +127,7 @@ def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]:
+def _writes_counted(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]:
     """Makes writes to the destinations of `leaves` count in the run of autograd from `roots` that follows."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
@@ -183,7 +183,7 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
         return shard.to(wire)
     precision = owner.precision
     how = wire, precision.reduce_dtype, precision.sum_dtype, step
-    ranks = owner.comms.within(call.of_unit[unit][0].over)
+    ranks = owner.comms.without(call.of_unit[unit][0].over)
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -247,8 +247,8 @@ def _shards(call: BlockCall) -> list[Tensor]:
     shards = []
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
-        n, place = group.layout.shard_numel(comms.within(group.over).ranks), group.units.index(unit)
-        shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(place))
+        n, index = group.layout.shard_numel(comms.without(group.over).ranks), group.units.index(unit)
+        shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(index))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
         shards.append(shard)

@@ -16,14 +16,14 @@ from torch import Tensor
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.execute import SAME_VISITS, Visits
+from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import is_smooth
 from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
-class CallRecording(Visits):
+class CallRecording(VisitRunner):
     """Runs a call of a loss in place of a session; knows the visits afterwards.
 
     differentiates: visits without grad are no part of the trace
@@ -45,12 +45,12 @@ class CallRecording(Visits):
 
         total: of the loss; result: its outline
         """
-        self.place = f"the end of the loss, recorded before step {self.number}"
+        self.position = f"the end of the loss, recorded before step {self.number}"
         read = read_beside_visits(total, self.leaves)
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
-        found = {"op": self.place, "leaves read outside visits": str(read), "what the function returns": result}
-        self.memory.comms.must_agree(SAME_VISITS, found, self.place)
+        found = {"op": self.position, "leaves read outside visits": str(read), "what the function returns": result}
+        self.memory.comms.must_agree(SAME_VISITS, found, self.position)
 
     def trace(self, microbatches: int) -> Trace:
         """Returns the trace of a step whose microbatches are all like the recorded one."""

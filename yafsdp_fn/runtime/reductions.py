@@ -113,7 +113,7 @@ def of_tensors(aux: Tree, device: torch.device) -> Tree:
     return optree.tree_map(of_tensor, aux, is_leaf=is_reduction)
 
 
-def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
+def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     """Returns one tree from those of the microbatches, `Mean`, `Sum` and `Max` reduced over them and over ranks.
 
     Any other leaf stays this rank's own: unchanged with one microbatch, else stacked [microbatches, ...]. Uses one
@@ -121,7 +121,7 @@ def combine(parts: Sequence[Tree], comms: Ranks | None) -> Tree:
     deterministic mesh means and sums are those of micro-shards, added up in their order.
     """
     sum_up: Callable[[Sequence[Tensor]], Tensor] = partial(_apart, comms) if _in_order(comms) else _total
-    flat = [optree.tree_flatten(part, is_leaf=is_reduction) for part in parts]
+    flat = [optree.tree_flatten(result, is_leaf=is_reduction) for result in results]
     if any(spec != flat[0][1] for _, spec in flat):
         raise ValueError("aux: microbatches returned trees of different structure")
     columns = list(zip(*(leaves for leaves, _ in flat), strict=True))

@@ -27,8 +27,8 @@ Views = dict[tuple[int, int], Any]
 """Views of a unit in a slot, by (slot, unit)."""
 
 
-class BoundOp(NamedTuple):
-    """An op bound to a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
+class PreparedOp(NamedTuple):
+    """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
     gradients that it writes or reduces; `(unit, slot, source)` of the weights that it puts into slots, where source is
     the slot that it has them from, None where it gathers them."""
 
@@ -42,7 +42,7 @@ class BoundOp(NamedTuple):
 
 
 def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
-    """`BoundOp.fills` of an op."""
+    """`PreparedOp.fills` of an op."""
     filled = ops.filled(op)
     read = ops.weight_slots(op, "reads") if filled else []
     sources = {unit: slot for slots in read for (unit, _), slot in zip(filled, slots, strict=True)}
@@ -58,17 +58,17 @@ def acquire(memory: StateMemory) -> "Slots":
 class Slots:
     """The slots of one session, taken from its memory and given back.
 
-    number: names the set on the scoreboard; bound: what is known of ops here, until a slot moves; by kind
+    number: names the set on the scoreboard; prepared: what is known of ops here, until a slot moves; by kind
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
-    carries: the content of carry slots, if the program has any: `StepHooks.carries`
+    activations: the content of carry slots, if the program has any: `StepHooks.activations`
     """
 
     def __init__(self, memory: StateMemory) -> None:
         self.memory: StateMemory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
         self.number = object()
-        self.bound: dict[tuple[type[Op], Op], BoundOp] = {}
-        self.carries: Any = None
+        self.prepared: dict[tuple[type[Op], Op], PreparedOp] = {}
+        self.activations: Any = None
         self._reserved: Program | None = None
         self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}
@@ -98,7 +98,7 @@ class Slots:
                     if unit not in self._secondary and unit not in alias:
                         self._secondary[unit] = self._new(("secondary", self.number, unit), size)
             self._carried, self._reserved = program.carried(), program
-            self.bound.clear()
+            self.prepared.clear()
 
     def missing(self) -> list[tuple[int, int]]:
         """Returns `(unit, slot)` pairs that the program reads first, and that this set does not hold in the current
@@ -119,7 +119,7 @@ class Slots:
                 if slot in buffers:
                     self.memory.comms.drain()  # a stream may still use the smaller buffer
                 buffers[slot] = self._new((kind, self.number, slot), size)
-                self.bound.clear()
+                self.prepared.clear()
                 for key in [key for key in views if key[0] == slot]:
                     del views[key]
                 if kind == "slot":
@@ -133,7 +133,7 @@ class Slots:
         # the memory may have had another owner, whose kernels still run on the compute stream
         self.memory.made([name])
         # a state may be dropped while it gathers for its next step
-        self.memory.comms.keep(buffer)
+        self.memory.comms.mark_used(buffer)
         return buffer
 
     def secondary(self, unit: int) -> Tensor:

@@ -14,8 +14,8 @@ from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.program.cut import crossing, cut
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import LINE, Parcel
-from yafsdp_fn.program.text import describe_parcel
+from yafsdp_fn.program.split import LINE, Message
+from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
 from yafsdp_fn.runtime.memory import StateMemory
@@ -36,7 +36,7 @@ from yafsdp_fn.util.randomness import in_step
 
 
 class MessagePiece(NamedTuple):
-    """A tensor of a parcel, and where it lies in it, in bytes. grad: whether it has a gradient that comes back"""
+    """A tensor of a message, and where it lies in it, in bytes. grad: whether it has a gradient that comes back"""
 
     start: int
     nbytes: int
@@ -45,7 +45,7 @@ class MessagePiece(NamedTuple):
     grad: bool
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The tensor, a view of the parcel's bytes."""
+        """The tensor, a view of the message's bytes."""
         return buffer[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -96,7 +96,7 @@ class Placeholder:
 class Crossing:
     """The values of a step that cross between stages, and stand-ins for those of visits elsewhere.
 
-    trace: the whole step, cut; place: `(visit, number of its argument)` -> `(flow, number of the piece)`
+    trace: the whole step, cut; flow_of: `(visit, number of its argument)` -> `(flow, number of the piece)`
 
     placeholders: by visit; aux: for each node of what the loss returns beside the total, the segment that makes it,
     None where every stage does, and the node without values; loss: the segment that makes the total
@@ -107,12 +107,12 @@ class Crossing:
         self.trace, self.split = trace, trace.split
         mode = PlaceholderMode(allow_non_fake_inputs=True)
         self.placeholders = [Placeholder(result, mode) for result in found.results]
-        self.place: dict[tuple[int, int], tuple[int, int]] = {}
+        self.flow_of: dict[tuple[int, int], tuple[int, int]] = {}
         self._pieces: list[list[MessagePiece]] = []
         for flow, tensors in enumerate(crossing(trace)):
             start, pieces = 0, list[MessagePiece]()
             for takers in tensors:
-                self.place |= {(visit, argument.place): (flow, len(pieces)) for visit, argument in takers}
+                self.flow_of |= {(visit, argument.place): (flow, len(pieces)) for visit, argument in takers}
                 a = takers[0][1]
                 pieces.append(MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
                 start += round_up(a.nbytes, LINE)
@@ -125,13 +125,13 @@ class Crossing:
         self._home(mean, found.made, "the loss")
         self.aux = [self._home(node, found.made, "aux") for node in nodes]
 
-    def pieces(self, parcel: Parcel) -> list[MessagePiece]:
-        """The tensors of a parcel; of one that comes back, those that have a gradient, where the values were."""
-        return [piece for piece in self._pieces[parcel.flow] if piece.grad or not parcel.back]
+    def pieces(self, message: Message) -> list[MessagePiece]:
+        """The tensors of a message; of one that comes back, those that have a gradient, where the values were."""
+        return [piece for piece in self._pieces[message.flow] if piece.grad or not message.back]
 
-    def nbytes(self, parcel: Parcel) -> int:
-        """Bytes of a parcel, one way or the other."""
-        return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[parcel.flow])
+    def nbytes(self, message: Message) -> int:
+        """Bytes of a message, one way or the other."""
+        return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[message.flow])
 
     def _home(self, node: Any, made: dict[int, Any], what: str) -> tuple[int | None, Any]:
         visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
@@ -180,7 +180,7 @@ def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -
 
     What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
     """
-    first = programs.peek(memory, arguments.parts) is None
+    first = programs.peek(memory, arguments.microbatches) is None
     found = traced(arguments, memory, every=not programs.trains, counts=first)
     if found.by_value:
         raise RuntimeError(
@@ -255,25 +255,25 @@ class MessageBuffers:
         self.crossing = crossing
         sizes: dict[int, int] = {}
         for op in program.ops:
-            for parcel, slot in program.trace.parcels_of(op):
-                sizes[slot] = max(sizes.get(slot, 0), self.crossing.nbytes(parcel))
+            for message, slot in program.trace.messages_of(op):
+                sizes[slot] = max(sizes.get(slot, 0), self.crossing.nbytes(message))
         for slot, size in sizes.items():
             if slot not in self._slots or self._slots[slot].numel() < size:
                 self._slots[slot] = torch.empty(size, dtype=torch.uint8, device=self._memory.comms.device)
                 self._memory.made([("carry slot", self._number, slot)])
-                self._memory.comms.keep(self._slots[slot])
+                self._memory.comms.mark_used(self._slots[slot])
         self._reserved = crossing
 
-    def put(self, parcels: Iterable[tuple[Parcel, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
-        """Into the slot of each parcel its tensors; None: zeros, a gradient that nothing asked for."""
-        for (parcel, slot), values in zip(parcels, tensors, strict=True):
-            for piece, value in zip(self.crossing.pieces(parcel), values, strict=True):
+    def put(self, messages: Iterable[tuple[Message, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
+        """Into the slot of each message its tensors; None: zeros, a gradient that nothing asked for."""
+        for (message, slot), values in zip(messages, tensors, strict=True):
+            for piece, value in zip(self.crossing.pieces(message), values, strict=True):
                 view = piece.of(self._slots[slot])
                 view.zero_() if value is None else view.copy_(value)
 
-    def get(self, parcels: Iterable[tuple[Parcel, int]]) -> list[list[Tensor]]:
-        """Copies of the tensors in the slot of each parcel."""
-        return [[p.of(self._slots[slot]).clone() for p in self.crossing.pieces(parcel)] for parcel, slot in parcels]
+    def get(self, messages: Iterable[tuple[Message, int]]) -> list[list[Tensor]]:
+        """Copies of the tensors in the slot of each message."""
+        return [[p.of(self._slots[slot]).clone() for p in self.crossing.pieces(message)] for message, slot in messages]
 
     def works(self) -> Works:
         return {Send: self._send, Receive: self._receive}
@@ -281,7 +281,7 @@ class MessageBuffers:
     def named(self, op: Send | Receive) -> str:
         """Names what travels, and to whom or from whom."""
         way = "to" if isinstance(op, Send) else "from"
-        return f"{describe_parcel(op.parcel, self.crossing.trace)} {way} stage {self._other(op)}"
+        return f"{describe_message(op.message, self.crossing.trace)} {way} stage {self._other(op)}"
 
     def _send(self, op: Send) -> Work:
         return self._memory.comms.send(self._bytes(op), self._other(op))
@@ -293,4 +293,4 @@ class MessageBuffers:
         return self.crossing.split.ends(op.flow, op.back)[isinstance(op, Send)]
 
     def _bytes(self, op: Send | Receive) -> Tensor:
-        return self._slots[op.carry_slot][: self.crossing.nbytes(op.parcel)]
+        return self._slots[op.carry_slot][: self.crossing.nbytes(op.message)]

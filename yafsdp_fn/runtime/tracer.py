@@ -171,7 +171,7 @@ class Tracer:
                 for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
             ]
             passed = {number for number in found.shares if number is not None}
-            moved = [call.tensors[k] for k in movable(call.tensors[: call.carried], passed)]
+            moved = [call.tensors[k] for k in movable(call.tensors[: call.carry_length], passed)]
             carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
             cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
             cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
@@ -336,12 +336,12 @@ def traced(
         ) from error
     finally:
         mode.__class__ = EndedTrace  # a subclass from the start would miss torch's rules for operators of higher order
-    order = chained_order(visits, arguments.parts)
+    order = chained_order(visits, arguments.microbatches)
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
     loss_of = tuple(sorted(tracer.beside.made(total)))
     calls = tuple(tracer.between)
-    trace = Trace(units, visits, order, axes, arguments.parts, precision=names, loss_of=loss_of, between=calls)
+    trace = Trace(units, visits, order, axes, arguments.microbatches, precision=names, loss_of=loss_of, between=calls)
     untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value
     return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value)
 

@@ -69,10 +69,10 @@ class HandleWeights:
     def shard(self, group: Group, n: int) -> Any:
         """Returns this rank's shard [n] of one of the row's groups, or uninitialised memory of its size if another
         stage has it."""
-        place, column = 0 if group.pinned else self.layer, self.rows.columns[group.name]
-        if place not in group.here:
+        index, column = 0 if group.pinned else self.layer, self.rows.columns[group.name]
+        if index not in group.here:
             return self.handle.leaves[self.rows.groups.index(group)].new_empty(n)
-        return column[group.here.index(place)]
+        return column[group.here.index(index)]
 
     def weights(self, by_unit: Mapping[int, Sequence[Tensor]]) -> Tree:
         """Builds the block's weights from the leaves of each unit. A pinned unit gives a slice, under autograd: its
@@ -176,7 +176,7 @@ class BlockCall(TensorCall):
         self.replay = Replay(ranks.device, self.seed, ranks)
 
     @property
-    def carried(self) -> int:
+    def carry_length(self) -> int:
         """The number of leading tensors that belong to a scan's carry."""
         count = self._spec.child(0).num_leaves if self._carries else 0
         return sum(leaf is ARGUMENT for leaf in self._template[:count])
@@ -267,18 +267,18 @@ def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
 
 # ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
 
-Use = tuple[Destination, bool]
+GradTarget = tuple[Destination, bool]
 """The destination of a leaf in a visit, and whether gradients go straight there: not where a hook is to see them."""
 
-Uses = Sequence[Sequence[Use | None]]
-"""Uses of the leaves of each trained unit; None for those that have no destination."""
+GradTargets = Sequence[Sequence[GradTarget | None]]
+"""The targets of the leaves of each trained unit; None for those that have no destination."""
 
 
-def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
-    """Returns the uses of the leaves of each unit, once the block has run on them."""
-    found: list[list[Use | None]] = []
+def grad_targets_of(leaves: Sequence[Sequence[Tensor]]) -> GradTargets:
+    """Returns the targets of the leaves of each unit, once the block has run on them."""
+    found: list[list[GradTarget | None]] = []
     for unit in leaves:
-        here: list[Use | None] = []
+        here: list[GradTarget | None] = []
         for leaf in unit:
             to: Destination | None = getattr(leaf, DESTINATION, None)
             here.append(None if to is None else (to, not leaf._backward_hooks))
@@ -286,30 +286,30 @@ def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
     return found
 
 
-def open_all(uses: Uses, places: Sequence[GradSlot], task: AutogradRun) -> None:
+def open_all(targets: GradTargets, grad_slots: Sequence[GradSlot], task: AutogradRun) -> None:
     """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    for unit, place in zip(uses, places, strict=True):
-        for gap in () if place.add else place.views.gaps:
+    for unit, grad_slot in zip(targets, grad_slots, strict=True):
+        for gap in () if grad_slot.add else grad_slot.views.gaps:
             gap.zero_()
-        for use, view in zip(unit, place.views.leaves, strict=True):
-            if use is not None:
-                found, direct = use
+        for target, view in zip(unit, grad_slot.views.leaves, strict=True):
+            if target is not None:
+                found, direct = target
                 found.view, found._early = view, None
                 found.task = task if direct else None
                 if found.state != "early":
-                    found.state = "written" if place.add else "free"
+                    found.state = "written" if grad_slot.add else "free"
 
 
-def close_all(uses: Uses, places: Sequence[GradSlot], grads: Sequence[Tensor | None]) -> None:
+def close_all(targets: GradTargets, grad_slots: Sequence[GradSlot], grads: Sequence[Tensor | None]) -> None:
     """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
     found_grads = iter(grads)
     views: list[Tensor] = []
     values: list[Tensor] = []
-    for unit, place in zip(uses, places, strict=True):
-        for use, view in zip(unit, place.views.leaves, strict=True):
-            written, grad = place.add, next(found_grads)
-            if use is not None:
-                found = use[0]
+    for unit, grad_slot in zip(targets, grad_slots, strict=True):
+        for target, view in zip(unit, grad_slot.views.leaves, strict=True):
+            written, grad = grad_slot.add, next(found_grads)
+            if target is not None:
+                found = target[0]
                 written = found.state == "written"
                 found.view, found.task, found.state = None, None, "free"
             if grad is None:
@@ -339,16 +339,16 @@ class Later:
 
     def __init__(self, slots: Collection[int]) -> None:
         self._slots = slots
-        self._uses: Uses = ()
+        self._targets: GradTargets = ()
         self._writes: list[Callable[[], None]] = []
         self._fresh: Sequence[Tensor | None] = ()
 
-    def open(self, uses: Uses, task: AutogradRun) -> None:
+    def open(self, targets: GradTargets, task: AutogradRun) -> None:
         """Starts keeping the products that are gradients of leaves, in `task`."""
-        self._uses = uses
-        keep = partial(_keep, self._writes, self._slots)
+        self._targets = targets
+        defer = partial(_defer, self._writes, self._slots)
         for found, direct in self._all():
-            found.later, found.task = keep, task if direct else None
+            found.later, found.task = defer, task if direct else None
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""
@@ -356,18 +356,20 @@ class Later:
         for found, _ in self._all():
             found.later = found.task = None
 
-    def write(self, places: Sequence[GradSlot]) -> None:
-        """Runs the second half: writes the gradients to `places`."""
-        open_all(self._uses, places, AutogradRun(()))
+    def write(self, grad_slots: Sequence[GradSlot]) -> None:
+        """Runs the second half: writes the gradients to `grad_slots`."""
+        open_all(self._targets, grad_slots, AutogradRun(()))
         for write in self._writes:
             write()
-        close_all(self._uses, places, self._fresh)
+        close_all(self._targets, grad_slots, self._fresh)
 
-    def _all(self) -> list[Use]:
-        return [use for unit in self._uses for use in unit if use is not None]
+    def _all(self) -> list[GradTarget]:
+        return [target for unit in self._targets for target in unit if target is not None]
 
 
-def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:
+def _defer(
+    writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor
+) -> None:
     factors = [_own(factor, slots) for factor in given]
     versions = [factor._version for factor in factors]
 
@@ -416,15 +418,15 @@ LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
 class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
 
-    uses: where the gradients of a kept graph's weights go
+    targets: where the gradients of a kept graph's weights go
     """
 
     def __init__(self, session: Any, call: BlockCall, visit: Visit) -> None:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
         self.asked: Asked | None = None
-        self.uses: Uses = ()
+        self.targets: GradTargets = ()
         self._done = False
-        self._places: Sequence[GradSlot] = ()
+        self._grad_slots: Sequence[GradSlot] = ()
         self._later: Later | None = None
 
     def forward(self) -> list[Tensor]:
@@ -459,12 +461,12 @@ class Running:
             else:
                 leaves.append(slots.leaves(slot, unit, False))
         if op.early:
-            _offer(own, session.early_places(op, trained))
+            _offer(own, session.early_grad_slots(op, trained))
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
         inputs = opened[: len(tensors)]
         outs = self.call.run_on(leaves, inputs)
         self._check(leaves, inputs, outs)
-        self.uses = uses_of(own)
+        self.targets = grad_targets_of(own)
         self.call.refuse_views(outs, slots.storages)
         results: list[Tensor]
         session.token, *results = _Close.apply(self, token, *outs)
@@ -520,14 +522,14 @@ class Running:
     def gradients(
         self,
         op: Backward,
-        places: Sequence[GradSlot],
+        grad_slots: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
     ) -> Outs:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none."""
-        self._places = places
+        self._grad_slots = grad_slots
         return self._differentiate(self._again(op, tensors, needs), grads)
 
     def _again(self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool]) -> LocalGraph:
@@ -536,7 +538,7 @@ class Running:
         calls = self.session.collectives
         if calls is not None:
             calls.again("forward")
-        local = self.run(op, inputs, track=True, early=self._places)
+        local = self.run(op, inputs, track=True, early=self._grad_slots)
         if calls is not None:
             calls.end()
             calls.again("backward")
@@ -554,7 +556,7 @@ class Running:
                 roots.append(out)
                 root_grads.append(grad)
         trained = self._trained(leaves)
-        self.uses = uses_of(trained)
+        self.targets = grad_targets_of(trained)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         smooth = len(wanted)
         for unit_leaves in trained:
@@ -585,7 +587,7 @@ class Running:
         if op.half == "inputs":
             self._later = session.later_half(self.visit, self.microbatch)
         else:
-            self._places = session.places(op, self.visit.trained)
+            self._grad_slots = session.grad_slots(op, self.visit.trained)
         return op
 
     def recomputed(
@@ -593,22 +595,22 @@ class Running:
     ) -> Outs:
         """Runs the whole backward of a visit that recomputes; returns the arguments' gradients."""
         if op.carry_slot is not None:
-            tensors = self.session.slots.carries.restore(self.visit.id, op.carry_slot, tensors)
+            tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
         if not self.visit.trained and not any(needs):
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
         if self._later is not None:
             return self._differentiate(self._again(op, tensors, needs), grads)
         replays: Replays | None = self.session.replays
         if replays is not None:
-            return replays.gradients(self, op, self._places, tensors, needs, grads)
-        return self.gradients(op, self._places, tensors, needs, grads)
+            return replays.gradients(self, op, self._grad_slots, tensors, needs, grads)
+        return self.gradients(op, self._grad_slots, tensors, needs, grads)
 
     def open(self, task: AutogradRun) -> None:
         """Opens the destinations of the weights' gradients, in the run of autograd `task`."""
         if self._later is not None:
-            self._later.open(self.uses, task)
+            self._later.open(self.targets, task)
         else:
-            open_all(self.uses, self._places, task)
+            open_all(self.targets, self._grad_slots, task)
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Closes the destinations. fresh: autograd's gradients of the weights"""
@@ -616,14 +618,14 @@ class Running:
         if later is not None:
             later.close(fresh)
         else:
-            close_all(self.uses, self._places, fresh)
+            close_all(self.targets, self._grad_slots, fresh)
 
 
-def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[GradSlot]) -> None:
+def _offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -> None:
     """Lets blocks write gradients of `leaves`, by unit, before their backward begins, in slots that are empty."""
-    for unit_leaves, place in zip(leaves, places, strict=False):
-        if not place.add:
-            for leaf, view in zip(unit_leaves, place.views.leaves, strict=True):
+    for unit_leaves, grad_slot in zip(leaves, grad_slots, strict=False):
+        if not grad_slot.add:
+            for leaf, view in zip(unit_leaves, grad_slot.views.leaves, strict=True):
                 if (found := destination(leaf)) is not None:
                     found.offer(view)
 
@@ -691,7 +693,7 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
         saved: Sequence[Tensor] = tensors
         if op.carry_slot is not None:
-            saved = session.slots.carries.save(running.visit.id, op.carry_slot, tensors, call.carried, outs)
+            saved = session.slots.activations.save(running.visit.id, op.carry_slot, tensors, call.carry_length, outs)
         ctx.running = running
         ctx.save_for_backward(*saved)
         depends = bool(running.visit.trained) or any(ctx.needs_input_grad[3:])

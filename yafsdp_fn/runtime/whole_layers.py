@@ -10,7 +10,7 @@ from yafsdp_fn.communication.flat import gather_into
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
-from yafsdp_fn.params.sources import part_at_home
+from yafsdp_fn.params.sources import shard_at_home
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.runtime.memory import StateMemory
@@ -30,7 +30,7 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
     parts = [(stack, group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
 
     def buffer(_: Sharded, group: Group, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(group.layout.shard_numel(comms.within(group.over).ranks) * comms.ranks)
+        return leaf.new_empty(group.layout.shard_numel(comms.without(group.over).ranks) * comms.ranks)
 
     even = [buffer(*part) for part in parts]
     odd = [flat if part[1].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
@@ -44,12 +44,12 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
             if layer == 0 or not part[1].pinned
         ]
         # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
-        jobs = [(flat, part_at_home(*part).contiguous()) for *part, flat in starting]
+        jobs = [(flat, shard_at_home(*part).contiguous()) for *part, flat in starting]
         if comms.ranks == comms.stages == 1:
             for out, shard in jobs:
                 out.copy_(shard)
             return
-        homes = [group.home(place) for _, group, _, place, _ in starting]
+        homes = [group.home(index) for _, group, _, index, _ in starting]
         shards: list[Buffer] = [("shard", group.unit(layer)) for _, group, *_ in starting]
         label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_whole_layers)"
 
@@ -63,7 +63,7 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
         ready.complete()
         stream = comms.streams["gather"]
         for _, shard in jobs:
-            stream.keep(shard)
+            stream.mark_used(shard)
         event = comms.event()
         waits = [ready, *memory.board.use(event, "gather", shards, [("layer", call, layer % 2)])]
         stream.submit(work, waits, event, label)
@@ -88,10 +88,10 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     groups = [group for _, group, _ in stack.group_leaves()]
-    places = stack.entry.unflatten({g.name: [f"{g.name}/{i}" for i in range(len(g.leaves))] for g in groups})
-    if optree.tree_structure(tree) != optree.tree_structure(places):
+    names = stack.entry.unflatten({g.name: [f"{g.name}/{i}" for i in range(len(g.leaves))] for g in groups})
+    if optree.tree_structure(tree) != optree.tree_structure(names):
         return None
-    found = dict(zip(optree.tree_leaves(places), optree.tree_leaves(tree), strict=True))
+    found = dict(zip(optree.tree_leaves(names), optree.tree_leaves(tree), strict=True))
     per_group = [[found[f"{g.name}/{i}"] for i in range(len(g.leaves))] for g in groups]
     for group, leaves in zip(groups, per_group, strict=True):
         for leaf, shape in zip(leaves, group.layer_shapes, strict=True):
@@ -114,8 +114,8 @@ def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: S
     if (0 if group.pinned else layer) not in group.here:
         return
     row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
-    start = ranks.within(group.over).rank * row.numel()
-    leaves = [group.part(number, leaf, ranks) for number, leaf in enumerate(leaves)]
+    start = ranks.without(group.over).rank * row.numel()
+    leaves = [group.local_slice(number, leaf, ranks) for number, leaf in enumerate(leaves)]
     for piece in group.layout.pieces(start, start + row.numel()):
         flat = leaves[piece.leaf].reshape(-1)
         skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece

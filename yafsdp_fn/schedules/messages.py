@@ -8,7 +8,7 @@ from typing import NamedTuple
 from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call, Parcel, Split
+from yafsdp_fn.program.split import Call, Message, Split
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import in_words
 
@@ -40,14 +40,14 @@ UNIT = Pace(lambda call: SPAN[call.kind])
 """The pace of `SPAN`, where messages take none."""
 
 
-def takes(split: Split, call: Call) -> tuple[Parcel, ...]:
-    """Returns the parcels that a call takes of other segments."""
+def takes(split: Split, call: Call) -> tuple[Message, ...]:
+    """Returns the messages that a call takes of other segments."""
     first, end = split.segments[call.segment]
     return split.takes(call.kind, first if call.kind == "forward" else end - 1, call.microbatch)
 
 
-def gives(split: Split, call: Call) -> tuple[Parcel, ...]:
-    """Returns the parcels that a call gives to others."""
+def gives(split: Split, call: Call) -> tuple[Message, ...]:
+    """Returns the messages that a call gives to others."""
     first, end = split.segments[call.segment]
     return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
 
@@ -55,13 +55,13 @@ def gives(split: Split, call: Call) -> tuple[Parcel, ...]:
 class PlayedTimes(NamedTuple):
     """A run of stages' lists, without calls and messages that never come.
 
-    begins: of each call, by stage; sent: parcel -> when its message was
-    made: parcel -> when its call was over, the stage, and its number among what that call gives
+    begins: of each call, by stage; sent: message -> when it was sent
+    made: message -> when its call was over, the stage, and its number among what that call gives
     """
 
     begins: list[list[float]]
-    sent: dict[Parcel, float]
-    made: dict[Parcel, tuple[float, int, int]]
+    sent: dict[Message, float]
+    made: dict[Message, tuple[float, int, int]]
 
 
 def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> PlayedTimes:
@@ -71,24 +71,24 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     messages: what another stage has made comes with its message, in no time, where a send waits for its receive;
         without messages it is there as soon as it is made
     """
-    places = [
+    listed = [
         (stage, item, gives(split, item) if isinstance(item, Call) else ())
         for stage, items in enumerate(lists)
         for item in items
     ]
-    comes, partners = _sources(split, places, messages)
-    never = len(places)
+    comes, partners = _sources(split, listed, messages)
+    never = len(listed)
     travels: list[StageEvent] = []
     if pace.message and not messages:
-        for parcel, source in comes.items():
-            if split.crosses(parcel):
-                comes[parcel] = never + 1 + len(travels)
-                travels.append(StageEvent(-1, f"{parcel}", [source], (("latency", pace.message),)))
+        for message, source in comes.items():
+            if split.crosses(message):
+                comes[message] = never + 1 + len(travels)
+                travels.append(StageEvent(-1, f"{message}", [source], (("latency", pace.message),)))
     before: dict[int, int] = {}  # stage -> its last call
     events: list[StageEvent] = []
-    for number, (stage, item, _) in enumerate(places):
+    for number, (stage, item, _) in enumerate(listed):
         if isinstance(item, Call):
-            waits = [comes.get(parcel, never) for parcel in takes(split, item)]
+            waits = [comes.get(message, never) for message in takes(split, item)]
             events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
             before[stage] = number
         else:
@@ -97,36 +97,36 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
             events.append(StageEvent(stage, item.stream, waits, partner=partners.get(number)))
     events += [StageEvent(-1, "never", [never]), *travels]
     found = PlayedTimes([[] for _ in lists], {}, {})
-    for (stage, item, given), time in zip(places, play(events)[:never], strict=True):
+    for (stage, item, given), time in zip(listed, play(events)[:never], strict=True):
         if time is not None and isinstance(item, Call):
             found.begins[stage].append(time.start)
-            found.made.update((parcel, (time.end, stage, at)) for at, parcel in enumerate(given))
+            found.made.update((message, (time.end, stage, at)) for at, message in enumerate(given))
         elif time is not None and isinstance(item, Send):
-            found.sent[item.parcel] = time.start
+            found.sent[item.message] = time.start
     return found
 
 
 def _sources(
-    split: Split, places: Sequence[tuple[int, Item, tuple[Parcel, ...]]], messages: bool
-) -> tuple[dict[Parcel, int], dict[int, int]]:
-    """Returns the call or receive that each parcel comes with, and the other end of each message.
+    split: Split, listed: Sequence[tuple[int, Item, tuple[Message, ...]]], messages: bool
+) -> tuple[dict[Message, int], dict[int, int]]:
+    """Returns the call or receive that each message comes with, and the other end of each message.
 
-    places: stage, item, and what it gives
+    listed: stage, item, and what it gives
     """
-    comes: dict[Parcel, int] = {}
-    sends: defaultdict[Parcel, list[int]] = defaultdict(list)
-    receives: defaultdict[Parcel, list[int]] = defaultdict(list)
-    for number, (stage, item, given) in enumerate(places):
-        inside = [parcel for parcel in given if not (messages and split.crosses(parcel))]
+    comes: dict[Message, int] = {}
+    sends: defaultdict[Message, list[int]] = defaultdict(list)
+    receives: defaultdict[Message, list[int]] = defaultdict(list)
+    for number, (stage, item, given) in enumerate(listed):
+        inside = [message for message in given if not (messages and split.crosses(message))]
         comes.update(dict.fromkeys(inside, number))
         if isinstance(item, Send):
-            sends[item.parcel].append(number)
+            sends[item.message].append(number)
         elif isinstance(item, Receive) and split.ends(item.flow, item.back)[1] == stage:
-            receives[item.parcel].append(number)
+            receives[item.message].append(number)
     partners: dict[int, int] = {}
-    for parcel in sends.keys() & receives.keys():
-        comes.setdefault(parcel, receives[parcel][0])
-        for one, other in zip(sends[parcel], receives[parcel], strict=False):
+    for message in sends.keys() & receives.keys():
+        comes.setdefault(message, receives[message][0])
+        for one, other in zip(sends[message], receives[message], strict=False):
             partners |= {one: other, other: one}
     return comes, partners
 
@@ -138,13 +138,13 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
-        taken = [(at, parcel) for at, call in enumerate(row) for parcel in takes(split, call)]
-        arriving = sorted((made[parcel], at, parcel) for at, parcel in taken if split.crosses(parcel))
+        taken = [(at, message) for at, call in enumerate(row) for message in takes(split, call)]
+        arriving = sorted((made[message], at, message) for at, message in taken if split.crosses(message))
         # what stages send at one time is in the order of stages
         ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
-        before: defaultdict[int, list[Parcel]] = defaultdict(list)
-        for when, _, parcel in arriving:
-            before[bisect_right(ends, when[:2])].append(parcel)  # a call that ends later is not what it depends on
+        before: defaultdict[int, list[Message]] = defaultdict(list)
+        for when, _, message in arriving:
+            before[bisect_right(ends, when[:2])].append(message)  # a call that ends later is not what it depends on
         items: list[Item] = []
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
@@ -155,15 +155,15 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
 
 
 def _all_begin(
-    split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[Parcel]
+    split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[Message]
 ) -> None:
     stuck = [stage for stage, row in enumerate(rows) if len(begins[stage]) < len(row)]
     if stuck:
         lines = ["rule 'deadlock': calls wait for each other"]
         for stage in stuck:
             call = rows[stage][len(begins[stage])]
-            parcel = next(parcel for parcel in takes(split, call) if parcel not in made)
-            source = split.ends(parcel.flow, parcel.back)[0]
+            message = next(message for message in takes(split, call) if message not in made)
+            source = split.ends(message.flow, message.back)[0]
             lines.append(f"    stage {stage} waits at {in_words(call)} for stage {source}")
         raise Refused("deadlock", -1, "\n".join(lines), stuck[0])
 
@@ -184,56 +184,58 @@ class _Slots:
     """The slots of one stage's list. taken, given: of what its calls take and give; messages: before the first call and
     after each"""
 
-    def __init__(self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[Parcel, float]) -> None:
+    def __init__(
+        self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[Message, float]
+    ) -> None:
         self.split, self.begins, self.sent = split, begins, sent
         self.count = 0
         self.free: dict[Kind, deque[int]] = {}
-        self.leaving: list[tuple[int, Parcel, int]] = []  # sent after so many calls, from a slot
-        self.held: dict[Parcel, int] = {}
-        self.taken: dict[Parcel, int] = {}
-        self.given: dict[Parcel, int] = {}
+        self.leaving: list[tuple[int, Message, int]] = []  # sent after so many calls, from a slot
+        self.held: dict[Message, int] = {}
+        self.taken: dict[Message, int] = {}
+        self.given: dict[Message, int] = {}
         self.messages: list[list[Op]] = [[]]
         for item in items:
             if isinstance(item, Call):
                 self._call(item)
                 continue
-            parcel = item.parcel
+            message = item.message
             if isinstance(item, Receive):
-                self._fill(parcel, False)
-            self.messages[-1].append(item._replace(carry_slot=self.held[parcel]))
+                self._fill(message, False)
+            self.messages[-1].append(item._replace(carry_slot=self.held[message]))
             if isinstance(item, Send):
-                self.leaving.append((len(self.messages), parcel, self.held.pop(parcel)))
+                self.leaving.append((len(self.messages), message, self.held.pop(message)))
 
     def _call(self, call: Call) -> None:
         number = len(self.messages)
-        for parcel in takes(self.split, call):
-            self.taken[parcel] = slot = self.held.pop(parcel)
-            self.free[self._kind(parcel, False)].append(slot)
+        for message in takes(self.split, call):
+            self.taken[message] = slot = self.held.pop(message)
+            self.free[self._kind(message, False)].append(slot)
         now = self.begins[number - 1] if number <= len(self.begins) else -NEVER
         for left in list(self.leaving):
             # what the call before has made is under way while this one computes
             if left[0] < number and self.sent.get(left[1], NEVER) <= now:
                 self.free[self._kind(left[1], True)].append(left[2])
                 self.leaving.remove(left)
-        for parcel in gives(self.split, call):
-            self.given[parcel] = self._fill(parcel, self.split.crosses(parcel))
+        for message in gives(self.split, call):
+            self.given[message] = self._fill(message, self.split.crosses(message))
         self.messages.append([])
 
-    def _kind(self, parcel: Parcel, leaves: bool) -> Kind:
-        flow = self.split.flows[parcel.flow]
-        return leaves, flow.grad_bytes if parcel.back else flow.nbytes
+    def _kind(self, message: Message, leaves: bool) -> Kind:
+        flow = self.split.flows[message.flow]
+        return leaves, flow.grad_bytes if message.back else flow.nbytes
 
-    def _fill(self, parcel: Parcel, leaves: bool) -> int:
-        free = self.free.setdefault(self._kind(parcel, leaves), deque())
+    def _fill(self, message: Message, leaves: bool) -> int:
+        free = self.free.setdefault(self._kind(message, leaves), deque())
         if not free:
             free.append(self.count)
             self.count += 1
-        self.held[parcel] = slot = free.popleft()
+        self.held[message] = slot = free.popleft()
         return slot
 
 
 def wired(
-    parts: Sequence[Program],
+    programs: Sequence[Program],
     split: Split,
     lists: Sequence[Sequence[Item]],
     *,
@@ -247,8 +249,8 @@ def wired(
         order in which it was issued, and weights do not wait for a message
     """
     begins, sent, _ = times(split, lists, pace=pace)
-    each = zip(parts, lists, begins, strict=True)
-    return [_wired(part, items, split, _Slots(split, items, when, sent), together) for part, items, when in each]
+    each = zip(programs, lists, begins, strict=True)
+    return [_wired(program, items, split, _Slots(split, items, when, sent), together) for program, items, when in each]
 
 
 def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
@@ -267,8 +269,8 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
             late.clear()
         if isinstance(op, Forward | Backward):
             of = kind_of(op), op.visit, op.microbatch
-            taken = tuple(slots.taken[parcel] for parcel in split.takes(*of))
-            given = tuple(slots.given[parcel] for parcel in split.gives(*of))
+            taken = tuple(slots.taken[message] for message in split.takes(*of))
+            given = tuple(slots.given[message] for message in split.gives(*of))
             op = op._replace(takes=taken, gives=given)
         ops.append(op)
         if ends:

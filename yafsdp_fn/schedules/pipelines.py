@@ -13,7 +13,7 @@ ya.schedules.interleaved(zero3(remat="all"))                gathered and recompu
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from yafsdp_fn.program.program import Program, part_of
+from yafsdp_fn.program.program import Program, stage_trace
 from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
@@ -431,14 +431,14 @@ def pipeline(
     pace: Pace = UNIT,
 ) -> Program:
     """The program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
-    parts = []
+    programs = []
     for stage, items in enumerate(lists):
-        part = part_of(trace, stage, [item for item in items if isinstance(item, Call)])
+        part = stage_trace(trace, stage, [item for item in items if isinstance(item, Call)])
         program = sharding(part)
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
-        parts.append(program)
-    return Program(trace, *wired(parts, split_of(trace), lists, together=together, pace=pace))
+        programs.append(program)
+    return Program(trace, *wired(programs, split_of(trace), lists, together=together, pace=pace))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:

@@ -31,7 +31,7 @@ from yafsdp_fn.program.ops import Backward, Forward, Gather, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.timeline.spans import MEASURED, Span
 from yafsdp_fn.timeline.timeline import Timeline
-from yafsdp_fn.util.schema import Within, shown, typed_at
+from yafsdp_fn.util.schema import Limits, shown, typed_at
 
 RANGE = re.compile(r"FSDP::(\w+)(?: \((.*?)\))?(?: \[.*\])?$")
 KERNELS = {"gather": re.compile(r"nccl.*AllGather"), "reduce": re.compile(r"nccl.*ReduceScatter")}
@@ -104,7 +104,7 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
     reduce 900 1000
     """
     if len(program.stages) != 1:
-        raise ValueError("read_kineto: expected the program of one stage, program.parts[0] say")
+        raise ValueError("read_kineto: expected the program of one stage, program.by_stage[0] say")
     try:
         found = _recorded(_timed(Path(path)), step)
         windows = _windows(found, program)
@@ -139,8 +139,8 @@ class Timed(NamedTuple):
 
     name: str
     cat: str
-    ts: Annotated[float, Within(-1e18, 1e18)]
-    dur: Annotated[float, Within(0, 1e18)] = 0.0
+    ts: Annotated[float, Limits(-1e18, 1e18)]
+    dur: Annotated[float, Limits(0, 1e18)] = 0.0
     correlation: int | None = None
 
     @property
@@ -200,20 +200,20 @@ def _timed(path: Path) -> list[Timed]:
         raise ValueError(f"expected a recording of torch.profiler in JSON: {error}") from error
 
 
-def _event(place: str, event: Any) -> Timed | None:
+def _event(where: str, event: Any) -> Timed | None:
     if not isinstance(event, dict):
-        raise ValueError(f"{place}: expected an object, got {shown(event)}")
+        raise ValueError(f"{where}: expected an object, got {shown(event)}")
     if event.get("ph") != "X":
         return None
     name = event.get("name")
     cat = event.get("cat", "")
     args = event.get("args") or {}
     if not isinstance(name, str) or not isinstance(args, dict):
-        raise ValueError(f"{place}: expected a name, and an object of args, got {shown(event)}")
+        raise ValueError(f"{where}: expected a name, and an object of args, got {shown(event)}")
     if not name.startswith(("FSDP::", STEP)) and cat not in (*LAUNCHES, KERNEL):
         return None
     known = {field: event[field] for field in ("name", "ts", "dur") if field in event}
-    timed: Timed = typed_at(place, Timed, known | {"cat": cat, "correlation": args.get("correlation")})
+    timed: Timed = typed_at(where, Timed, known | {"cat": cat, "correlation": args.get("correlation")})
     return timed
 
 

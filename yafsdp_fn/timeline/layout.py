@@ -347,7 +347,7 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
     computes: list[BoxRow] = []
     rows: list[BoxRow] = []
     most = 0
-    for stage, part in enumerate(timeline.parts):
+    for stage, part in enumerate(timeline.by_stage):
         gaps = [gap for gap in timeline.idle_of(stage) if gap.why != "overhead"]
         waits = [Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE)) for gap in gaps]
         calls = _calls(part)

@@ -32,7 +32,7 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     for timeline in timelines:
         of = f"{timeline.title}, " * (timeline.stage_count > 1 < len(timelines))
         tracks: dict[tuple[int, str], Event] = {}
-        for stage, part in enumerate(timeline.parts):
+        for stage, part in enumerate(timeline.by_stage):
             tracks |= {(stage, name): {"pid": process, "tid": track} for track, name in enumerate(part.streams)}
             events.append({"ph": "M", "pid": process, "tid": 0, **_about("process_name", name=of + part.title)})
             events += _slices(part, stage, tracks)

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple, Self
 
 from yafsdp_fn.program.ops import OPS, STREAMS, Backward, Forward, Op, Reduce, filled, name_of
-from yafsdp_fn.program.program import part_of_ops
+from yafsdp_fn.program.program import stage_trace_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 
@@ -124,19 +124,19 @@ class Spans(_Fields):
         return 1 if split is None or self.trace.stage is not None else split.stages
 
     @property
-    def parts(self) -> tuple[Self, ...]:
+    def by_stage(self) -> tuple[Self, ...]:
         """A timeline of each stage, as long as the step; this one where there is one stage."""
-        return (self,) if self.stage_count == 1 else self._parts
+        return (self,) if self.stage_count == 1 else self._by_stage
 
     @cached_property
-    def _parts(self) -> tuple[Self, ...]:
-        return tuple(map(self._part, range(self.stage_count)))
+    def _by_stage(self) -> tuple[Self, ...]:
+        return tuple(map(self._of_stage, range(self.stage_count)))
 
-    def _part(self, stage: int) -> Self:
+    def _of_stage(self, stage: int) -> Self:
         own = [span for span in self.spans if span.stage == stage]
         at: dict[int | None, int] = {span.number: number for number, span in enumerate(own)}
         spans = [span._replace(number=at[span.number], cause=at.get(span.cause), stage=0) for span in own]
-        trace = part_of_ops(self.trace, stage, [span.op for span in own])
+        trace = stage_trace_of_ops(self.trace, stage, [span.op for span in own])
         return type(self)(trace, tuple(spans), self.seconds, f"stage {stage}", self.overhead)
 
     @cached_property
@@ -207,7 +207,7 @@ class Spans(_Fields):
     def bubble(self) -> float:
         """The part of the step in which compute is idle, a mean over stages; without the overhead."""
         seconds = self.seconds - self.overhead
-        busy = sum(part.compute_s for part in self.parts) / self.stage_count
+        busy = sum(part.compute_s for part in self.by_stage) / self.stage_count
         return 1 - busy / seconds if seconds else 0.0
 
     def bubbles(self, stage: int | None = None) -> Counter[str]:
@@ -221,7 +221,7 @@ class Spans(_Fields):
         fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
         stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
         """
-        own, end = self.parts[stage], self.seconds - self.overhead
+        own, end = self.by_stage[stage], self.seconds - self.overhead
         computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
         first, last = (computes[0].start, computes[-1].end) if computes else (self.seconds, 0.0)
         found = []
@@ -279,7 +279,7 @@ def of_one_stage(what: str, *timelines: "Spans") -> None:
         if timeline.stage_count > 1:
             raise TypeError(
                 f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "
-                "time, as in timeline.parts[0]"
+                "time, as in timeline.by_stage[0]"
             )
 
 

@@ -54,8 +54,8 @@ def render(timeline: Spans) -> str:
         busy = timeline.busy(stream)
         lines.append(f"  {stream:<14}{shown(busy):>9}  {busy / total:4.0%} busy, {_ops(timeline.on(stream))}")
     if timeline.inside:
-        within = sum(each.end - each.start for each in timeline.inside)
-        lines.append(f"  {'of compute':<14}{shown(within):>9}  {within / total:4.0%} in the collectives of blocks")
+        inside = sum(each.end - each.start for each in timeline.inside)
+        lines.append(f"  {'of compute':<14}{shown(inside):>9}  {inside / total:4.0%} in the collectives of blocks")
     waits = reasons(timeline)
     lines.append(f"  {'compute idle':<14}{shown(sum(waits.values())):>9}  {longest(waits)}".rstrip())
     path = timeline.critical_path()
@@ -74,7 +74,7 @@ def _ops(spans: Sequence[Span]) -> str:
 def _of_stages(timeline: Spans) -> str:
     total = timeline.seconds or 1.0
     rows = []
-    for number, part in enumerate(timeline.parts):
+    for number, part in enumerate(timeline.by_stage):
         busy = part.compute_s
         rows.append(f"  stage {number:<4}{shown(busy):>10}  {busy / total:4.0%} busy; idle " + idle(timeline, number))
     head = f"{timeline.title}: {shown(timeline.seconds)}, bubble {timeline.bubble:.1%}"

@@ -14,12 +14,12 @@ from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline import paint, perfetto, text
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
-from yafsdp_fn.util.schema import Within, typed_at
+from yafsdp_fn.util.schema import Limits, typed_at
 
 # ---- What a timeline in JSON consists of, beside its program: it was measured on one machine, kept, and is shown on
 # another.
 
-Seconds = Annotated[float, Within(0, 1e300)]
+Seconds = Annotated[float, Limits(0, 1e300)]
 
 
 class InsideRecord(NamedTuple):
@@ -59,17 +59,17 @@ def _spans(kept: Kept, ops: Sequence[Op]) -> Iterator[Span]:
             raise ValueError(f"spans[{at}]: {name_of(op)} runs on {op.stream}, got {ran.stream!r:.40}")
         if ran.cause is not None and ran.cause not in known:
             raise ValueError(f"spans[{at}]: its cause is no earlier op: {ran.cause}")
-        _check_within(f"spans[{at}]", ran, 0.0, kept.seconds)
+        _check_inside(f"spans[{at}]", ran, 0.0, kept.seconds)
         for part in ran.inside:
-            _check_within(f"spans[{at}], inside", part, ran.start, ran.end)
+            _check_inside(f"spans[{at}], inside", part, ran.start, ran.end)
         known.add(ran.number)
         inside = tuple(Inside(*part) for part in ran.inside)
         yield Span(ran.number, op, ran.stream, ran.start, ran.end, ran.cause, inside=inside)
 
 
-def _check_within(place: str, what: Ran | InsideRecord, start: float, end: float) -> None:
+def _check_inside(where: str, what: Ran | InsideRecord, start: float, end: float) -> None:
     if not start <= what.start <= what.end <= end:
-        raise ValueError(f"{place}: it lasts from {what.start} to {what.end} s, in what lasts from {start} to {end} s")
+        raise ValueError(f"{where}: it lasts from {what.start} to {what.end} s, in what lasts from {start} to {end} s")
 
 
 def _check_form(program: Program) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 # local ranks = shard (or local) x expert x context x tensor.
 
 STAGE, REPLICATE, SHARD, NODE, LOCAL = "stage", "replicate", "shard", "node", "local"
-_WITHIN = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
-AXES = (*_WITHIN, *((STAGE, *axes) for axes in _WITHIN))
+_IN_A_STAGE = ((SHARD,), (REPLICATE, SHARD), (NODE, LOCAL), (REPLICATE, NODE, LOCAL))
+AXES = (*_IN_A_STAGE, *((STAGE, *axes) for axes in _IN_A_STAGE))
 """The axes that a mesh can have, outermost first, without those inside blocks."""
 
 OUTSIDE = frozenset((STAGE, REPLICATE, SHARD, NODE, LOCAL))

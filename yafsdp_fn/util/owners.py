@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
         numel = math.prod(self.shape)
         return numel * min(self.shape[-2:], default=1) if len(self.shape) > 1 else numel
 
-    def part(self, rank: int, n: int) -> range:
+    def in_shard(self, rank: int, n: int) -> range:
         """Returns the elements of the flat vector that are in this leaf and in the shard [n] of `rank`."""
         return range(max(self.offset, rank * n), max(min(self.offset + self.numel, (rank + 1) * n), rank * n))
 

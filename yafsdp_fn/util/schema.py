@@ -2,7 +2,7 @@
 
 class Search(NamedTuple):
     seed: int
-    moves: Annotated[int, Within(0, 10**6)] = 0
+    moves: Annotated[int, Limits(0, 10**6)] = 0
 
 typed(Search, {"seed": 1, "moves": -1})     # ValueError: .moves: expected 0 to 1,000,000, got -1
 typed(Search, [1])                          # Search(seed=1, moves=0)
@@ -18,8 +18,8 @@ LARGEST = 1e300
 """Numbers are at most so large: sums of them are finite."""
 
 
-class Within(NamedTuple):
-    """The limits of a number, in an annotation: `Annotated[int, Within(1, 8)]`."""
+class Limits(NamedTuple):
+    """The limits of a number, in an annotation: `Annotated[int, Limits(1, 8)]`."""
 
     low: float
     high: float
@@ -36,7 +36,7 @@ def typed(kind: Any, value: Any) -> Any:
     origin = get_origin(kind)
     inner = get_args(kind)
     if origin is Annotated:
-        return _within(typed(inner[0], value), inner[1:])
+        return _limited(typed(inner[0], value), inner[1:])
     if origin is tuple:
         return _tuple(inner, value)
     if origin in (UnionType, Union):  # of null and one other
@@ -55,9 +55,9 @@ def typed(kind: Any, value: Any) -> Any:
     return value
 
 
-def _within(found: Any, notes: tuple[Any, ...]) -> Any:
+def _limited(found: Any, notes: tuple[Any, ...]) -> Any:
     for limits in notes:
-        if isinstance(limits, Within) and not limits.low <= found <= limits.high:
+        if isinstance(limits, Limits) and not limits.low <= found <= limits.high:
             raise _expected(f"{limits.low:,} to {limits.high:,}", found)
     return found
 
@@ -87,12 +87,12 @@ def _tuple(inner: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
     return tuple([typed_at(f"[{at}]", kind, item) for at, (kind, item) in enumerate(zip(inner, value, strict=True))])
 
 
-def typed_at(place: str, kind: Any, value: Any) -> Any:
-    """Converts as `typed` does. place: what an error begins with"""
+def typed_at(where: str, kind: Any, value: Any) -> Any:
+    """Converts as `typed` does. where: what an error begins with"""
     try:
         return typed(kind, value)
     except ValueError as error:
-        raise ValueError(f"{place}{error}") from None
+        raise ValueError(f"{where}{error}") from None
 
 
 def _expected(what: str, value: Any) -> ValueError:

@@ -102,11 +102,11 @@ def forgotten(_: Any) -> tuple[bool, int, list[float]]:
             state, metrics = step(state, torch.ones(rows, E))
             losses.append(float(metrics["loss"]))
             if rows == 2:
-                first = weakref.ref(next(iter(step._function.programs._kept.values())))
+                first = weakref.ref(next(iter(step._function.programs._cached.values())))
         gc.collect()
         there = first() is not None
         state, metrics = step(state, torch.ones(2, E))
-    return there, len(step._function.programs._kept), [*losses, float(metrics["loss"])]
+    return there, len(step._function.programs._cached), [*losses, float(metrics["loss"])]
 
 
 def test_shapes_of_batches_are_forgotten(pools: dict[int, Pool]) -> None:

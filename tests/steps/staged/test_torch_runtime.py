@@ -95,7 +95,11 @@ def searched(stages: int) -> s.Program:
     few = Model((("global", 4 * stages - 2),), TINY)
     trace = ya.planner.trace(few.loss, few.params(), few.batch(stages), tx=ya.optim.sgd(0.1), microbatches=stages)
     found = ya.planner.search(trace, WEAK, memory=2**30, stages=(stages,), ranks=stages, synthesize=600, moves=10)
-    assert found.written is not None and found.written.design.rows and found.written.step_s < found.written.builder_s
+    assert (
+        found.synthesized is not None
+        and found.synthesized.design.rows
+        and found.synthesized.step_s < found.synthesized.builder_s
+    )
     return found.program
 
 

@@ -25,7 +25,7 @@ from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, 
 # ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
 #
 # It launches once for every piece. A unit's own size decides whether it is used, so bits do not depend on how units
-# are grouped, cut or dealt to ranks, and a model of small units keeps its few launches.
+# are grouped, cut or given to ranks, and a model of small units keeps its few launches.
 
 Leaves = list[Tensor]
 

@@ -1,4 +1,4 @@
-"""Llamas under every lever alone, and under levers that meet: several steps give the plain loop's numbers."""
+"""Llamas under every feature alone, and under features that meet: several steps give the plain loop's numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Batch = Mapping[str, Tensor]
 zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.schedules.remat
 
 
-class Levers(NamedTuple):
+class Features(NamedTuple):
     """What a run is made of; the defaults are the library's."""
 
     schedule: Callable[..., Any] = zero3
@@ -49,83 +49,83 @@ class Levers(NamedTuple):
 BF16 = ya.Precision(compute=torch.bfloat16)
 ALL_BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
 ALONE = {
-    "none": Levers(),
-    "prefetch 0": Levers(options={"prefetch": 0}),
-    "prefetch 3": Levers(options={"prefetch": 3}, layers=5),
-    "resident": Levers(options={"resident": 2}, layers=5),
-    "remat": Levers(options={"remat": remat.all}),
-    "offload": Levers(options={"remat": remat.offload()}),
-    "update": Levers(options={"update": True}),
-    "zero2": Levers(zero2),
-    "microbatches": Levers(microbatches=3),
-    "defer": Levers(options={"defer": True}, microbatches=3),
-    "chunks": Levers(chunks=3),
-    "unroll": Levers(unroll=2, layers=5),
-    "tied": Levers(tied=True),
-    "pinned": Levers(pinned=True),
-    "frozen": Levers(frozen=True),
-    "graphs": Levers(options={"remat": remat.all}, graphs=True),
-    "one by one": Levers(exchange=False),
-    "bf16": Levers(precision=BF16),
-    "all bf16": Levers(precision=ALL_BF16),
-    "float64": Levers(precision=ya.Precision(*[torch.float64] * 3)),
-    "kept states": Levers(donate=False),
+    "none": Features(),
+    "prefetch 0": Features(options={"prefetch": 0}),
+    "prefetch 3": Features(options={"prefetch": 3}, layers=5),
+    "resident": Features(options={"resident": 2}, layers=5),
+    "remat": Features(options={"remat": remat.all}),
+    "offload": Features(options={"remat": remat.offload()}),
+    "update": Features(options={"update": True}),
+    "zero2": Features(zero2),
+    "microbatches": Features(microbatches=3),
+    "defer": Features(options={"defer": True}, microbatches=3),
+    "chunks": Features(chunks=3),
+    "unroll": Features(unroll=2, layers=5),
+    "tied": Features(tied=True),
+    "pinned": Features(pinned=True),
+    "frozen": Features(frozen=True),
+    "graphs": Features(options={"remat": remat.all}, graphs=True),
+    "one by one": Features(exchange=False),
+    "bf16": Features(precision=BF16),
+    "all bf16": Features(precision=ALL_BF16),
+    "float64": Features(precision=ya.Precision(*[torch.float64] * 3)),
+    "kept states": Features(donate=False),
 }
 TOGETHER = {
-    "unroll, recomputed": Levers(options={"remat": remat.every(2)}, unroll=2, layers=5),
-    "unroll, one by one": Levers(options={"prefetch": 2}, unroll=3, layers=7, exchange=False),
-    "unroll, defer, pinned": Levers(options={"defer": True, "update": True}, microbatches=2, unroll=2, pinned=True),
-    "unroll, graphs, offload": Levers(options={"remat": remat.offload(ahead=0)}, unroll=2, graphs=True),
-    "chunks, recomputed, tied": Levers(options={"remat": remat.first(2)}, chunks=2, tied=True, microbatches=2),
-    "chunks, unroll, zero2": Levers(zero2, {"update": True}, chunks=2, unroll=2, layers=4),
-    "graphs, update, microbatches": Levers(options={"remat": remat.all, "update": True}, graphs=True, microbatches=2),
-    "graphs, bf16, update": Levers(options={"remat": remat.all, "update": True}, graphs=True, precision=BF16),
-    "graphs, tied, frozen": Levers(zero2, {"remat": remat.all}, graphs=True, tied=True, frozen=True),
-    "offload, update, tied": Levers(options={"remat": remat.offload(), "update": True}, tied=True, microbatches=2),
-    "resident, update, microbatches": Levers(options={"resident": 2, "update": True}, microbatches=3, layers=5),
-    "defer, bf16, tied": Levers(options={"defer": True}, microbatches=2, precision=BF16, tied=True),
-    "all bf16, unroll, defer": Levers(options={"defer": True}, microbatches=2, unroll=2, precision=ALL_BF16),
-    "frozen, unroll, resident": Levers(options={"resident": 1}, frozen=True, unroll=2, pinned=True),
-    "kept states, update": Levers(options={"update": True}, donate=False, microbatches=2),
+    "unroll, recomputed": Features(options={"remat": remat.every(2)}, unroll=2, layers=5),
+    "unroll, one by one": Features(options={"prefetch": 2}, unroll=3, layers=7, exchange=False),
+    "unroll, defer, pinned": Features(options={"defer": True, "update": True}, microbatches=2, unroll=2, pinned=True),
+    "unroll, graphs, offload": Features(options={"remat": remat.offload(ahead=0)}, unroll=2, graphs=True),
+    "chunks, recomputed, tied": Features(options={"remat": remat.first(2)}, chunks=2, tied=True, microbatches=2),
+    "chunks, unroll, zero2": Features(zero2, {"update": True}, chunks=2, unroll=2, layers=4),
+    "graphs, update, microbatches": Features(options={"remat": remat.all, "update": True}, graphs=True, microbatches=2),
+    "graphs, bf16, update": Features(options={"remat": remat.all, "update": True}, graphs=True, precision=BF16),
+    "graphs, tied, frozen": Features(zero2, {"remat": remat.all}, graphs=True, tied=True, frozen=True),
+    "offload, update, tied": Features(options={"remat": remat.offload(), "update": True}, tied=True, microbatches=2),
+    "resident, update, microbatches": Features(options={"resident": 2, "update": True}, microbatches=3, layers=5),
+    "defer, bf16, tied": Features(options={"defer": True}, microbatches=2, precision=BF16, tied=True),
+    "all bf16, unroll, defer": Features(options={"defer": True}, microbatches=2, unroll=2, precision=ALL_BF16),
+    "frozen, unroll, resident": Features(options={"resident": 1}, frozen=True, unroll=2, pinned=True),
+    "kept states, update": Features(options={"update": True}, donate=False, microbatches=2),
 }
 COMPILED = {
-    "compiled, unroll": Levers(compiled=True, unroll=2, microbatches=2),
-    "compiled, recomputed, update, chunks": Levers(
+    "compiled, unroll": Features(compiled=True, unroll=2, microbatches=2),
+    "compiled, recomputed, update, chunks": Features(
         options={"remat": remat.all, "update": True}, compiled=True, chunks=2, layers=2
     ),
-    "compiled, offload, bf16": Levers(options={"remat": remat.offload()}, compiled=True, precision=BF16),
+    "compiled, offload, bf16": Features(options={"remat": remat.offload()}, compiled=True, precision=BF16),
 }
 CASES = ALONE | TOGETHER | COMPILED
 
 
-def model(levers: Levers) -> tuple[Config, llama.Llama]:
+def model(features: Features) -> tuple[Config, llama.Llama]:
     """Sizes that nothing divides, and abstract parameters."""
     sizes = {"vocab": V, "embed": 12, "ffn": 19, "heads": 3, "kv_heads": 1, "head_dim": 4, "max_length": 8}
-    config = Config(layers=levers.layers, tied=levers.tied, **sizes)
-    params = llama.params(config, pin_norms=levers.pinned)
-    if levers.frozen:
+    config = Config(layers=features.layers, tied=features.tied, **sizes)
+    params = llama.params(config, pin_norms=features.pinned)
+    if features.frozen:
         names = ("self_attn.q_proj.weight", "mlp.up_proj.weight")
         some = {name: ya.frozen(w) if name in names else w for name, w in params.layers.tree.items()}
         params = params._replace(layers=ya.Stacked(some), head=ya.frozen(params.head))
     return config, params
 
 
-def loss_of(config: Config, levers: Levers) -> Callable[[llama.Llama, Batch], ya.Mean]:
+def loss_of(config: Config, features: Features) -> Callable[[llama.Llama, Batch], ya.Mean]:
     """`llama.loss`, with a block that may be compiled, and a head whose gradient is formed in pieces."""
     block: Any = llama.block(config)
-    block = torch.compile(block, backend="aot_eager") if levers.compiled else block
+    block = torch.compile(block, backend="aot_eager") if features.compiled else block
 
     def last(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
         own, matrix = (weights[0], weights[1]["weight"]) if config.tied else (weights, weights["lm_head.weight"])
         x = torch.nn.functional.rms_norm(x, x.shape[-1:], own["model.norm.weight"], config.norm_eps)
         return ya.Mean(ya.linear_cross_entropy(x, matrix, targets, chunk=4), (targets != -100).sum())
 
-    layer = ya.chunk(block, levers.chunks, in_axes=(0, None))
-    head = ya.chunk(last, levers.chunks, in_axes=(None, 0, 0))
+    layer = ya.chunk(block, features.chunks, in_axes=(0, None))
+    head = ya.chunk(last, features.chunks, in_axes=(None, 0, 0))
 
     def loss(params: llama.Llama, batch: Batch) -> ya.Mean:
         x = ya.apply(llama.embed, params.embed, batch["tokens"])
-        x, _ = ya.scan(layer, x, params.layers, unroll=levers.unroll)
+        x, _ = ya.scan(layer, x, params.layers, unroll=features.unroll)
         mean: ya.Mean = ya.apply(head, llama.head_unit(config, params), x, batch["targets"])
         return mean
 
@@ -143,22 +143,22 @@ def batch_of(rank: int, step: int, rows: int) -> Batch:
 def follows_the_plain_loop(mesh: Any, name: str) -> None:
     """Metrics of every step, gradients and evaluations between them, parameters in the end. Gradients are looked at
     last: later steps must not write into their memory."""
-    levers, ranks, rank = CASES[name], mesh.size(), mesh.get_rank()
-    low, rows = levers.precision.compute == torch.bfloat16, 2 * levers.chunks * levers.microbatches
-    config, abstract = model(levers)
-    loss, plain_loss = loss_of(config, levers), loss_of(config, Levers())
+    features, ranks, rank = CASES[name], mesh.size(), mesh.get_rank()
+    low, rows = features.precision.compute == torch.bfloat16, 2 * features.chunks * features.microbatches
+    config, abstract = model(features)
+    loss, plain_loss = loss_of(config, features), loss_of(config, Features())
 
     def oracle_loss(params: llama.Llama, batch: Batch) -> ya.Mean:
         return plain_loss(optree.tree_map(Tensor.bfloat16, params) if low else params, batch)
 
-    state, oracle = ya.init(abstract, TX, mesh=mesh, precision=levers.precision), ya.PlainState.create(abstract, TX)
-    options = {"microbatches": levers.microbatches}
-    step = ya.train_step(loss, TX, schedule=levers.schedule(**levers.options), donate=levers.donate, **options)
+    state, oracle = ya.init(abstract, TX, mesh=mesh, precision=features.precision), ya.PlainState.create(abstract, TX)
+    options = {"microbatches": features.microbatches}
+    step = ya.train_step(loss, TX, schedule=features.schedule(**features.options), donate=features.donate, **options)
     tapes = TapeRecorder()
-    if levers.graphs:
+    if features.graphs:
         step._function._graphs, step._function._replays = True, Graphs(tapes)
-    shown = {key: value for key, value in levers.options.items() if key != "update"}
-    both = ya.value_and_grad(loss, schedule=levers.schedule(**shown), **options)
+    shown = {key: value for key, value in features.options.items() if key != "update"}
+    both = ya.value_and_grad(loss, schedule=features.schedule(**shown), **options)
     plain_step, plain_both = ya.train_step(oracle_loss, TX), ya.value_and_grad(oracle_loss)
     evaluate, tolerance, kept = ya.eval_step(loss), 2e-2 if low else 1e-5, []
 
@@ -174,7 +174,7 @@ def follows_the_plain_loop(mesh: Any, name: str) -> None:
             assert relative(at.float(), expected["loss"].float()) <= tolerance, (name, number, at, expected)
         for key in ("loss", "grad_norm"):
             assert relative(got[key].float(), expected[key].float()) <= tolerance, (name, number, key, got, expected)
-    assert not levers.graphs or tapes.replayed
+    assert not features.graphs or tapes.replayed
 
     for sharded, whole_grads in kept:
         for a, b in zip(leaves_of(ya.unshard(sharded)), leaves_of(whole_grads), strict=True):
@@ -196,7 +196,7 @@ def all_of(mesh: Any, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_every_lever_alone(pools: dict[int, Pool], world: int) -> None:
+def test_every_feature_alone(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(all_of, list(ALONE))
 
 
@@ -213,7 +213,7 @@ ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resi
     ],
     ids=["2-others", "3-some", "1-all", "2-all"],
 )
-def test_levers_together(pools: dict[int, Pool], world: int, names: list[str]) -> None:
+def test_features_together(pools: dict[int, Pool], world: int, names: list[str]) -> None:
     pools[world].run(all_of, names)
 
 

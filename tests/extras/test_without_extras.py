@@ -39,7 +39,7 @@ def losses(root: Path) -> list[str]:
     return values
 
 
-def test_the_library_without_levers_trains_to_the_same_bits(tmp_path: Path) -> None:
+def test_the_library_without_extras_trains_to_the_same_bits(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "yafsdp_fn", tmp_path / "yafsdp_fn", ignore=shutil.ignore_patterns("extras", "__pycache__"))
     assert not (tmp_path / "yafsdp_fn" / "extras").exists()
     assert losses(tmp_path) == losses(ROOT)

@@ -1,4 +1,4 @@
-"""Levers: switched where they say, gone afterwards, and the same loss."""
+"""Features: switched where they say, gone afterwards, and the same loss."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def batches(_: Any) -> None:
         for what, (batch, kind, text) in wrong.items():
             with pytest.raises(kind, match=text) as error:
                 run(batch)
-            assert "deal it by axes.shard_batch(batch, mesh)" in str(error.value), what
+            assert "split it with axes.shard_batch(batch, mesh)" in str(error.value), what
         value = run(axes.shard_batch(every, mesh))
         plain = ya.value_and_grad(llama.loss(config))(ya.init(llama.params(config), mesh=mesh).params, every)[0]
         close(value, plain, name, 1e-5)

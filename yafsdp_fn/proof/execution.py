@@ -3,10 +3,10 @@
     for op in program:
         for moment in op:                  a backward: backward, crosses, take, read, load, resume, write, ...
             for rule in rules:             those that have a check for this moment
-                rule.moment(walk, ...)     refuses, or not
+                rule.moment(run, ...)     refuses, or not
             contents change
 
-Rules have no state of their own: a check looks at the walk. verify.py has the list of rules.
+Rules have no state of their own: a check looks at the execution. verify.py has the list of rules.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ from yafsdp_fn.program.ops import (
     kind_of,
 )
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Parcel
+from yafsdp_fn.program.split import Message
 from yafsdp_fn.proof.errors import refusal
 
 
@@ -54,14 +54,14 @@ class Gradient(NamedTuple):
 
     unit: int
     op: int
-    parts: tuple[Contribution, ...]
+    contributions: tuple[Contribution, ...]
 
 
-class Carry(NamedTuple):
-    """Contents of a carry slot or host buffer: what a visit has saved, by its number, or a parcel of a pipeline, and
+class Activation(NamedTuple):
+    """Contents of a carry slot or host buffer: what a visit has saved, by its number, or a message of a pipeline, and
     the op that put it there."""
 
-    what: int | Parcel
+    what: int | Message
     op: int
 
 
@@ -71,44 +71,44 @@ class Rule:
 
     of a program    form: before anything is executed
     of an op        the moment of its name, before it changes anything
-    in a compute    crosses: it takes, or gives, so many parcels in carry slots; read: the weights; save, load: the
+    in a compute    crosses: it takes, or gives, so many messages in carry slots; read: the weights; save, load: the
                     carry; resume: a backward runs on what its forward kept; begin: a forward may begin gradients;
                     write: a gradient, of one unit
     of any op       take, put: it empties or fills a carry slot
     at the end      end; last: of each slot that the program reads before it gathers into it
-    of all stages   whole: before anything else; parts: when the ops of each are in form; together: when each is right
+    of all stages   pipeline: before anything else; in_form: when all ops are in form; proved: when each is right
     """
 
     name: str
     sentence: str
     form: Callable[[Program], None] | None = None
-    gather: Callable[["Walk", Gather], None] | None = None
-    stash: Callable[["Walk", Stash], None] | None = None
-    forward: Callable[["Walk", Forward], None] | None = None
-    backward: Callable[["Walk", Backward], None] | None = None
-    reduce: Callable[["Walk", Reduce], None] | None = None
-    allreduce: Callable[["Walk", AllReduce], None] | None = None
-    norm: Callable[["Walk", Norm], None] | None = None
-    update: Callable[["Walk", Update], None] | None = None
-    exchange: Callable[["Walk", Exchange], None] | None = None
-    offload: Callable[["Walk", Offload], None] | None = None
-    fetch: Callable[["Walk", Fetch], None] | None = None
-    send: Callable[["Walk", Send], None] | None = None
-    receive: Callable[["Walk", Receive], None] | None = None
-    crosses: Callable[["Walk", ComputeOp, str, Sequence[Parcel]], None] | None = None
-    read: Callable[["Walk", ComputeOp], None] | None = None
-    save: Callable[["Walk", Forward], None] | None = None
-    load: Callable[["Walk", Backward], None] | None = None
-    resume: Callable[["Walk", Backward], None] | None = None
-    begin: Callable[["Walk", Forward], None] | None = None
-    write: Callable[["Walk", int, int], None] | None = None
-    take: Callable[["Walk", int, int | Parcel], None] | None = None
-    put: Callable[["Walk", int, int | Parcel], None] | None = None
-    end: Callable[["Walk"], None] | None = None
-    last: Callable[["Walk", int, int], None] | None = None
-    whole: Callable[[Program], None] | None = None
-    parts: Callable[[Program], None] | None = None
-    together: Callable[[Program], None] | None = None
+    gather: Callable[["Execution", Gather], None] | None = None
+    stash: Callable[["Execution", Stash], None] | None = None
+    forward: Callable[["Execution", Forward], None] | None = None
+    backward: Callable[["Execution", Backward], None] | None = None
+    reduce: Callable[["Execution", Reduce], None] | None = None
+    allreduce: Callable[["Execution", AllReduce], None] | None = None
+    norm: Callable[["Execution", Norm], None] | None = None
+    update: Callable[["Execution", Update], None] | None = None
+    exchange: Callable[["Execution", Exchange], None] | None = None
+    offload: Callable[["Execution", Offload], None] | None = None
+    fetch: Callable[["Execution", Fetch], None] | None = None
+    send: Callable[["Execution", Send], None] | None = None
+    receive: Callable[["Execution", Receive], None] | None = None
+    crosses: Callable[["Execution", ComputeOp, str, Sequence[Message]], None] | None = None
+    read: Callable[["Execution", ComputeOp], None] | None = None
+    save: Callable[["Execution", Forward], None] | None = None
+    load: Callable[["Execution", Backward], None] | None = None
+    resume: Callable[["Execution", Backward], None] | None = None
+    begin: Callable[["Execution", Forward], None] | None = None
+    write: Callable[["Execution", int, int], None] | None = None
+    take: Callable[["Execution", int, int | Message], None] | None = None
+    put: Callable[["Execution", int, int | Message], None] | None = None
+    end: Callable[["Execution"], None] | None = None
+    last: Callable[["Execution", int, int], None] | None = None
+    pipeline: Callable[[Program], None] | None = None
+    in_form: Callable[[Program], None] | None = None
+    proved: Callable[[Program], None] | None = None
 
 
 Checks = Mapping[str, Sequence[tuple[str, Callable[..., None]]]]
@@ -123,13 +123,13 @@ def by_moment(rules: Sequence[Rule]) -> Checks:
     }
 
 
-class Walk:
+class Execution:
     """One execution of a program that is in form.
 
     needed: unit -> the contributions to its gradient
     shared: the units that this stage trains together with others; carried: see `Program`
     at: index of the op being executed, -1 at the end; done: number of computes executed
-    slots, grads, carries: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
+    slots, grads, activations: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
         secondary: unit -> op that stashed it, and what it found in the slot
     saved, graphs: (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
     reduced: contribution -> op; summed, joined: unit -> op that summed its gradient over replicas, over stages
@@ -154,8 +154,8 @@ class Walk:
         self.slots = {slot: Weights(unit, 0, -1) for slot, unit in self.carried.items()}
         self.secondary: dict[int, tuple[int, Weights]] = {}
         self.grads: dict[int, Gradient] = {}
-        self.carries: dict[int, Carry] = {}
-        self.host: dict[int, Carry] = {}
+        self.activations: dict[int, Activation] = {}
+        self.host: dict[int, Activation] = {}
         self.saved: dict[tuple[int, int], int] = {}
         self.graphs: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.reduced: dict[Contribution, int] = {}
@@ -232,7 +232,7 @@ class Walk:
         if op.half != "inputs":
             for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
                 self._ask("write", unit, slot)
-                before = self.grads[slot].parts if slot in self.grads else ()
+                before = self.grads[slot].contributions if slot in self.grads else ()
                 self.grads[slot] = Gradient(unit, self.at, (*before, (op.visit, op.microbatch, unit)))
                 self.trained.add(unit)
         self._cross(op, "gives")
@@ -243,10 +243,10 @@ class Walk:
 
     def _cross(self, op: ComputeOp, way: Literal["takes", "gives"]) -> None:
         split = self.trace.split
-        parcels = () if split is None else getattr(split, way)(kind_of(op), op.visit, op.microbatch)
-        self._ask("crosses", op, way, parcels)
-        for slot, parcel in zip(getattr(op, way), parcels, strict=True):
-            (self._take if way == "takes" else self._put)(slot, parcel)
+        messages = () if split is None else getattr(split, way)(kind_of(op), op.visit, op.microbatch)
+        self._ask("crosses", op, way, messages)
+        for slot, message in zip(getattr(op, way), messages, strict=True):
+            (self._take if way == "takes" else self._put)(slot, message)
 
     # ---- weights
 
@@ -262,7 +262,7 @@ class Walk:
 
     def _reduce(self, op: Reduce) -> None:
         for slot in op.grad_slots:
-            self.reduced.update(dict.fromkeys(self.grads.pop(slot).parts, self.at))
+            self.reduced.update(dict.fromkeys(self.grads.pop(slot).contributions, self.at))
 
     def _allreduce(self, op: AllReduce) -> None:
         for unit in op.units:
@@ -291,22 +291,22 @@ class Walk:
 
     def _offload(self, op: Offload) -> None:
         self._take(op.carry_slot, op.visit)
-        self.host[op.visit] = Carry(op.visit, self.at)
+        self.host[op.visit] = Activation(op.visit, self.at)
 
     def _fetch(self, op: Fetch) -> None:
         del self.host[op.visit]
         self._put(op.carry_slot, op.visit)
 
     def _send(self, op: Send) -> None:
-        self._take(op.carry_slot, op.parcel)
+        self._take(op.carry_slot, op.message)
 
     def _receive(self, op: Receive) -> None:
-        self._put(op.carry_slot, op.parcel)
+        self._put(op.carry_slot, op.message)
 
-    def _take(self, slot: int, what: int | Parcel) -> None:
+    def _take(self, slot: int, what: int | Message) -> None:
         self._ask("take", slot, what)
-        del self.carries[slot]
+        del self.activations[slot]
 
-    def _put(self, slot: int, what: int | Parcel) -> None:
+    def _put(self, slot: int, what: int | Message) -> None:
         self._ask("put", slot, what)
-        self.carries[slot] = Carry(what, self.at)
+        self.activations[slot] = Activation(what, self.at)
