@@ -139,16 +139,13 @@ class Part:
 
 @contextlib.contextmanager
 def switched_off(levers: frozenset[str]) -> Iterator[None]:
-    """Inside, levers hold for the whole process, where contenders take turns: `nolinear`, `noexchange`, and
-    `twopasses`, with which no kernel of the optimizer also writes the working copy."""
+    """Inside, levers hold for the whole process, where contenders take turns: `nolinear`, `noexchange`."""
     with contextlib.ExitStack() as stack:
         if "nolinear" in levers:
             stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
         if "noexchange" in levers:
             theirs = {name: getattr(RankGroup, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
             stack.enter_context(mock.patch.multiple(GlooGroup, **theirs))
-        if "twopasses" in levers:
-            stack.enter_context(mock.patch("yafsdp_fn.optim.step.fused.copying_kernel", lambda device: None))
         yield
 
 

@@ -195,7 +195,7 @@ def measure(options: Stages, console: Console) -> dict[str, Any]:
                 "benchmarks.stages:rank", them, ranks=ranks, shape=shape, schedule=options.schedule, **options.turns
             )
         check_losses(found["losses"])
-        seconds, peaks = found["seconds"], {name: each["peak_bytes"] for name, each in found["bytes"].items()}
+        seconds, peaks = found["seconds"], found["peak_bytes"]
         by_ranks[str(ranks)] = {
             name: {
                 "step_ms": spread([1e3 * s for s in seconds[name]]),

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.published import foundry, runs
-from benchmarks.published.runs import Line, Refused, Run, lines_of, table
+from benchmarks.published.runs import Refused, Run, table
 from benchmarks.published.steps import Predicted, cluster_of, predict, seconds
 from train.config import ConfigError
 from yafsdp_fn.planner import Cluster
@@ -114,7 +113,7 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
     """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
     be."""
     try:
-        every, refused = table(file, reader(file))
+        every, refused = table(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--rows: {error}") from None
     found = list[Predicted]()
@@ -155,13 +154,6 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
             print(f"{name}: {what}")
     for why in refused:
         print(f"not predicted: {why}")
-
-
-def reader(file: Path) -> Callable[[Line, str], Run]:
-    """The reader of a file's rows, by its columns."""
-    for _, line in lines_of(file):
-        return foundry.read if foundry.COLUMNS[0] in line else runs.read
-    return runs.read
 
 
 def by_groups(errors: Sequence[tuple[Predicted, float]]) -> dict[str, dict[str, dict[str, float]]]:
