@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 import yafsdp_fn as ya
 from benchmarks import names
+from benchmarks.shapes import Shape
 from models.llama import model as llama
 from models.llama.config import Config
 from train import schedule_names
-from train.shapes import Shape
 from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 from yafsdp_fn.params.tree import named_leaves
 

@@ -36,8 +36,8 @@ from benchmarks.contenders import Batch, Stepper, make_batches
 from benchmarks.counting import tensor_peak
 from benchmarks.options import MALLOC_TUNED, Device
 from benchmarks.report import write
+from benchmarks.shapes import Shape
 from train.machine import ROOT
-from train.shapes import Shape
 from yafsdp_fn.util import local_ranks
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import names
+from benchmarks.shapes import SHAPES, Shape
 from train import schedule_names
-from train.shapes import SHAPES, Shape
 
 Device = Literal["cpu", "cuda"]
 ConfigName = Literal["A", "B", "C", "tiny"]

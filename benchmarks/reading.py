@@ -30,8 +30,8 @@ from benchmarks import harness
 from benchmarks.contenders import build
 from benchmarks.options import Options
 from benchmarks.report import Rows, table
+from benchmarks.shapes import Shape
 from train.machine import ROOT
-from train.shapes import Shape
 
 LIBRARY = ROOT / "yafsdp_fn"
 LAYERS = (8, 16)

@@ -36,10 +36,10 @@ from benchmarks.contenders import (
 )
 from benchmarks.options import ConfigName, Timed
 from benchmarks.report import Rows, apart, check_losses, mib, ratios, spread, table
+from benchmarks.shapes import SHAPES, Shape
 from models.llama import model as llama
 from models.llama.config import Config
 from train import schedule_names
-from train.shapes import SHAPES, Shape
 from yafsdp_fn.schedules import cut
 
 GOAL = 1.0

@@ -77,7 +77,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any = None) -> dist.Work:
         every = [(out, part) for row, part in zip(outs, mine, strict=False) for out in row]
         filled = [out for out, _ in every]
-        work = copies(filled, [part for _, part in every])
+        work = [partial(data(out).copy_, data(part)) for out, part in every]
         return self._run("all_gather", self._ring([*mine] * self._ranks), work, filled, mine, opts)
 
     def reduce_scatter_single(self, out: Tensor, full: Tensor, opts: Any = None) -> dist.Work:
@@ -91,15 +91,6 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             for out, whole in zip(outs, full, strict=True)
         ]
         return self._run("reduce_scatter", self._ring(full), work, outs, full, opts)
-
-    def reduce_scatter(self, outs: list[Tensor], full: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        op, every = reduction(opts), [part for row in full for part in row]
-
-        def work() -> None:
-            for out, row in zip(outs, full, strict=True):
-                scattered(data(out), torch.stack([data(part) for part in row]), op)()
-
-        return self._run("reduce_scatter", self._ring(every), [work], outs, every, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         work = [reduced(data(x), reduction(opts), self._ranks) for x in tensors]
@@ -123,13 +114,6 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         phases = self._cluster.all_to_all(mine.nbytes, self.place)
         return self._run("all_to_all", phases, work, [out], [mine], opts)
 
-    def alltoall(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
-        """Copies each of `mine` to that of `outs` in its place. Raises ValueError if their shapes differ."""
-        if [x.shape for x in outs] != [x.shape for x in mine]:
-            raise ValueError("all_to_all: what the emulated ranks send has the shapes of what this rank sends to them")
-        phases = self._cluster.all_to_all(sum(x.nbytes for x in mine), self.place)
-        return self._run("all_to_all", phases, copies(outs, mine), outs, mine, opts)
-
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", self._ring([]) * 2, [], [], [], opts)
 
@@ -142,11 +126,11 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
-            "the emulated backend has no send and no receive, and nothing that one rank gathers, reduces or scatters: "
-            "what another rank would send is not defined. Use collectives that all ranks take part in alike"
+            "the emulated backend has no send and no receive, nothing that one rank gathers, reduces or scatters, and "
+            "no lists of tensors but in an all-gather: use collectives of one tensor, in which all ranks do the same"
         )
 
-    send = recv = recv_anysource = gather = reduce = scatter = _refuse
+    send = recv = recv_anysource = gather = reduce = scatter = reduce_scatter = alltoall = _refuse
 
     # ---- how
 
@@ -188,11 +172,6 @@ def place(members: Sequence[int], per_node: int) -> CollectiveRanks:
 def data(tensor: Tensor) -> Tensor:
     """Returns the same memory, whose writes autograd does not see, as with any backend."""
     return tensor.data
-
-
-def copies(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Callable[[], object]]:
-    """Returns work that copies each of `parts` to that of `outs` in its place."""
-    return [partial(data(out).copy_, data(part)) for out, part in zip(outs, parts, strict=True)]
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def predict(row: Row, schedule: Schedule) -> float:
 
 
 class Predicted(NamedTuple):
-    """What is predicted of a row."""
+    """A prediction of a row."""
 
     row: Row
     yafsdp_s: float
