@@ -1,7 +1,7 @@
 """YaFSDP's published table: seconds of its steps and of FSDP's, and what the planner predicts of them.
 
 The cluster is `peers.AS_RUN`, whose three figures, and `growth` of `peers.fsdp`, were fitted to these rows: with all of
-them, and without each (docs/benchmarks/published_yafsdp.json).
+them, and without each (docs/benchmarks/published_yafsdp_fit.json).
 """
 
 from __future__ import annotations
