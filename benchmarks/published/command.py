@@ -24,9 +24,9 @@ class Options:
     """Print JSON, with --rows or --sources."""
 
     def __post_init__(self) -> None:
-        of_others = (self.rows is not None) + self.sources
-        require(of_others < 2, "--rows, --sources: one of them")
-        require(of_others or not self.json, "--json goes with --rows or --sources")
+        rows = self.rows is not None
+        require(not (rows and self.sources), "--rows, --sources: one of them")
+        require(rows or self.sources or not self.json, "--json goes with --rows or --sources")
 
 
 def main(argv: Sequence[str]) -> int:
