@@ -51,7 +51,9 @@ def left_out(
         for source in ["", *dict.fromkeys(sources)]:
             kept = weights * np.array([other != source for other in sources])
             cost = np.abs(np.log(times / measured)) @ kept
-            best = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
+            if not kept.any():
+                cost = np.abs(FACTORS - 1)
+            best = int(cost.argmin())
             factors[family][source] = round(float(FACTORS[best]), 4)
             for at, other, of, seen in zip(chosen, sources, times[best], measured, strict=True):
                 if other == source:
@@ -100,10 +102,18 @@ def spread(errors: Iterable[float]) -> dict[str, float]:
     return {"rows": len(sizes), **{name: round(float(value), 2) for name, value in numbers.items()}}
 
 
+def _at_most(run: Run) -> str:
+    """The power of eight that the number of GPUs is within."""
+    for most in (1, 8, 64, 512):
+        if run.gpus <= most:
+            return str(most)
+    return "more"
+
+
 GROUPS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source,
     "gpu": lambda run: run.gpu,
-    "gpus": lambda run: str(next(n for n in (1, 8, 64, 512, 1 << 30) if run.gpus <= n)).replace(str(1 << 30), "more"),
+    "gpus": _at_most,
     "parallelism": lambda run: run.parallelism,
     "kernels": lambda run: run.kernels,
 }

@@ -100,10 +100,11 @@ def summary(predictions: list[Predicted]) -> list[tuple[float, float]]:
 def show() -> None:
     """Prints a line for each row, and the errors."""
     found = [predicted(row) for row in rows()]
+    cells = [f"{median:.2f}, {largest:.2f}" for median, largest in summary(found)]
     print(f"{'':<46} {'YaFSDP, s':>16} {'FSDP, s':>17} {'speedup, %':>14}")
     print(f"{'':<46} {'measured  model':>16} {'measured  model':>17} {'meas.  model':>14}")
     for row, ours, theirs in found:
+        seconds = f"{row.yafsdp_s:8.2f} {ours:7.2f} {row.fsdp_s:9.2f} {theirs:7.2f}"
         speedups = f"{100 * row.speedup:7.1f} {100 * (1 - ours / theirs):6.1f}"
-        print(f"{row!s:<46} {row.yafsdp_s:8.2f} {ours:7.2f} {row.fsdp_s:9.2f} {theirs:7.2f} {speedups}")
-    cells = [f"{median:.2f}, {largest:.2f}" for median, largest in summary(found)]
+        print(f"{row!s:<46} {seconds} {speedups}")
     print(f"{'error, % and points: median, largest':<46} {cells[0]:>16} {cells[1]:>17} {cells[2]:>14}")
