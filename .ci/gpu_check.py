@@ -154,7 +154,6 @@ STEPS = {
     ),
     "compiled": timed(130, 70, "compiled", "the same Llama with compiled blocks"),
     "replays": timed(60, 25, "replays", "recomputed layers with and without CUDA graphs, where the host is the limit"),
-    "order": section(60, 25, "profiler's order of ops against the timeline's", "order"),
     # ---- the second command
     "ranks4": tests(
         90, 45, "4 ranks on this GPU; one stops, the others name what they wait for",

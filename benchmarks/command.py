@@ -1,11 +1,6 @@
 """The commands: options in, tables or JSON out; each a module's options, `measure` and `show`.
 
 python -m benchmarks            contenders against each other; --section NAME: a GPU figure, benchmarks/cuda
-python -m benchmarks ablate     each feature of ours on and off
-python -m benchmarks growth     overhead over layers and ranks
-python -m benchmarks head       head and loss of large vocabularies
-python -m benchmarks lora       full fine-tuning against low-rank adapters
-python -m benchmarks optimizers AdamW against Muon
 python -m benchmarks reading    what a step calls and enters, and what a stranger has to read; --budgets: nodes
 python -m benchmarks saves      steps beside a save; saves and loads
 python -m benchmarks stages     pipelines against torch.distributed.pipelining
@@ -23,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import ablate, cuda, growth, head, lora, reading, saves, stages, steps
+from benchmarks import cuda, reading, saves, stages, steps
 from benchmarks.harness import RankFailed
 from benchmarks.options import Bench, Options
 from benchmarks.report import LossesDiffer, hand_over, heading
@@ -47,11 +42,6 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "": Command(Bench, steps.measure, steps.show),
-    "ablate": Command(ablate.Ablate, ablate.measure, ablate.show),
-    "growth": Command(growth.Growth, growth.measure, growth.show),
-    "head": Command(head.Head, head.measure, head.show),
-    "lora": Command(lora.Lora, lora.measure, lora.show),
-    "optimizers": Command(lora.Optimizers, lora.measure_optimizers, lora.show_optimizers),
     "reading": Command(reading.Reading, reading.measure, reading.show),
     "saves": Command(saves.Saves, saves.measure, saves.show),
     "stages": Command(stages.Stages, stages.measure, stages.show),
@@ -61,9 +51,9 @@ COMMANDS = {
 def missing_device(bench: Bench) -> str | None:
     """Says why this machine cannot run `bench`, in one sentence; None when it can."""
     if bench.device == "cuda" and not torch.cuda.is_available():
-        return "bench: --device cuda needs a CUDA device and a CUDA build of torch, and this machine has none"
+        return "--device cuda needs a CUDA device and a CUDA build of torch, and this machine has none"
     if bench.device == "cuda" and (gpus := torch.cuda.device_count()) < bench.ranks:
-        return f"bench: --ranks {bench.ranks} on cuda needs a GPU per rank, and this machine has {gpus}"
+        return f"--ranks {bench.ranks} on cuda needs a GPU per rank, and this machine has {gpus}"
     return None
 
 
@@ -86,8 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return _failed(console, text, 2)
     if isinstance(options, Bench) and (sentence := missing_device(options)):
-        console.print(f"{sentence}{': skipped' if options.skip_without_device else ''}", markup=False, soft_wrap=True)
-        return 0 if options.skip_without_device else 1
+        return _failed(console, sentence, 1)
     try:
         found = heading(shlex.join([*PROGRAM.split(), *argv]), options) | command.measure(options, console)
     except (RankFailed, LossesDiffer, reading.OverBudget, steps.TooMuch) as error:

@@ -29,10 +29,10 @@ from torch.utils.checkpoint import checkpoint
 
 import yafsdp_fn as ya
 from benchmarks import names
+from benchmarks.shapes import Shape
 from models.llama import model as llama
 from models.llama.config import Config
 from train import schedule_names
-from train.shapes import Shape
 from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
 from yafsdp_fn.params.tree import named_leaves
 
@@ -139,16 +139,13 @@ class Part:
 
 @contextlib.contextmanager
 def switched_off(features: frozenset[str]) -> Iterator[None]:
-    """Inside, features hold for the whole process, where contenders take turns: `nolinear`, `noexchange`, and
-    `twopasses`, with which no kernel of the optimizer also writes the working copy."""
+    """Inside, features hold for the whole process, where contenders take turns: `nolinear`, `noexchange`."""
     with contextlib.ExitStack() as stack:
         if "nolinear" in features:
             stack.enter_context(mock.patch.multiple(ya, linear=F.linear, embedding=F.embedding))
         if "noexchange" in features:
             theirs = {name: getattr(RankGroup, name) for name in ("all_gathers", "reduce_scatters", "all_to_all")}
             stack.enter_context(mock.patch.multiple(GlooGroup, **theirs))
-        if "twopasses" in features:
-            stack.enter_context(mock.patch("yafsdp_fn.optim.step.fused.copying_kernel", lambda device: None))
         yield
 
 

@@ -36,8 +36,8 @@ from benchmarks.contenders import Batch, Stepper, make_batches
 from benchmarks.counting import tensor_peak
 from benchmarks.options import MALLOC_TUNED, Device
 from benchmarks.report import write
+from benchmarks.shapes import Shape
 from train.machine import ROOT
-from train.shapes import Shape
 from yafsdp_fn.util import local_ranks
 
 T = TypeVar("T")
@@ -361,22 +361,18 @@ def compared(
     build: Callable[[str, Task, torch.device], Stepper],
     batches: Sequence[Batch],
     device: torch.device,
-    planned: Callable[[Any], dict[str, int]] = lambda _: {},
 ) -> dict[str, Any]:
-    """Contenders in turn; then each alone for its `bytes`, of the rank that needs most memory.
-
-    planned: further bytes, which a contender tells before its first step
-    """
+    """Contenders in turn; then each alone for its `peak_bytes`, of the rank that needs most memory."""
 
     def stepper(name: str) -> Callable[[int], float]:
         contender = build(name, task, device)
         return lambda i: contender.step(batches[i % len(batches)])
 
     contenders = {name: build(name, task, device) for name in task.contenders}
-    nbytes = {name: planned(contender) for name, contender in contenders.items()}
     found = in_turn(task, contenders, batches, device)
     contenders.clear()
-    for name, each in nbytes.items():
+    peaks = {}
+    for name in task.contenders:
         peak = tensor_peak(functools.partial(stepper, name), device, task.warmup)
-        each["peak_bytes"] = max(gathered(peak, task.ranks))
-    return {**found, "bytes": nbytes}
+        peaks[name] = max(gathered(peak, task.ranks))
+    return {**found, "peak_bytes": peaks}

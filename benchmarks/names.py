@@ -18,10 +18,10 @@ Peers take -compile and -tuned.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 
 from train.schedule_names import check_ranks, parse
+from yafsdp_fn.planner.cluster import nearest
 
 PEERS = ("fsdp2", "ddp", "plain")
 PEER = "torch-"
@@ -57,11 +57,7 @@ def read(name: str) -> Contender:
 def _peer(text: str, name: str) -> Contender:
     base, *words = text.split("-")
     if base not in PEERS:
-        near = difflib.get_close_matches(base, PEERS, n=1)
-        raise ValueError(
-            f"--peers {text}: there is no peer {base!r}; there are {', '.join(PEERS)}"
-            + (f" (did you mean {near[0]}?)" if near else "")
-        )
+        raise ValueError(f"--peers {text}: there is no peer {base!r}; {nearest(base, list(PEERS))}")
     for word in words:
         if word not in OF_PEERS or words.count(word) > 1:
             raise ValueError(f"--peers {text}: {base} does not take -{word}; it takes each of -compile, -tuned once")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import names
+from benchmarks.shapes import SHAPES, Shape
 from train import schedule_names
-from train.shapes import SHAPES, Shape
 
 Device = Literal["cpu", "cuda"]
 ConfigName = Literal["A", "B", "C", "tiny"]
@@ -62,27 +62,29 @@ class OfModel(Timed):
 
     config: ConfigName = "A"
     """The model: A is dim 512 with 256 tokens twice, B dim 1024 with 64 tokens, C dim 128 with 32 tokens; 8 layers."""
+    layers: int = 0
+    """Layers of the model; 0: the config's (8; tiny: 3)."""
     batch: int = 0
     """Sequences per rank; 0: the config's (A, tiny: 2; B, C: one)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.batch < 0:
-            raise ValueError(f"--batch {self.batch}: expected a number of sequences per rank, or 0 for the config's")
+        if self.batch < 0 or self.layers < 0:
+            raise ValueError(f"--batch {self.batch} --layers {self.layers}: expected a number, or 0 for the config's")
 
     @property
     def shape(self) -> Shape:
-        """The config's, with as many rows as --batch says."""
+        """The config's, with as many layers and rows as the options say."""
         shape = SHAPES[self.config]
-        return dataclasses.replace(shape, batch=self.batch or shape.batch)
+        return dataclasses.replace(shape, layers=self.layers or shape.layers, batch=self.batch or shape.batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench(OfModel):
     """Time one training step of our schedules and of their peers, interleaved step by step in the same processes.
 
-    `bench ablate` times each feature of ours on and off, `bench growth` the overhead as layers and ranks grow; each has
-    its own --help.
+    A feature of ours is measured by two contenders, with it and without; overhead of a layer by --config C on one rank
+    beside plain, with few and many --layers.
     """
 
     peers: tuple[str, ...] = ("fsdp2", "ddp")
@@ -111,8 +113,6 @@ class Bench(OfModel):
     """Also measure memory, allocations and collectives, each contender alone in processes of its own."""
     seed: int = 0
     """Seed of the weights and the batches."""
-    skip_without_device: bool = False
-    """End with success when --device names a device this machine lacks, saying so."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,15 +146,3 @@ class Bench(OfModel):
         same = ("ranks", "shape", "microbatches", "device", "threads", "seed")
         tuned = {name for name in self.contenders if names.read(name).tuned}
         return super().turns | {name: getattr(self, name) for name in same} | {"tuned": tuned}
-
-
-@dataclasses.dataclass(frozen=True)
-class OfSchedule(OfModel):
-    """The options of a command that trains with one schedule, in several ways."""
-
-    schedule: str = "zero3"
-    """Ours, as in `python -m benchmarks --schedules`."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        names.check(self.schedule, ranks=2, layers=self.shape.layers)

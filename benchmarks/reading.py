@@ -3,7 +3,6 @@
     calls, changes     Python functions of the library that the main thread calls for a further layer of a steady step,
                        and how often the next call is in another file: steps of two depths, and the line through them
     files, lines       those that such a step enters, in any thread
-    library            lines of `yafsdp_fn` without `lab/`
     nodes              AST nodes without docstrings, by folder of the repository and of the library; --budgets: these
                        alone, each within its budget (`BUDGETS`). A budget rises in a commit of its own, that says
                        for what, and what went
@@ -31,13 +30,13 @@ from benchmarks import harness
 from benchmarks.contenders import build
 from benchmarks.options import Options
 from benchmarks.report import Rows, table
+from benchmarks.shapes import Shape
 from train.machine import ROOT
-from train.shapes import Shape
 
 LIBRARY = ROOT / "yafsdp_fn"
 LAYERS = (8, 16)
 SHAPE = Shape(dim=256, ffn=384, heads=4, seq=16, batch=1)
-GOALS = {"calls": 100, "changes": 35, "files": 22, "lines": 4500, "library lines": 22_500}
+GOALS = {"calls": 100, "changes": 35, "files": 22, "lines": 4500}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,23 +172,14 @@ def measure(reading: Reading, console: Console) -> dict[str, Any]:
             found.append(harness.run("benchmarks.reading:rank", ("zero3",), shape=shape, **how))
     few, many = found
     further = {key: (many[key] - few[key]) / (LAYERS[1] - LAYERS[0]) for key in ("calls", "changes")}
-    entered = {str(Path(file).relative_to(ROOT)): lines(Path(file)) for file in many["files"]}
-    lengths: Counter[str] = Counter()
-    for path in LIBRARY.rglob("*.py"):
-        lengths[str(path.relative_to(ROOT).parent)] += lines(path)
+    entered = {str(Path(file).relative_to(ROOT)): len(Path(file).read_text().splitlines()) for file in many["files"]}
     return {
         **further,
         "files": len(entered),
         "lines": sum(entered.values()),
-        "library lines": sum(count for name, count in lengths.items() if not name.startswith("yafsdp_fn/lab")),
         "entered": entered,
-        "folders": dict(lengths),
         "sizes": counted,
     }
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text().splitlines())
 
 
 def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
@@ -202,7 +192,6 @@ def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
         "changes": "changes of file per further layer",
         "files": "files that a step enters",
         "lines": "their lines",
-        "library lines": "lines of the library without lab/",
     }
     rows: Rows = {}
     for key, text in what.items():
@@ -210,5 +199,4 @@ def show(reading: Reading, found: dict[str, Any]) -> Iterator[str | Table]:
         rows[text] = {"found": f"{found[key]:,.10g}", "goal": f"{GOALS[key]:,} {met}"}
     yield (f"a steady step of zero3 with AdamW, {reading.ranks} rank(s), {LAYERS[0]} and {LAYERS[1]} layers")
     yield table("counted", rows)
-    for title, lengths in (("entered", found["entered"]), ("folder", found["folders"])):
-        yield table(title, {name: {"lines": f"{count:,}"} for name, count in sorted(lengths.items())})
+    yield table("entered", {name: {"lines": f"{count:,}"} for name, count in sorted(found["entered"].items())})

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import harness
+from benchmarks import harness, names
 from benchmarks.contenders import adamw, ours
-from benchmarks.options import OfSchedule
+from benchmarks.options import OfModel
 from benchmarks.report import Rows, apart, mib, ratios, table
 from models.llama import model as llama
 from yafsdp_fn import checkpoint
@@ -36,13 +36,19 @@ WAYS = ("plain", "beside")
 
 
 @dataclasses.dataclass(frozen=True)
-class Saves(OfSchedule):
+class Saves(OfModel):
     """Time steps beside saves, and saves and loads alone."""
 
+    schedule: str = "zero3"
+    """Ours, as in `python -m benchmarks --schedules`."""
     ranks: int = 2
     """Rank processes, with gloo."""
     steps: int = 4
     """Rounds."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names.check(self.schedule, ranks=self.ranks, layers=self.shape.layers)
 
 
 def rank(task: harness.Task, device: torch.device) -> dict[str, Any]:

@@ -36,10 +36,10 @@ from benchmarks.contenders import (
 )
 from benchmarks.options import ConfigName, Timed
 from benchmarks.report import Rows, apart, check_losses, mib, ratios, spread, table
+from benchmarks.shapes import SHAPES, Shape
 from models.llama import model as llama
 from models.llama.config import Config
 from train import schedule_names
-from train.shapes import SHAPES, Shape
 from yafsdp_fn.schedules import cut
 
 GOAL = 1.0
@@ -195,7 +195,7 @@ def measure(options: Stages, console: Console) -> dict[str, Any]:
                 "benchmarks.stages:rank", them, ranks=ranks, shape=shape, schedule=options.schedule, **options.turns
             )
         check_losses(found["losses"])
-        seconds, peaks = found["seconds"], {name: each["peak_bytes"] for name, each in found["bytes"].items()}
+        seconds, peaks = found["seconds"], found["peak_bytes"]
         by_ranks[str(ranks)] = {
             name: {
                 "step_ms": spread([1e3 * s for s in seconds[name]]),

@@ -27,9 +27,9 @@ from benchmarks.contenders import Stepper, adamw, all_reducing, build
 from benchmarks.counting import count
 from benchmarks.options import MALLOC_TUNED, Bench
 from benchmarks.report import Rows, apart, check_losses, mib, ratios, reached, spread, table
+from benchmarks.shapes import SHAPES, Shape
 from models import llama
 from train import schedule_names
-from train.shapes import SHAPES, Shape
 from yafsdp_fn.planner import Memory
 from yafsdp_fn.planner.plan import axes
 

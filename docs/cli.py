@@ -19,7 +19,6 @@ TOLD = {
     "export": "models",
     "launch": "running",
     "plan": "planner",
-    "predict": "planner",
 }
 """The page that tells how a subcommand is used."""
 TEXT = """# python -m train

@@ -14,17 +14,20 @@ SUBCOMMANDS = {
     "export": ("train.export", "write a checkpoint as a Hugging Face directory"),
     "launch": ("train.launch.command", "start one of these on several ranks of this machine"),
     "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
-    "predict": ("train.predict", "a step predicted from this machine's figures, and measured"),
 }
 """The subcommands by name: (module with `main(argv) -> int`, what it does)."""
 
-MOVED = {"bench": "python -m benchmarks", "published": "python -m benchmarks published"}
+GONE = {
+    "bench": "python -m benchmarks",
+    "published": "python -m benchmarks published",
+    "predict": "python -m train clm --calibrate, then python -m train report",
+}
 """Subcommands that have gone, and the commands in their place."""
 
 
 def unknown(name: str) -> str:
     """The error of a name that is none of them."""
-    if name in MOVED:
-        return f"{name} is a command of its own: {MOVED[name]}"
+    if name in GONE:
+        return f"{name} has gone; in its place: {GONE[name]}"
     close = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
     return f"unknown subcommand {name!r}" + (f"; did you mean {close[0]}?" if close else "")

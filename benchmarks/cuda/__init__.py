@@ -2,7 +2,6 @@
 
     emulated         rank 0 of N beside FSDP2, on published configurations and their network, scaled
     memory           peaks against the planner's
-    order            a profiler's trace against our timeline
 
 `make gpu-check` runs some of them, each within its budget; with `--device cpu` the same code runs on tiny models.
 """

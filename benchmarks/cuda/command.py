@@ -7,7 +7,6 @@ Budgets are those of `make gpu-check`.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One section of the GPU figures: memory; order; "emulated, llama2-70b/256", ...."""
+    """One section of the GPU figures: memory; "emulated, llama2-70b/256", ...."""
 
     section: str
     device: Literal["cuda", "cpu"] = "cuda"
@@ -68,18 +67,11 @@ class Section(NamedTuple):
     call: str
     arguments: tuple[str, ...] = ()
 
-    @property
-    def includes(self) -> str:
-        """Says what the figures are of: what its module says of itself."""
-        return importlib.import_module(self.call.partition(":")[0]).__doc__ or ""
-
 
 def run(options: Gpu, section: Section) -> dict[str, Any]:
     """Runs the section; returns what was written last."""
-    pictures = ROOT / "docs/benchmarks" if options.device == "cuda" else options.out.parent
-    for folder in (pictures, options.out.parent):
-        folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(options.device, str(pictures))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    setting = Setting(options.device)
     if options.device == "cpu":
         torch.set_num_threads(1)
     else:
@@ -89,7 +81,7 @@ def run(options: Gpu, section: Section) -> dict[str, Any]:
 
     def report(found: dict[str, Any]) -> None:
         last.clear()
-        last.update(found, includes=section.includes)
+        last.update(found)
         write(options.out, last)
 
     function(section.call)(setting, report, *section.arguments)
@@ -100,6 +92,5 @@ PACKAGE = "benchmarks.cuda"
 ROWS = ("llama2-70b/256", "llama2-7b/64", "llama2-34b/256", "llama2-13b/128", "llama2-34b/128", "llama3-8b/64")
 SECTIONS: dict[str, Section] = {
     "memory": Section(f"{PACKAGE}.memory:run"),
-    "order": Section(f"{PACKAGE}.order:run"),
     **{f"emulated, {row}": Section(f"{PACKAGE}.emulated:run", (row,)) for row in ROWS},
 }

@@ -53,18 +53,19 @@ TINY: dict[str, Any] = {
     "max_length": 64,
 }
 TINY_SEQ = 16
+PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.float32)
+"""Master, moments and reductions in fp32, blocks in bf16."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """The device and the sizes of a section.
 
-    pictures: folder; small: tiny models on any device, for tests; budget: bytes that a section may fill, None for no
-    limit; compiled: whether blocks are, but for those of tiny models, where that takes longer than all the rest
+    small: tiny models on any device, for tests; budget: bytes that a section may fill, None for no limit
+    compiled: whether blocks are, but for those of tiny models, where that takes longer than all the rest
     """
 
     device: str
-    pictures: str = "."
     small: bool = False
     budget: int | None = None
     compiled: bool = False
@@ -77,11 +78,6 @@ class Setting:
     def compiles(self) -> bool:
         return self.compiled and not self.tiny
 
-    @property
-    def compute(self) -> torch.dtype:
-        """Dtype that blocks compute in."""
-        return torch.bfloat16
-
     def config(self, model: str, layers: int | None = None) -> llama.Config:
         """`model` of `llama.CONFIGS` with so many of its layers."""
         config = llama.CONFIGS[model]
@@ -90,11 +86,6 @@ class Setting:
 
     def seq(self, tokens: int) -> int:
         return TINY_SEQ if self.tiny else tokens
-
-    @property
-    def precision(self) -> ya.Precision:
-        """Master, moments and reductions in fp32, blocks in bf16."""
-        return ya.Precision(compute=self.compute, reduce=torch.float32)
 
     def batch(self, config: llama.Config, tokens: int, rows: int = 1) -> Batch:
         """`rows` sequences of `tokens` random tokens."""
@@ -141,7 +132,7 @@ def _traced(config: llama.Config, seq: int, ranks: int, rows: int = 1) -> Trace:
         llama.params(config),
         {"tokens": tokens, "targets": tokens},
         ranks=ranks,
-        precision=ya.Precision(compute=torch.bfloat16, reduce=torch.float32),
+        precision=PRECISION,
         tx=adamw(),
         skip_nonfinite=False,
     )
@@ -199,11 +190,10 @@ class Place(NamedTuple):
     seq: int
     ranks: int = 1
 
-    def fit(self, setting: Setting, needs: Callable[[llama.Config], int], every: int = 1) -> Fit:
-        """The most layers, a multiple of `every`, of which a section's `needs` are within the budget."""
+    def fit(self, setting: Setting, needs: Callable[[llama.Config], int]) -> Fit:
+        """The most layers of which a section's `needs` are within the budget."""
         wanted = setting.config(self.model, self.layers).layers
-        found = layers(wanted // every, lambda n: needs(setting.config(self.model, every * n)), setting.budget)
-        return found._replace(layers=every * found.layers, wanted=wanted)
+        return layers(wanted, lambda n: needs(setting.config(self.model, n)), setting.budget)
 
     def planned(self, setting: Setting, config: llama.Config, schedule: Schedule) -> Memory:
         """`planned` there."""
@@ -240,7 +230,7 @@ class Row(NamedTuple):
 @functools.cache
 def published() -> dict[str, Row]:
     """The rows of docs/benchmarks/published_yafsdp.csv of 2048 tokens, by name."""
-    from benchmarks.published.fit import rows
+    from benchmarks.published.yafsdp import rows
 
     found = {}
     for row in rows():

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import yafsdp_fn as ya
 from benchmarks import contenders
 from benchmarks.contenders import Batch, Holder, Llama, adamw, peer_optimizer
-from benchmarks.cuda.gpu import Setting
+from benchmarks.cuda.gpu import PRECISION, Setting
 from models import llama
 from yafsdp_fn.schedules import Schedule
 
@@ -68,7 +68,7 @@ def build(
 ) -> dict[str, Ours]:
     """A contender per schedule, on one new state."""
     tx = adamw()
-    held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=setting.precision))
+    held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=PRECISION))
     loss = llama.loss(config, layer=block(config, setting.compiles))
     make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False, graphs=graphs)
     return {name: Ours(held, make(schedule=schedule)) for name, schedule in schedules.items()}
@@ -250,7 +250,7 @@ def sharded(config: llama.Config, mesh: DeviceMesh, setting: Setting, recompute:
     """A module of random weights. separate: see `Fsdp2`; torch reads it in the first step alone, and makes a group each
     time it is set, so that it is set here, once."""
     made = module(config, compiled=setting.compiles, recompute=recompute)
-    policy = MixedPrecisionPolicy(param_dtype=setting.compute, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=PRECISION.compute, reduce_dtype=PRECISION.reduce)
     for layer in made.layers:
         fill(layer, setting.device)  # one after the other: nobody holds the whole model
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)

@@ -8,7 +8,6 @@ Collectives of a group never overlap, whatever their streams. Other ranks hold t
     all-to-all        the input: slice k is rank k's version of this rank's slice
     all-reduce        the value times the ranks (SUM), or as it is (AVG, MIN, MAX)
     broadcast         the value as it is
-    gather, reduce    as those for all, at the root; scatter: of the root's own list, at the root only
 
 So a reduce-scatter is the adjoint of the all-gather: the trained model has equal shards, on equal batches, with its
 true gradient (shared by all its slices: 1 / R of their sum). Its loss falls as that of any model. An exchange with a
@@ -76,7 +75,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         return self._run("all_gather", self._ring(outs), work, outs, mine, opts)
 
     def allgather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any = None) -> dist.Work:
-        return self._run("all_gather", *self._lists(outs, mine), opts)
+        every = [(out, part) for row, part in zip(outs, mine, strict=False) for out in row]
+        filled = [out for out, _ in every]
+        work = [partial(data(out).copy_, data(part)) for out, part in every]
+        return self._run("all_gather", self._ring([*mine] * self._ranks), work, filled, mine, opts)
 
     def reduce_scatter_single(self, out: Tensor, full: Tensor, opts: Any = None) -> dist.Work:
         """Sets `out` [n], the reduction of this rank's slice of `full` [R n]."""
@@ -89,15 +91,6 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             for out, whole in zip(outs, full, strict=True)
         ]
         return self._run("reduce_scatter", self._ring(full), work, outs, full, opts)
-
-    def reduce_scatter(self, outs: list[Tensor], full: list[list[Tensor]], opts: Any = None) -> dist.Work:
-        op, every = reduction(opts), [part for row in full for part in row]
-
-        def work() -> None:
-            for out, row in zip(outs, full, strict=True):
-                scattered(data(out), torch.stack([data(part) for part in row]), op)()
-
-        return self._run("reduce_scatter", self._ring(every), [work], outs, every, opts)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         work = [reduced(data(x), reduction(opts), self._ranks) for x in tensors]
@@ -121,31 +114,6 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         phases = self._cluster.all_to_all(mine.nbytes, self.place)
         return self._run("all_to_all", phases, work, [out], [mine], opts)
 
-    def alltoall(self, outs: list[Tensor], mine: list[Tensor], opts: Any = None) -> dist.Work:
-        """Copies each of `mine` to that of `outs` in its place. Raises ValueError if their shapes differ."""
-        if [x.shape for x in outs] != [x.shape for x in mine]:
-            raise ValueError("all_to_all: what the emulated ranks send has the shapes of what this rank sends to them")
-        phases = self._cluster.all_to_all(sum(x.nbytes for x in mine), self.place)
-        return self._run("all_to_all", phases, copies(outs, mine), outs, mine, opts)
-
-    def gather(self, outs: list[list[Tensor]], mine: list[Tensor], opts: Any) -> dist.Work:
-        """Gathers at the root as an all-gather; elsewhere `outs` is empty."""
-        return self._run("gather", *self._lists(outs, mine), opts)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:
-        """Reduces at the root as an all-reduce; elsewhere the value stays as it is."""
-        here = opts.rootRank == self._rank
-        work = [reduced(data(x), reduction(opts), self._ranks) for x in tensors] * here
-        return self._run("reduce", self._ring(tensors), work, tensors, [], opts)
-
-    def scatter(self, outs: list[Tensor], mine: list[list[Tensor]], opts: Any) -> dist.Work:
-        """Copies this rank's part of what it sends itself. Raises NotImplementedError if another rank is the root."""
-        if opts.rootRank != self._rank:
-            raise NotImplementedError(f"scatter: nobody knows what rank {opts.rootRank} would send; emulate that rank")
-        work = copies(outs, [parts[self._rank] for parts in mine])
-        every = [part for parts in mine for part in parts]
-        return self._run("scatter", self._ring(every), work, outs, every, opts)
-
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._run("barrier", self._ring([]) * 2, [], [], [], opts)
 
@@ -158,24 +126,16 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
-            "the emulated backend has no send and no receive: what another rank would send is not defined. Use "
-            "collectives"
+            "the emulated backend has no send and no receive, nothing that one rank gathers, reduces or scatters, and "
+            "no lists of tensors but in an all-gather: use collectives of one tensor, in which all ranks do the same"
         )
 
-    send = recv = recv_anysource = _refuse
+    send = recv = recv_anysource = gather = reduce = scatter = reduce_scatter = alltoall = _refuse
 
     # ---- how
 
     def _ring(self, tensors: Sequence[Tensor]) -> tuple[Phase, ...]:
         return self._cluster.ring(sum(x.nbytes for x in tensors), self.place)
-
-    def _lists(
-        self, outs: list[list[Tensor]], mine: list[Tensor]
-    ) -> tuple[tuple[Phase, ...], list[Callable[[], object]], list[Tensor], list[Tensor]]:
-        """Returns phases, work, outputs and inputs of a gather of `mine` into lists of tensors."""
-        every = [(out, part) for row, part in zip(outs, mine, strict=False) for out in row]
-        filled = [out for out, _ in every]
-        return self._ring([*mine] * self._ranks), copies(filled, [part for _, part in every]), filled, mine
 
     def _rows(self, name: str, whole: Tensor, n: int) -> Tensor:
         """Returns `whole` as [R, n]. Raises ValueError for another size."""
@@ -212,11 +172,6 @@ def place(members: Sequence[int], per_node: int) -> CollectiveRanks:
 def data(tensor: Tensor) -> Tensor:
     """Returns the same memory, whose writes autograd does not see, as with any backend."""
     return tensor.data
-
-
-def copies(outs: Sequence[Tensor], parts: Sequence[Tensor]) -> list[Callable[[], object]]:
-    """Returns work that copies each of `parts` to that of `outs` in its place."""
-    return [partial(data(out).copy_, data(part)) for out, part in zip(outs, parts, strict=True)]
 
 
 def flat(tensor: Tensor) -> Tensor:

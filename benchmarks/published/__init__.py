@@ -1,8 +1,7 @@
-"""`python -m benchmarks published`: the planner against published tables of step times.
+"""`python -m benchmarks published`: the planner against published runs.
 
-By itself: YaFSDP's table, each row predicted from the others. --better: what the planner expects to beat the published
-schedule; --variants: what the times do not tell. --rows FILE.csv: runs of LLM Foundry, predicted with figures that
---fit has found in the committed ones on eight GPUs; --register: the same runs on more nodes.
+By itself: YaFSDP's table. --rows FILE.csv: runs of other frameworks, with the columns of published_runs.csv; --sources:
+the committed ones, each by rates that were fitted without its source.
 """
 
 from benchmarks.published.command import main

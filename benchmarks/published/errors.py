@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.published import foundry, runs
-from benchmarks.published.runs import Line, Refused, Run, lines_of, table
+from benchmarks.published.runs import Refused, Run, table
 from benchmarks.published.steps import Predicted, cluster_of, predict, seconds
 from train.config import ConfigError
 from yafsdp_fn.planner import Cluster
@@ -52,7 +51,9 @@ def left_out(
         for source in ["", *dict.fromkeys(sources)]:
             kept = weights * np.array([other != source for other in sources])
             cost = np.abs(np.log(times / measured)) @ kept
-            best = int(cost.argmin()) if kept.any() else int(np.abs(FACTORS - 1).argmin())
+            if not kept.any():
+                cost = np.abs(FACTORS - 1)
+            best = int(cost.argmin())
             factors[family][source] = round(float(FACTORS[best]), 4)
             for at, other, of, seen in zip(chosen, sources, times[best], measured, strict=True):
                 if other == source:
@@ -101,10 +102,18 @@ def spread(errors: Iterable[float]) -> dict[str, float]:
     return {"rows": len(sizes), **{name: round(float(value), 2) for name, value in numbers.items()}}
 
 
+def _at_most(run: Run) -> str:
+    """The power of eight that the number of GPUs is within."""
+    for most in (1, 8, 64, 512):
+        if run.gpus <= most:
+            return str(most)
+    return "more"
+
+
 GROUPS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source,
     "gpu": lambda run: run.gpu,
-    "gpus": lambda run: str(next(n for n in (1, 8, 64, 512, 1 << 30) if run.gpus <= n)).replace(str(1 << 30), "more"),
+    "gpus": _at_most,
     "parallelism": lambda run: run.parallelism,
     "kernels": lambda run: run.kernels,
 }
@@ -114,7 +123,7 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
     """Predicts the rows of a file; sources: each with its source left out of the fit. Raises ConfigError where none can
     be."""
     try:
-        every, refused = table(file, reader(file))
+        every, refused = table(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--rows: {error}") from None
     found = list[Predicted]()
@@ -155,13 +164,6 @@ def show(file: Path, as_json: bool, sources: bool = False) -> None:
             print(f"{name}: {what}")
     for why in refused:
         print(f"not predicted: {why}")
-
-
-def reader(file: Path) -> Callable[[Line, str], Run]:
-    """The reader of a file's rows, by its columns."""
-    for _, line in lines_of(file):
-        return foundry.read if foundry.COLUMNS[0] in line else runs.read
-    return runs.read
 
 
 def by_groups(errors: Sequence[tuple[Predicted, float]]) -> dict[str, dict[str, dict[str, float]]]:

@@ -1,7 +1,7 @@
 """Published runs of other people's frameworks, read: a file with the columns of docs/benchmarks/published_runs.csv.
 
     read(line)           a row -> Run: model, GPUs and network, the framework's schedule, precision; or Refused, and why
-    table(file, read)    the runs of a file, and what is refused; `foundry.read` reads those of LLM Foundry's table
+    table(file)          the runs of a file, and what is refused
 
 `steps.py` predicts them. What a row ran is in columns of its own (`RAN`), set when the row was copied in. Taken, where
 sources do not say: gathers in bf16, and reductions in fp32 but for FSDP1, ZeRO-1 and ZeRO-2, which reduce in bf16; no
@@ -14,7 +14,7 @@ import csv
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ import models
 from models import gpt2, llama
 from train.machine import ROOT
 from train.running.flops import PEAK
-from yafsdp_fn.planner import Cluster
 
 TABLE = ROOT / "docs" / "benchmarks" / "published_runs.csv"
 COLUMNS = ("model", "gpus", "gpu", "parallelism", "seq_len", "microbatch_per_gpu", "precision", "framework")
@@ -61,15 +60,11 @@ class Refused(ValueError):
 class Run(NamedTuple):
     """A row.
 
-    source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`, or
-    cluster: nodes with figures of their own; per_node: GPUs; network: bytes/s of a node, None if it is not said; roce:
-    it is Ethernet
-    framework: of `RAN`, "foundry" (Composer's FSDP1) or "zero3" (this project's); replicas: of the state, around shard
-    groups; kept: weights stay from a forward to its backward (SHARD_GRAD_OP)
+    source: the file that it is from; at: file and line of the table; name, config: the model; gpu: of `steps.KINDS`;
+    per_node: GPUs; network: bytes/s of a node, None if it is not said; roce: it is Ethernet
+    framework: of `RAN`; replicas: of the state, around shard groups
     order: of a pipeline; per_stage: its segments; by_layers: stages are even by layers, embedding and head counted as a
     layer each, else by cost; apart: they begin the next step without the norm of all (post-validation)
-    tensor, context: ranks inside layers; uneven: each rank of `context` has one part of the sequences, and the last one
-    meets all keys
     recompute: "none", "attention", "half" of the products, "every 2nd" layer, "all", or `UNSTATED`; checkpointed: by
     torch's checkpoint that is not reentrant
     kernels: of what is no product, as `ya.planner.plan` takes them; foreach: but AdamW has one for each operation, as
@@ -77,7 +72,7 @@ class Run(NamedTuple):
     Megatron of 2021 to 2023; logits: the dtype in which they exist as a whole, "" where they never do; param, reduce:
     dtypes of master and reductions
     micro_batch, accumulation: sequences of a rank at a time, and how often; measured_s: seconds of a step, as far as
-    they are known; measured_bytes: memory, math.inf where it ran out; note: what is not modelled
+    they are known; measured_bytes: memory, math.inf where it ran out
     """
 
     source: str
@@ -94,17 +89,12 @@ class Run(NamedTuple):
     per_node: int = 8
     network: float | None = None
     roce: bool = False
-    cluster: Cluster | None = None
     replicas: int = 1
-    kept: bool = False
     order: str = ""
     stages: int = 1
     per_stage: int = 1
     by_layers: bool = False
     apart: bool = False
-    tensor: int = 1
-    context: int = 1
-    uneven: bool = False
     checkpointed: bool = False
     kernels: str = "fused"
     foreach: bool = False
@@ -116,23 +106,16 @@ class Run(NamedTuple):
     at: str = ""
     measured_s: float | None = None
     measured_bytes: float | None = None
-    note: str = ""
-
-    @property
-    def inside(self) -> dict[str, int]:
-        """The axes inside layers."""
-        return {name: ranks for name, ranks in (("context", self.context), ("tensor", self.tensor)) if ranks > 1}
 
     @property
     def parallelism(self) -> str:
         if self.gpus == 1:
             return "one GPU"
-        whole = f"{self.stages} stages, {self.order}" if self.order else self.framework + " x replicas" * self.copied
-        return ", ".join([*(f"{name} {ranks}" for name, ranks in self.inside.items()), whole])
-
-    @property
-    def copied(self) -> bool:
-        return self.replicas > 1
+        return (
+            f"{self.stages} stages, {self.order}"
+            if self.order
+            else self.framework + " x replicas" * (self.replicas > 1)
+        )
 
     @property
     def stops_early(self) -> bool:
@@ -142,13 +125,12 @@ class Run(NamedTuple):
     @property
     def tokens(self) -> float:
         """Tokens of a step and GPU."""
-        return self.seq_len * self.micro_batch * self.accumulation / (self.tensor * self.context * self.stages)
+        return self.seq_len * self.micro_batch * self.accumulation / self.stages
 
     def __str__(self) -> str:
         words = f"{self.name}, {self.gpus} {self.gpu}, {self.parallelism}"
         batch = f"{self.seq_len} x {self.micro_batch} x {self.accumulation}"
-        more = [*["fp8"] * self.fp8, *["SHARD_GRAD_OP"] * self.kept, *[self.note] * bool(self.note)]
-        return ", ".join([words, batch, self.kernels, *more])
+        return ", ".join([words, batch, self.kernels, *["fp8"] * self.fp8])
 
 
 ORDERS = {
@@ -183,11 +165,11 @@ def read(line: Line, at: str) -> Run:
 def _read(line: Line, at: str) -> Run:
     scheme = line["parallelism"].lower()
     if re.search(r"\b(tp|cp|ep)\s*=?\s*[2-9]|ptd-p|\btp\d", scheme):
-        raise Refused("tensor, context or expert parallelism: published_axes.csv has such rows (--axes)")
-    gpus = number(line, "gpus", "the number of GPUs is not stated")
-    micro_batch = number(line, "microbatch_per_gpu", "the batch is not stated")
-    seq_len = number(line, "seq_len", "the length of sequences is not stated")
-    name, config = model_of(line)
+        raise Refused("tensor, context or expert parallelism: published_axes.csv has such rows")
+    gpus = _number(line, "gpus", "the number of GPUs is not stated")
+    micro_batch = _number(line, "microbatch_per_gpu", "the batch is not stated")
+    seq_len = _number(line, "seq_len", "the length of sequences is not stated")
+    name, config = _model_of(line)
     per_node = _count(line, "gpus_per_node") or 8
     if gpus > per_node and gpus % per_node:
         raise Refused(f"{gpus} GPUs do not fill nodes of {per_node}")
@@ -243,7 +225,7 @@ def _one_of(line: Line, column: str) -> str:
     return said or allowed[0]
 
 
-def number(line: Line, column: str, why: str) -> int:
+def _number(line: Line, column: str, why: str) -> int:
     """A whole number, at least 1. why: the error where the column says nothing"""
     found = _count(line, column)
     if not found:
@@ -273,7 +255,7 @@ def _value(line: Line, column: str) -> float | None:
     return found
 
 
-def model_of(line: Line) -> tuple[str, Any]:
+def _model_of(line: Line) -> tuple[str, Any]:
     """The name and config of a row's model: one of `models`, with the layers that it names, or GPT's or Llama's shape
     with so many layers, so wide."""
     layers = re.search(r", (\d+) layers", line["model"].lower())
@@ -357,10 +339,10 @@ def _measured(line: Line, run: Run) -> float | None:
     rate = given("tflops_per_gpu") * 1e12
     if not rate:
         rate = given("mfu") * PEAK.get(run.gpu.split()[0], 0.0)
-    return run.tokens * flops_per_token(run, line.get("notes", "")) / rate if rate else None
+    return run.tokens * _flops_per_token(run, line.get("notes", "")) / rate if rate else None
 
 
-def flops_per_token(run: Run, notes: str) -> float:
+def _flops_per_token(run: Run, notes: str) -> float:
     """FLOPs as the source counts them: 6 for each parameter and attention in whole squares (PaLM), in half squares if
     it says causal."""
     config = run.config
@@ -383,11 +365,11 @@ def _memory(line: Line) -> dict[str, Any]:
     return {"measured_bytes": size * BYTES[unit[1].lower()]}
 
 
-def table(file: Path = TABLE, read: Callable[[Line, str], Run] = read) -> tuple[list[Run], list[str]]:
+def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
     """The runs of a file, and what is not predicted, with reasons. Raises ValueError for a file that is no CSV."""
     runs, refused = list[Run](), list[str]()
     try:
-        for at, line in lines_of(file):
+        for at, line in _lines_of(file):
             try:
                 runs.append(read(line, at))
             except Refused as error:
@@ -397,7 +379,7 @@ def table(file: Path = TABLE, read: Callable[[Line, str], Run] = read) -> tuple[
     return runs, refused
 
 
-def lines_of(file: Path) -> Iterator[tuple[str, Line]]:
+def _lines_of(file: Path) -> Iterator[tuple[str, Line]]:
     """Yields the rows of a CSV: where each is, and its fields by column."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
         reader = csv.DictReader(lines)

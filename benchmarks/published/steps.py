@@ -23,7 +23,6 @@ import yafsdp_fn as ya
 from benchmarks.published.runs import UNSTATED, Refused, Run
 from models import gpt2
 from models.parts import layers
-from models.parts.axes import Axes
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
 from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
@@ -32,7 +31,6 @@ from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
-from yafsdp_fn.util.mesh_axes import AxisCollective
 
 # ---- Clusters.
 
@@ -78,9 +76,7 @@ GPUs. InfiniBand's rows on 464 to 1536 GPUs show none."""
 
 
 def cluster_of(run: Run) -> Cluster:
-    """The row's own nodes; or the kind's figures, with the row's own network and card."""
-    if run.cluster is not None:
-        return run.cluster
+    """The kind's figures, with the row's own network and card."""
     kind = KINDS[run.gpu]
     network = kind.network_bandwidth * run.per_node / 8 if run.network is None else ACHIEVED * run.network
     return kind.replace(
@@ -92,13 +88,6 @@ def cluster_of(run: Run) -> Cluster:
 
 
 # ---- Programs.
-
-TRAFFIC = 18.0
-"""Bytes per element and micro-batch that Composer's FSDP moves beside the computation, all in bf16: two gathers, each
-written and read to be passed on (2 x 4); gradients divided in front of their reduction (4), which reads its input and
-writes and reads partial sums (6). A tied embedding counts twice, once for each of its visits' backwards."""
-GATHER = 4.0
-"""A gather's part of it, which weights that stay do without."""
 
 
 class _EvenByVisits(Order):
@@ -120,14 +109,11 @@ def program(run: Run, microbatches: int) -> Program:
     if run.framework == "ddp":
         mesh = (("replicate", one.ranks), ("shard", 1))
     whole = one.on(mesh)._replace(order=chained_order(one.visits, microbatches), microbatches=microbatches)
-    traffic = TRAFFIC - GATHER * run.kept
     schedules: dict[str, Callable[[], Any]] = {
-        "foundry": lambda: peers.fsdp(remat=again, growth=0.0, traffic=traffic, reshard=not run.kept),
         "fsdp1": lambda: peers.fsdp(remat=again, growth=0.0),
         "fsdp2": lambda: peers.fsdp2(remat=again),
         "zero1": lambda: peers.zero(1, remat=again),
         "zero2": lambda: peers.zero(2, remat=again),
-        "zero3": lambda: ya.schedules.zero3(remat=again, prefetch=2),
         "ddp": lambda: ya.schedules.ddp(remat=again),
     }
     return schedules[run.framework]()(whole)  # type: ignore[no-any-return]
@@ -149,7 +135,7 @@ def _across_stages(run: Run, one: Trace, microbatches: int, again: Any) -> Progr
 
 def _mesh(run: Run, one: Trace) -> tuple[tuple[str, int], ...]:
     """The mesh of a stage: that of a copy of the state, and the copies around it."""
-    return (("replicate", run.replicas), *one.mesh) if run.copied else one.mesh
+    return (("replicate", run.replicas), *one.mesh) if run.replicas > 1 else one.mesh
 
 
 _program = functools.lru_cache(4)(program)
@@ -161,20 +147,19 @@ def _traced(run: Run) -> Trace:
     family, config = models.of(run.config), run.config
     if isinstance(config, gpt2.Config):
         config = dataclasses.replace(config, max_length=run.seq_len)
-    over = Axes(tensor=run.tensor > 1, sequence=run.tensor > 1 and not run.scores, context=run.context > 1)
-    params: Any = family.params(config, **over.options)
+    params: Any = family.params(config)
     if run.trained == "adapters":
         params = ya.lora(params, 16, where=lambda path, param: "attn" in path)
-    loss = family.loss(config, axes=over)
+    loss = family.loss(config)
     if run.logits:
         loss = _loss_of_whole_logits(config, getattr(torch, run.logits))
-    tokens = torch.empty(run.micro_batch, run.seq_len // run.context, dtype=torch.int64, device="meta")
+    tokens = torch.empty(run.micro_batch, run.seq_len, dtype=torch.int64, device="meta")
     precision = ya.Precision(param=getattr(torch, run.param), compute=torch.bfloat16, reduce=getattr(torch, run.reduce))
     found = trace(
         loss,
         params,
         {"tokens": tokens, "targets": tokens},
-        mesh=mesh_of(run.gpus // run.stages // run.replicas, **run.inside),
+        mesh=mesh_of(run.gpus // run.stages // run.replicas),
         precision=precision,
         tx=ya.optim.adamw(1e-4),
     )
@@ -216,22 +201,15 @@ FP8_RATE = 2.0
 def _as_run(run: Run, layer: Visit) -> Visit:
     """A layer as `run` has it.
 
-    fp8       products at `FP8_RATE`; casts, through memory, but for LLM Foundry's rows; gathers over tensor after them
+    fp8       products at `FP8_RATE`; casts, through memory
     """
     cost, config = layer.cost, run.config
-    tokens = run.micro_batch * run.seq_len // run.context
-    if run.uneven:
-        most = 2 - 1 / run.context  # of the mean
-        attention, backward = int(cost.attention_flops * most), int(cost.bwd_attention_flops * most)
-        cost = cost._replace(attention_flops=attention, bwd_attention_flops=backward)
+    tokens = run.micro_batch * run.seq_len
     if run.scores:
-        cost = _with_scores(cost, tokens, run.seq_len, config.heads // run.tensor)
+        cost = _with_scores(cost, tokens, run.seq_len, config.heads)
     if run.fp8:
         flops, back, last = (int(n / FP8_RATE) for n in (cost.flops, cost.bwd_flops, cost.last_flops))
-        casts = 0 if run.framework == "foundry" else _cast_bytes(config, tokens) // run.tensor
-        cost = _moving(cost, casts)._replace(flops=flops, bwd_flops=back, last_flops=last)
-        calls, adjoints = (tuple(map(_in_fp8, each)) for each in (layer.collectives, layer.adjoints))
-        layer = layer._replace(collectives=calls, adjoints=adjoints)
+        cost = _moving(cost, _cast_bytes(config, tokens))._replace(flops=flops, bwd_flops=back, last_flops=last)
     if run.trained == "adapters":
         cost = _with_adapters(cost, config, tokens)
     return layer._replace(cost=cost)
@@ -267,10 +245,6 @@ def _cast_bytes(config: Any, tokens: int) -> int:
     return nbytes
 
 
-def _in_fp8(call: AxisCollective) -> AxisCollective:
-    return call._replace(nbytes=call.nbytes // 2) if (call.axis, call.kind) == ("tensor", "all_gather") else call
-
-
 def _with_adapters(cost: Cost, config: Any, tokens: int) -> Cost:
     """`cost` with what PEFT's adapters of attention's four products do beside them, operation by operation, in fp32
     under autocast: inputs cast to fp32 and back, results scaled and added; and fp32 inputs are kept."""
@@ -301,12 +275,9 @@ def _foreach_s(run: Run, cluster: Cluster) -> float:
 
 
 def _program_s(run: Run, cluster: Cluster) -> float:
-    """Seconds of the program, simulated. Microbatches beyond two, or beyond thrice the stages (twice, where there are
-    axes inside layers), take as long as those before."""
-    few, most = 1, 2
-    if run.stages > 1:
-        few, most = (1, 2) if run.inside else (2, 3)
-    few, most = few * run.stages, most * run.stages
+    """Seconds of the program, simulated. Microbatches beyond two, or beyond thrice the stages, take as long as those
+    before."""
+    few, most = (2 * run.stages, 3 * run.stages) if run.stages > 1 else (1, 2)
     if run.accumulation <= most:
         return _simulated(run, run.accumulation, cluster)
     more, less = (_simulated(run, n, cluster) for n in (most, few))
@@ -324,7 +295,7 @@ def _simulated(run: Run, microbatches: int, cluster: Cluster) -> float:
 
 def _key(run: Run) -> Run:
     """`run` without what its program does not hang on."""
-    bare = run._replace(source="", at="", gpu="", per_node=8, network=None, roce=False, cluster=None, note="")
+    bare = run._replace(source="", at="", gpu="", per_node=8, network=None, roce=False)
     return bare._replace(accumulation=1, measured_s=None, measured_bytes=None)
 
 
@@ -376,7 +347,6 @@ class Predicted(NamedTuple):
             **run._asdict(),
             "file": run.source,
             "config": str(run.config),
-            "cluster": None if run.cluster is None else run.cluster.name,
             "measured_bytes": None if ran_out else run.measured_bytes,
             "ran_out": ran_out,
             "seconds": self.seconds,

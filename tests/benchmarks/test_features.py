@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import yafsdp_fn as ya
 from benchmarks import names
 from benchmarks.contenders import Llama, adamw, loss_of, make_batches, materialize, switched_off
+from benchmarks.shapes import SHAPES
 from models.llama import model as llama
-from train.shapes import SHAPES
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.optim.base import stages
 from yafsdp_fn.optim.step.fused import recognise

@@ -8,8 +8,8 @@ import optree
 import torch
 
 from benchmarks.contenders import Llama, make_batches, materialize
+from benchmarks.shapes import SHAPES
 from models.llama import model as llama
-from train.shapes import SHAPES
 
 CPU = torch.device("cpu")
 

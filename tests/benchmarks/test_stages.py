@@ -12,9 +12,9 @@ from rich.console import Console
 
 from benchmarks import stages
 from benchmarks.contenders import make_batches
+from benchmarks.shapes import SHAPES
 from benchmarks.stages import Stages
 from tests.harness.pool import Pool
-from train.shapes import SHAPES
 
 
 def losses(mesh: Any, steps: int) -> dict[str, list[float]]:

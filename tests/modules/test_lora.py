@@ -343,7 +343,7 @@ def measured(tree: Any, remat: Any) -> tuple[int, int]:
 
 
 def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of less and less; beside full fine-tuning: `bench lora`."""
+    """Of less and less; beside full fine-tuning: docs/lora.md."""
     monkeypatch.setattr(linear, "LARGE", measuring.LARGE)
     limit = float("inf")
     for dtype, remat in (

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 import yafsdp_fn as ya
-from benchmarks.published import fit
+from benchmarks.published import yafsdp
 from train.plan import command, main, step
 from train.plan.command import OTHERS
 from yafsdp_fn.lab import peers
@@ -97,12 +97,14 @@ def test_what_nothing_explains_is_in_published_runs_alone(capsys: pytest.Capture
 
 
 def test_rows_of_the_published_table_come_out_as_fitted(capsys: pytest.CaptureFixture[str]) -> None:
-    row = next(row for row in fit.rows() if row.ckpt_layers == 10)
+    row = next(row for row in yafsdp.rows() if row.ckpt_layers == 10)
     shape = ["--model", row.model, "--gpus", str(row.gpus), "--seq-len", str(row.seq_len)]
     found, remat = planned(capsys, *shape, "--ckpt-layers", "10"), ya.schedules.remat.first(10)
     assert found["min_ckpt_layers"] == 11  # of zero3
     for peer in ("yafsdp", "fsdp"):
-        assert found[f"{peer}_step_s"] == pytest.approx(fit.predict(row, getattr(peers, peer)(remat=remat)), rel=2e-3)
+        assert found[f"{peer}_step_s"] == pytest.approx(
+            yafsdp.predict(row, getattr(peers, peer)(remat=remat)), rel=2e-3
+        )
 
 
 def test_small_models_have_no_part_that_nothing_explains(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import re
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import accumulate
 from operator import length_hint
@@ -180,9 +180,9 @@ class Pipeline:
     It gives `{"tokens": [S], "targets": [S]}`, with "documents" [S] where packing is `documents`; or several rows at
     once, [n, S]. Where it ends, the function makes that of the next epoch.
 
-    Every rank runs the whole pipeline and keeps its part of each step, as for streams; of a MapDataset each makes its
-    own rows alone. A position is the pipeline's own state, and means the same on any number of ranks. A pipeline that
-    differs between ranks, since it deals out rows itself, is refused: the first row is part of the fingerprint.
+    Every rank runs the whole pipeline and keeps its part of each step, as for streams. A position is the pipeline's
+    own state, and means the same on any number of ranks. A pipeline that differs between ranks, since it deals out rows
+    itself, is refused: the first row is part of the fingerprint, and so is its length, where it has one.
     """
 
     name: str
@@ -201,11 +201,15 @@ class Pipeline:
     def label(self) -> str:
         return f"data.pipelines {self.source}, {self.split}"
 
-    def feed(self, epoch: int, seed: int, state: Any) -> Feed:
-        """The pipeline of an epoch, from `state` on, as JSON; None: its beginning."""
+    def _made(self, epoch: int, seed: int) -> Any:
         with self.naming("it cannot be made"):
             made = self._function(split=self.split, epoch=epoch, seed=seed, seq_len=self.seq_len)
             require(made is not None, "it is None; for no evaluation, --eval-every 0")
+            return made
+
+    def feed(self, epoch: int, seed: int, state: Any) -> Feed:
+        """The pipeline of an epoch, from `state` on, as JSON; None: its beginning."""
+        made = self._made(epoch, seed)
         with self.naming("it cannot be gone on with from the checkpoint" if state else "it cannot begin"):
             return feed_of(made, from_json(state))
 
@@ -225,8 +229,9 @@ class Pipeline:
     @cached_property
     def _known_as(self) -> str:
         path, _, name = self.source.rpartition(":")
-        first = self.first(1).fingerprint()
-        return digest_of(fingerprint(self.source, [Path(path)]), name, self.split, self.seq_len, self.packing, first)
+        length, first = length_hint(self._made(0, 0), -1), self.first(1).fingerprint()
+        facts = name, self.split, self.seq_len, self.packing, length, first
+        return digest_of(fingerprint(self.source, [Path(path)]), *facts)
 
     def fingerprint(self) -> str:
         return self._known_as
@@ -285,25 +290,19 @@ class Feed(NamedTuple):
     """A pipeline under way."""
 
     next: Callable[[], Any]
-    """Returns what comes next: a row, several, or a function that makes a row. Raises StopIteration at the end."""
+    """Returns what comes next: a row, or several. Raises StopIteration at the end."""
     state: Callable[[], Any]
     """Returns the state before what comes next."""
 
 
 def feed_of(made: Any, state: Any) -> Feed:
-    """A pipeline of a library that can say where it is, from `state` on."""
-
-    def has(thing: Any, *names: str) -> bool:
-        return all(hasattr(thing, name) for name in names)
-
-    if has(made, "__getitem__", "__len__", "to_iter_dataset"):  # grain's MapDataset: rows have numbers
-        return _numbered(made, state)
-    if has(made, "state_dict", "load_state_dict"):  # torchdata's; a dataset of Hugging Face's, too
+    """A pipeline of a library that can say where it is, from `state` on, by the library's own protocol."""
+    if hasattr(made, "load_state_dict"):  # torchdata's; a dataset of Hugging Face's, too
         if state is not None:
             made.load_state_dict(state)
         return Feed(iter(made).__next__, made.state_dict)
     rows = iter(made)
-    if not has(rows, "get_state", "set_state"):  # grain's IterDataset and DataLoader
+    if not hasattr(rows, "set_state"):  # grain's
         raise ConfigError(
             f"it is a {type(made).__name__}, which cannot say where it is: expected grain's MapDataset, IterDataset or "
             "DataLoader, or torchdata's StatefulDataLoader or nodes.Loader"
@@ -311,21 +310,6 @@ def feed_of(made: Any, state: Any) -> Feed:
     if state is not None:
         rows.set_state(state)
     return Feed(rows.__next__, rows.get_state)
-
-
-def _numbered(made: Any, state: Any) -> Feed:
-    """The rows of a MapDataset, from `state` on: how many are passed, and how many it has. Raises ConfigError where it
-    had another number, with which an order of its own would be another one."""
-    total = len(made)
-    passed, had = (0, total) if state is None else state
-    passed, had = count(passed, "the number of rows passed"), count(had, "the number of its rows")
-    require(
-        passed <= had == total,
-        f"its MapDataset has {total} rows, and had {had} when the checkpoint was saved, {passed} of them passed: "
-        "give it the same rows, or begin another run, with another --name",
-    )
-    numbers = iter(range(passed, total))
-    return Feed(lambda: partial(made.__getitem__, next(numbers)), lambda: [total - length_hint(numbers), total])
 
 
 class _Passing:
@@ -339,7 +323,7 @@ class _Passing:
         self._rows, self._seed = rows, seed
         self._epoch, self._state, self._passed = epoch, state, passed
         self._feed: Feed | None = None
-        self._under_way: Sequence[Row | Callable[[], Any]] = ()
+        self._under_way: list[Row] = []
 
     @property
     def position(self) -> Position:
@@ -349,8 +333,6 @@ class _Passing:
         if self._feed is None:
             self._advance(self._rows.feed(self._epoch, self._seed, self._state), self._passed)
         row = self._under_way[self._passed]
-        if not isinstance(row, dict):
-            row = self._of_number(row) if wanted else {}
         self._passed += 1
         if self._passed == len(self._under_way):
             assert self._feed is not None
@@ -368,21 +350,12 @@ class _Passing:
         require(passed < len(taken), f"{self._rows.label}: the position is behind the rows that it gives")
         self._feed, self._under_way, self._passed = feed, taken, passed
 
-    def _taken(self, feed: Feed) -> Sequence[Row | Callable[[], Any]] | None:
+    def _taken(self, feed: Feed) -> list[Row] | None:
         with self._rows.naming("it fails"):
             try:
-                element = feed.next()
+                return self._rows.rows(feed.next())
             except StopIteration:
                 return None
-            return [element] if callable(element) else self._rows.rows(element)
-
-    def _of_number(self, make: Callable[[], Any]) -> Row:
-        with self._rows.naming("it fails"):
-            found = make()
-            require(found is not None, "its MapDataset leaves rows out: return its .to_iter_dataset()")
-            rows = self._rows.rows(found)
-            require(len(rows) == 1, "its MapDataset has several rows at a number: return its .to_iter_dataset()")
-            return rows[0]
 
 
 def _place(position: Position) -> tuple[int, Any, int]:
@@ -399,8 +372,8 @@ ADDRESS = re.compile(r"\S+( object)? at 0x[0-9a-f]+")
 
 
 def to_json(state: Any, where: str = "its state") -> Any:
-    """A pipeline's state as JSON; tensors, arrays, bytes and tuples by their kind. Nothing is pickled: checkpoints come
-    from other people."""
+    """A pipeline's state as JSON; tensors and bytes by their kind. Nothing is pickled: checkpoints come from other
+    people."""
     if state is None or isinstance(state, bool | int | float | str):
         # grain's DataLoader keeps the repr of what it reads, and goes on with the same one alone
         if isinstance(state, str) and (address := ADDRESS.search(state)):
@@ -410,19 +383,14 @@ def to_json(state: Any, where: str = "its state") -> Any:
         return {key: to_json(each, f"{where}.{key}") for key, each in state.items()}
     if isinstance(state, list):
         return [to_json(each, f"{where}[{i}]") for i, each in enumerate(state)]
-    if isinstance(state, tuple):
-        return {"#tuple": to_json(list(state), where)}
     if isinstance(state, bytes):
         to_json(state.decode(errors="replace"), where)
         return {"#bytes": base64.b64encode(state).decode()}
-    if isinstance(state, np.ndarray) and not state.dtype.hasobject:
-        return {"#array": [state.dtype.str, list(state.shape), base64.b64encode(state.tobytes()).decode()]}
     if isinstance(state, torch.Tensor) and not state.is_complex():
-        kind, raw = str(state.dtype).removeprefix("torch."), state.cpu().flatten().contiguous()
-        content = to_json(raw.view(torch.uint8).numpy() if len(raw) else np.zeros(0, np.uint8))
-        return {"#tensor": [kind, list(state.shape), content]}
+        kind = str(state.dtype).removeprefix("torch.")
+        return {"#tensor": [kind, list(state.shape), state.flatten().tolist()]}
     odd = " with keys that are no text or begin with #" * isinstance(state, dict)
-    raise ConfigError(f"{where} is a {type(state).__name__}{odd}: checkpoints keep JSON, bytes, arrays and tensors")
+    raise ConfigError(f"{where} is a {type(state).__name__}{odd}: checkpoints keep JSON, bytes and tensors")
 
 
 def from_json(kept: Any) -> Any:
@@ -432,13 +400,8 @@ def from_json(kept: Any) -> Any:
     if not isinstance(kept, dict):
         return kept
     match kept:
-        case {"#tuple": values}:
-            return tuple(map(from_json, values))
         case {"#bytes": text}:
             return base64.b64decode(text)
-        case {"#array": [kind, shape, content]}:
-            return np.frombuffer(base64.b64decode(content), np.dtype(kind)).reshape(shape).copy()
-        case {"#tensor": [kind, shape, content]}:
-            raw, dtype = torch.from_numpy(from_json(content)), getattr(torch, kind)
-            return (raw.view(dtype) if len(raw) else torch.empty(0, dtype=dtype)).reshape(shape)
+        case {"#tensor": [kind, shape, values]}:
+            return torch.tensor(values, dtype=getattr(torch, kind)).reshape(shape)
     return {key: from_json(each) for key, each in kept.items()}

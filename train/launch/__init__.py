@@ -1,1 +1,1 @@
-"""`python -m train launch`: ranks on this machine, or a batch script for several; no library but for its estimate."""
+"""`python -m train launch`: ranks on this machine, without the library; run.sbatch: on several, under Slurm."""

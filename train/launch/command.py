@@ -17,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -27,12 +25,10 @@ import threading
 import time
 from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from train.launch.lines import Lines
-from train.launch.slurm import Job, estimated, on_cpu, script
 from train.machine import ROOT, gpus
 from train.running.elastic import CANNOT_WORK, Attempt
 from train.subcommands import SUBCOMMANDS, unknown
@@ -58,9 +54,7 @@ USAGE = """usage: python -m train launch --ranks N SUBCOMMAND ...   (or SCRIPT.p
        --ranks auto: one for each GPU of this machine, or two on the CPU
        --max-restarts K before SUBCOMMAND: after a rank died all begin again, K times at most; clm goes on from its last
        checkpoint
-   or: python -m train launch --slurm FILE --nodes M --ranks N SUBCOMMAND ...
-       writes a script for sbatch, that runs it with N ranks on each of M machines, and starts nothing; also
-       --time 24:00:00, --interface eth0, and --cluster h100-80g for an estimate of the step"""
+   several machines: torchrun, or under Slurm: sbatch --nodes M train/launch/run.sbatch SUBCOMMAND ..."""
 
 
 def environment(rank: int, ranks: int, port: int, attempt: Attempt | None = None) -> dict[str, str]:
@@ -167,19 +161,6 @@ def attempts(ranks: Ranks, restarts: int) -> int:
     return status
 
 
-def write(wanted: Wanted, job: Job) -> int:
-    """The batch script. Returns the exit status."""
-    try:
-        text = script(job, wanted.ranks, wanted.restarts, wanted.command, estimated(job, wanted.ranks, wanted.command))
-        job.file.write_text(text)
-        job.file.chmod(0o755)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return CANNOT_WORK
-    print(f"{job.file}: read it, then: sbatch {shlex.quote(str(job.file))}")
-    return 0
-
-
 def main(argv: Sequence[str]) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(USAGE)
@@ -189,9 +170,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{USAGE}\n\n{error}", file=sys.stderr)
         return CANNOT_WORK
-    if wanted.job is not None:
-        return write(wanted, wanted.job)
-    count, restarts, command, _ = wanted
+    count, restarts, command = wanted
     ranks = Ranks(count, command)
     for number in (signal.SIGINT, signal.SIGTERM):  # before the first rank, which would be left behind
         signal.signal(number, ranks.on_signal)
@@ -204,6 +183,12 @@ def main(argv: Sequence[str]) -> int:
         ranks.end()
 
 
+def on_cpu(command: Sequence[str]) -> bool:
+    """Tells whether a command asks for the CPU."""
+    given = " ".join(command).replace("=", " ")
+    return "--device cpu" in given
+
+
 def as_many_as_fit(command: Sequence[str]) -> int:
     """The number of ranks of `--ranks auto`, which it says in a line."""
     found = 0 if on_cpu(command) else gpus()
@@ -214,36 +199,24 @@ def as_many_as_fit(command: Sequence[str]) -> int:
 
 
 class Wanted(NamedTuple):
-    """The launch that is asked for. job: the batch script to write, None where the ranks are to start here"""
+    """The launch that is asked for."""
 
     ranks: int
     restarts: int
     command: list[str]
-    job: Job | None
 
 
-NUMBERS = ("--ranks", "--max-restarts", "--nodes")
-TEXTS = {
-    "--slurm": r"[^\0]+",
-    "--time": r"\d+(-\d+)?(:\d+){0,2}|UNLIMITED",
-    "--cluster": r"[\w.-]+",
-    "--interface": r"[\w.:-]+",
-}
-"""Name: what its value looks like."""
+NUMBERS = ("--ranks", "--max-restarts")
 
 
 def parse(argv: Sequence[str]) -> Wanted:
     """Raises ValueError, whose text says what is wrong."""
-    numbers, texts, rest = dict.fromkeys(NUMBERS, 0), dict[str, str](), list(argv)
+    numbers, rest = dict.fromkeys(NUMBERS, 0), list(argv)
     automatic = False
     while rest and rest[0].startswith("--"):
         name, _, value = rest.pop(0).partition("=")
         value = value or (rest.pop(0) if rest else "")
-        if name in TEXTS:
-            if not re.fullmatch(TEXTS[name], value):
-                raise ValueError(f"{name} is {value!r}: see below what it takes")
-            texts[name.removeprefix("--")] = value
-        elif (name, value) == ("--ranks", "auto"):
+        if (name, value) == ("--ranks", "auto"):
             automatic = True
         elif name in numbers:
             automatic = automatic and name != "--ranks"
@@ -261,14 +234,6 @@ def parse(argv: Sequence[str]) -> Wanted:
             raise ValueError(f"{rest[0]}: no such script")
     elif rest[0] not in SUBCOMMANDS:
         raise ValueError(unknown(rest[0]))
-    file = texts.pop("slurm", None)
-    if file is None and (texts or numbers["--nodes"]):
-        raise ValueError(
-            f"{', '.join(['--nodes'] * (numbers['--nodes'] > 0) + [f'--{name}' for name in texts])}: of --slurm"
-        )
     if automatic:
-        if file is not None:
-            raise ValueError("--ranks auto: the machines of a batch job are others than this one; give their number")
         numbers["--ranks"] = as_many_as_fit(rest)
-    job = None if file is None else Job(Path(file), max(1, numbers["--nodes"]), **texts)
-    return Wanted(numbers["--ranks"], numbers["--max-restarts"], rest, job)
+    return Wanted(numbers["--ranks"], numbers["--max-restarts"], rest)

@@ -16,7 +16,6 @@ from rich.table import Table
 import models
 import yafsdp_fn as ya
 from train.command_line import cli
-from train.plan import torchtitan
 from train.plan.step import YAFSDP, Options, over_axes, schedule_of, traced
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, Cluster, Comparison, Found, Plan, min_ckpt_layers, search, simulate
@@ -36,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     try:
         options = cli(Options, argv, prog=PROGRAM)
-        if options.torchtitan is not None:
-            result: Any = torchtitan.run(options)
-        else:
-            result = Compared.of(options) if options.schedules else run(options)
+        result = Compared.of(options) if options.schedules else run(options)
         if options.json:
             print(json.dumps(result.as_json(), indent=2))
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -43,22 +43,6 @@ Factory = Callable[..., ya.schedules.Schedule]
 
 YAFSDP = "yafsdp"
 ZERO3 = "zero3"
-SAID_BY_FILE = (
-    *(
-        "model",
-        "seq_len",
-        "batch",
-        "microbatches",
-        "mesh",
-        "ckpt_layers",
-        "schedule",
-        "schedules",
-        "replicate",
-        "search",
-    ),
-    *("reduce", "gpu_hour_price"),
-)
-"""Options of a step that the file of a job has in their place, or nothing to do with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +71,7 @@ class Options:
     model: str = ""
     """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
     gpus: int = 0
-    """Ranks. With --torchtitan they may be left out where the file has the number of shards."""
-    torchtitan: Path | None = None
-    """The TOML file of a torchtitan job, in place of a model and all that is said of its step: the program that the job
-    runs, proved and predicted, beside the fastest of this toolkit."""
-    csv: Path | None = None
-    """File to write the order of the fastest pipeline to, for torchtitan's pipeline_parallel_schedule_csv; of a
-    --torchtitan job with stages."""
+    """Ranks."""
     cluster: str = "a100-80g"
     """a100-80g, h100-80g, h200-141g: nodes of eight GPUs. local: two ranks on two CPU cores."""
     seq_len: int = 2048
@@ -136,23 +114,17 @@ class Options:
     """One JSON object on stdout, and nothing else."""
 
     def __post_init__(self) -> None:
-        in_file = SAID_BY_FILE if self.torchtitan is not None else ()
-        if given := [name for name in in_file if getattr(self, name) != getattr(Options, name)]:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"--torchtitan {self.torchtitan}: the file says what the step is; leave out {flags}")
-        if self.csv is not None and self.torchtitan is None:
-            raise ValueError(f"--csv {self.csv}: it is for the stages of a job: give --torchtitan, too")
-        if self.torchtitan is None and self.model not in models.CONFIGS:
+        if self.model not in models.CONFIGS:
             said = f"unknown model {self.model!r}" if self.model else "expected a model"
             raise ValueError(f"--model: {said}; {nearest(self.model, sorted(models.CONFIGS))}")
         cluster(self.cluster)
-        longest = 1 if self.torchtitan is not None else models.CONFIGS[self.model].max_length
-        for name, most in (("seq_len", longest), *MOST.items()):
+        config = models.CONFIGS[self.model]
+        for name, most in (("seq_len", config.max_length), *MOST.items()):
             value = getattr(self, name)
             flag = f"--{name.replace('_', '-')}"
-            if value is not None and value < (name != "gpus" or self.torchtitan is None):
+            if value is not None and value < 1:
                 raise ValueError(f"{flag} {value}: expected at least 1")
-            if value is not None and value > most and self.torchtitan is None:
+            if value is not None and value > most:
                 of = f", the positions that {self.model} was made for" * (name == "seq_len")
                 raise ValueError(f"{flag} {value}: expected at most {most:,}{of}")
         if self.batch % self.microbatches:
@@ -165,9 +137,8 @@ class Options:
             )
         if not 0 <= self.gpu_hour_price < math.inf:
             raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
-        layers = models.CONFIGS[self.model].layers if self.torchtitan is None else 0
-        if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= layers:
-            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {layers} layers")
+        if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= config.layers:
+            raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {config.layers} layers")
         if self.synthesize < 0:
             raise ValueError(f"--synthesize {self.synthesize}: expected seconds")
         if self.synthesize and not self.search:
@@ -182,7 +153,7 @@ class Options:
         words = {} if self.schedule == YAFSDP else schedule_names.parse(self.schedule, "--schedule")[1]
         if "remat" in words:
             raise ValueError(
-                f"--schedule {self.schedule}: instead of -remat, --ckpt-layers {layers} recomputes all layers"
+                f"--schedule {self.schedule}: instead of -remat, --ckpt-layers {config.layers} recomputes all layers"
             )
         if "chunk" in words and self.ckpt_layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
@@ -275,7 +246,7 @@ def over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trace
     """The step without axes inside layers, and over each that the model and the ranks allow: tensor inside of a node,
     with sequence parallelism, and context where sequences are long."""
     most = max(1, options.seq_len // LONG)
-    for context, tensor in itertools.product(doubling(most), doubling(where.gpus_per_node)):
+    for context, tensor in itertools.product(_doubling(most), _doubling(where.gpus_per_node)):
         over = Axes(tensor=tensor > 1, sequence=tensor > 1, context=context > 1)
         inside = Inside(tensor=tensor, context=context).inside
         with suppress(ValueError, NotImplementedError):  # what does not divide, and families without a split
@@ -283,7 +254,7 @@ def over_axes(options: Options, config: Shape, where: Cluster) -> Iterator[Trace
             yield traced(options, config, axes(options.gpus, **inside), over=over)
 
 
-def doubling(most: int) -> Iterator[int]:
+def _doubling(most: int) -> Iterator[int]:
     """1, 2, 4 ... up to `most`."""
     return (2**k for k in range(most.bit_length()))
 
@@ -291,42 +262,23 @@ def doubling(most: int) -> Iterator[int]:
 def traced(
     options: Options, config: Shape, mesh: tuple[tuple[str, int], ...], chunks: int = 1, over: Axes = NONE
 ) -> Trace:
-    """The step of the options on a mesh."""
+    """The step of the options on a mesh, with AdamW, clipped."""
     ranks = dict(mesh).get("context", 1)
     over.check(config, options.seq_len // ranks, dict(mesh))
     if options.seq_len % (2 * ranks) and ranks > 1:
         raise ValueError(
             f"--seq-len {options.seq_len}: not a multiple of {2 * ranks}, two parts for each rank of context"
         )
-    rows = options.batch, options.seq_len // ranks
-    return trace_of(config, rows, over, chunks, mesh, options.microbatches, PRECISIONS[options.reduce], max_norm=1.0)
-
-
-def trace_of(
-    config: Shape,
-    rows: tuple[int, int],
-    over: Axes,
-    chunks: int,
-    mesh: tuple[tuple[str, int], ...],
-    microbatches: int,
-    precision: ya.Precision,
-    *,
-    max_norm: float | None = None,
-) -> Trace:
-    """The step of a model over axes inside layers, with AdamW. rows: of a rank, and tokens in each; max_norm: clips"""
-    tokens = torch.empty(rows, dtype=torch.int64, device="meta")
-    tx: Any = ya.optim.adamw(3e-4)
-    if max_norm is not None:
-        tx = ya.optim.chain(ya.optim.clip_by_global_norm(max_norm), tx)
+    tokens = torch.empty((options.batch, options.seq_len // ranks), dtype=torch.int64, device="meta")
     of = models.of(config)
     return trace(
         of.loss(config, chunks=chunks, axes=over),
         of.params(config, **over.options),
         {"tokens": tokens, "targets": tokens},
         mesh=mesh,
-        precision=precision,
-        microbatches=microbatches,
-        tx=tx,
+        precision=PRECISIONS[options.reduce],
+        microbatches=options.microbatches,
+        tx=ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(3e-4)),
     )
 
 

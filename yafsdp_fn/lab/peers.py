@@ -83,9 +83,7 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
     return build_yafsdp
 
 
-def fsdp(
-    *, remat: Remat | str = "none", growth: float = FSDP_GROWTH, traffic: float = 0.0, reshard: bool = True
-) -> Schedule:
+def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH) -> Schedule:
     """torch's FullyShardedDataParallel, a flat parameter per layer, backward prefetch.
 
     What a backward leaves in a slot is not gathered again for the next microbatch, as it was when this was fitted.
@@ -95,17 +93,14 @@ def fsdp(
 
     growth: extra copies of a reduction, in bytes per element for each 1e9 elements of the unit; models a measured loss
         of unknown cause
-    traffic: bytes per element and backward that collectives move through memory, at the cost of the compute stream: an
-        alternative to `Cluster.contention`; use one of the two
-    reshard: False is SHARD_GRAD_OP: weights stay from a forward to its backward, and every microbatch gathers anew
     """
 
     def reduced(size: Size) -> float:
         return _cast(size) + 2 * size.reduce + growth * size.numel**2 / 1e9
 
     return lambda trace: _with_copies(
-        program_of(trace, groups_of(trace, reshard), policy(remat), hold=reshard),
-        computed=lambda size: 2 * size.gather + traffic * size.numel,
+        program_of(trace, groups_of(trace, True), policy(remat), hold=True),
+        computed=lambda size: 2 * size.gather,
         reduced=reduced,
     )
 

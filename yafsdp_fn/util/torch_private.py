@@ -296,15 +296,6 @@ def fsdp_groups(module: Any) -> list[FsdpGroup]:
     return found
 
 
-def pipeline_rows(name: str, ranks: int, microbatches: int, per_rank: int) -> list[list[Any]]:
-    """Returns the rows of actions, without communication, of a class of torch.distributed.pipelining, by the name that
-    torch gives it: the classes write them only for stages that exist. Raises ValueError for another name."""
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-
-    rows: list[list[Any]] = get_schedule_ops(name, ranks, microbatches, per_rank)
-    return rows
-
-
 # ---- torch.compile
 
 

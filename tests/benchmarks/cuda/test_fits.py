@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from benchmarks.cuda import emulated, gpu, memory, order
+from benchmarks.cuda import emulated, gpu, memory
 from benchmarks.cuda.command import SECTIONS, Section
 from benchmarks.cuda.gpu import Setting
 from yafsdp_fn.planner.plan import DoesNotFit
@@ -25,8 +25,6 @@ def sizes(section: Section, setting: Setting) -> list[gpu.Fit]:
     name = section.call.rpartition(".")[2].partition(":")[0]
     if name == "memory":
         return [memory.fit(setting, case) for case in memory.CASES.values()]
-    if name == "order":
-        return [order.fit(setting)]
     assert name == "emulated"
     found = emulated.fit(setting, gpu.published()[section.arguments[0]])
     assert found.peers == emulated.PEERS, "FSDP2 has all its settings"

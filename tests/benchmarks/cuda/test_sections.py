@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -15,15 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
-from benchmarks.cuda import emulated, gpu, memory, order, sides
+from benchmarks.cuda import emulated, gpu, memory, sides
 from benchmarks.cuda.gpu import Line, Row, Setting
 from benchmarks.cuda.sides import Plain
 from benchmarks.emulated import emulate
 from models import llama
-from tests.program.traces import model
 from yafsdp_fn.planner.cluster import A100
-from yafsdp_fn.schedules import Gather
-from yafsdp_fn.timeline import Span, Timeline
 
 InChild = Callable[..., Any]
 CPU = Setting("cpu")
@@ -157,7 +153,7 @@ def test_fsdp2_is_set_as_its_names_say(in_child: InChild) -> None:
     assert in_child(settings_of_fsdp2) == expected[: len(sides.settings())]
 
 
-# ---- memory and order
+# ---- memory
 
 
 def test_memory(in_child: InChild) -> None:
@@ -167,43 +163,6 @@ def test_memory(in_child: InChild) -> None:
     assert sum(found["items"].values()) == found["predicted_bytes"]
 
 
-def of_order(folder: str) -> tuple[dict[str, Any], Timeline]:
-    kept: list[Timeline] = []
-    compared = order.compared
-    order.compared = lambda one, two: compared(kept.append(one) or one, two)
-    return last(order.run, dataclasses.replace(CPU, pictures=folder)), kept[0]
-
-
-def test_the_profiler_sees_the_order_that_we_record(in_child: InChild, tmp_path: Path) -> None:
-    found, timeline = in_child(of_order, str(tmp_path))
-    assert found["same order"], found
-    assert found["ops"] == len(timeline.spans) and set(found["same order on"]) == {"gather", "compute", "reduce"}
-    for picture in found.get("pictures", []):
-        assert (tmp_path / picture).stat().st_size > 1000
-    turned = [span._replace(start=-span.start, end=-span.start) for span in timeline.spans]
-    assert not order.compared(timeline, timeline._replace(spans=tuple(turned)))["same order"]
-    assert order.compared(timeline, timeline)["same order"]
-    fewer = order.compared(timeline, timeline._replace(spans=timeline.spans[:-1]))
-    assert not fewer["same order"] and fewer["not in the profile"] == [timeline.spans[-1].number]
-
-
-def test_gpu_ranges_count_on_their_streams_own_track() -> None:
-    """A compute whose range holds the issue of a gather covers that in the gather's track, too."""
-    op = Gather((0,), (0,))
-    where = [(0, "gather", 7, 0), (1, "compute", 3, 20), (2, "gather", 7, 22), (3, "compute", 3, 40)]
-    spans = tuple(Span(number, op, stream, 1e-6 * ts, 1e-6 * (ts + 10)) for number, stream, _, ts in where)
-    timeline = Timeline(model(2), spans, 50e-6, "")
-    events = [
-        {"name": f"op {n} on {stream}", "ph": "X", "cat": "gpu_user_annotation", "tid": tid, "ts": ts, "dur": 10}
-        for n, stream, tid, ts in where
-    ]
-    astray = {**events[1], "tid": 7, "ts": 500}
-    another = {**events[0], "cat": "user_annotation", "ts": 900}  # of the host
-    seen = order.profiled([astray, another, *events], timeline, on_gpu=True)
-    assert [round(1e6 * span.start) for span in seen.spans] == [0, 20, 22, 40]
-    assert order.compared(timeline, seen)["same order"]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
@@ -211,15 +170,10 @@ def test_gpu_ranges_count_on_their_streams_own_track() -> None:
     [
         (emulated.run, ("llama3-8b/64",)),
         (memory.run, ("7B, rank 0 of 64, seq 2048",)),
-        (order.run, ()),
     ],
-    ids=["emulated", "memory", "order"],
+    ids=["emulated", "memory"],
 )
-def test_sections_run_on_a_gpu(
-    in_child: InChild, tmp_path: Path, section: Callable[..., None], args: tuple[str, ...]
-) -> None:
-    found = in_child(last, section, Setting("cuda", str(tmp_path), small=True), *args)
-    if section is order.run:
-        assert found["same order"], found
+def test_sections_run_on_a_gpu(in_child: InChild, section: Callable[..., None], args: tuple[str, ...]) -> None:
+    found = in_child(last, section, Setting("cuda", small=True), *args)
     if section is emulated.run:
         assert found["moving bytes"]["2 layers"]["ours over floor"] > 0

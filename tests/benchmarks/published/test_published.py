@@ -1,8 +1,7 @@
-"""The published table: peers' programs, the preset fitted to it, and the fit."""
+"""The published table: peers' programs, and the preset fitted to it; runs of other frameworks."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -14,8 +13,9 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from benchmarks.published import command, fit, main, runs, steps
-from benchmarks.published.fit import Predicted, Row, rows, summary, traced
+from benchmarks.published import main, runs, steps, yafsdp
+from benchmarks.published.errors import by_groups
+from benchmarks.published.yafsdp import Row, predicted, rows, summary, traced
 from models import llama
 from yafsdp_fn.lab import peers
 from yafsdp_fn.lab.peers import Copy
@@ -30,7 +30,7 @@ FLAT = (("shard", RANKS),)
 CONFIG = llama.Config(vocab=512, embed=64, ffn=128, layers=L, heads=4, kv_heads=4, head_dim=16, max_length=64)
 
 
-def small(mesh: object = FLAT, microbatches: int = 1, **precision: torch.dtype) -> Trace:
+def traced_small(mesh: object = FLAT, microbatches: int = 1, **precision: torch.dtype) -> Trace:
     tokens = torch.empty((microbatches, 64), dtype=torch.int64, device="meta")
     return trace(
         llama.loss(CONFIG),
@@ -61,7 +61,7 @@ def copies(program: Program, stream: str) -> list[Copy]:
 def test_without_copies_a_peer_is_a_correct_program(
     peer: Callable[..., Schedule], microbatches: int, mesh: object, remat: object
 ) -> None:
-    program = peer(remat=remat)(small(mesh, microbatches))
+    program = peer(remat=remat)(traced_small(mesh, microbatches))
     verify(without_copies(program))
     assert program.count(Reduce) == microbatches * (L + U)
     assert program.count(AllReduce) == (0 if mesh == FLAT else L + U)
@@ -71,7 +71,7 @@ def test_without_copies_a_peer_is_a_correct_program(
 
 @pytest.mark.parametrize("peer", [peers.fsdp, peers.fsdp2])
 def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedule]) -> None:
-    program = peer()(small())
+    program = peer()(traced_small())
     assert program.count(Gather) == 2 * L + U
     first, *_, last = (op for op in program.ops if isinstance(op, Gather | Reduce))
     assert [program.trace.units[unit].name for unit in first.units] == ["embed", "head"] and first.units == last.units
@@ -82,14 +82,14 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
 
 
 def test_copies_are_printed_and_refused() -> None:
-    program = peers.fsdp2()(small())
+    program = peers.fsdp2()(traced_small())
     assert re.search(r"copy layers\[0\]\n", str(program)) and "Copy(" not in str(program)
     with pytest.raises(ya.errors.Refused, match=r"a peer's copy, which simulate and Plan\.of take"):
         verify(program)
 
 
 def test_yafsdp_has_two_slots_for_everything() -> None:
-    program = peers.yafsdp()(small())
+    program = peers.yafsdp()(traced_small())
     assert set(program.slot_bytes()) == set(program.grad_slot_bytes()) == {0, 1}
     assert program.count(Gather) == 2 * (L + U) - 2  # the last two are still in their slots
 
@@ -112,7 +112,7 @@ def test_yafsdp_of_a_tied_head_gives_each_unit_of_a_visit_its_own_slot() -> None
     ],
 )
 def test_copies_per_element(peer: Schedule, reduce: torch.dtype, on_compute: int | None, on_reduce: int) -> None:
-    program = peer(small(reduce=reduce))
+    program = peer(traced_small(reduce=reduce))
     elements = sum(unit.numel for unit in program.trace.units)
     layers = sum(unit.numel for unit in program.trace.units if unit.stack)
     # fsdp2 copies gradients in, 2 + 4, and what it gathers out, 4: layers twice, the rest once
@@ -122,7 +122,7 @@ def test_copies_per_element(peer: Schedule, reduce: torch.dtype, on_compute: int
 
 
 def test_growth_is_quadratic_in_the_unit() -> None:
-    trace = small()
+    trace = traced_small()
     more, none = (copies(peers.fsdp(growth=g)(trace), "reduce") for g in (7.0, 0.0))
     for one, other in zip(more, none, strict=True):
         numel = sum(trace.units[unit].numel for unit in one.units)
@@ -133,7 +133,7 @@ def test_growth_is_quadratic_in_the_unit() -> None:
 @pytest.mark.parametrize("slow", ["network", "compute"])
 def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[..., Schedule], slow: str) -> None:
     cluster = A100.replace(**({"network_bandwidth": 1e6} if slow == "network" else {"matmul_flops": 1e9}))
-    timeline = simulate(peer()(small()), cluster)
+    timeline = simulate(peer()(traced_small()), cluster)
     spans = [span for span in timeline.spans if isinstance(span.op, Gather | Reduce)]
     assert all(one.end <= other.start for one, other in itertools.pairwise(spans))
     assert {span.stream for span in spans} == {"gather", "reduce"}
@@ -142,23 +142,11 @@ def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[
 # ---- the table
 
 
-def preset(row: Row) -> Predicted:
-    remat = ya.schedules.remat.first(row.ckpt_layers)
-    return Predicted(row, fit.predict(row, peers.yafsdp(remat=remat)), fit.predict(row, peers.fsdp(remat=remat)))
-
-
 def test_the_preset_as_run_explains_the_table() -> None:
-    (ours, ours_most), (theirs, theirs_most), (speedup, speedup_most) = summary([preset(row) for row in TABLE])
+    (ours, ours_most), (theirs, theirs_most), (speedup, speedup_most) = summary([predicted(row) for row in TABLE])
     assert ours <= 1.5 and ours_most <= 7
     assert theirs <= 3 and theirs_most <= 9
     assert speedup <= 2 and speedup_most <= 5
-
-
-def test_a_roofline_explains_it_less() -> None:
-    ours = summary([preset(row) for row in TABLE])
-    for combine in (max, lambda a, b: a + b):
-        for mine, other in zip(ours, summary(fit.left_out(TABLE, fit.roofline(combine))), strict=True):
-            assert mine[0] < other[0] and mine[1] < other[1]
 
 
 def test_published_numbers_of_recomputed_layers_follow_from_one_budget() -> None:
@@ -168,43 +156,6 @@ def test_published_numbers_of_recomputed_layers_follow_from_one_budget() -> None
         gradient = max(visit.cost.scratch_bytes for visit in trace.visits)
         least = min_ckpt_layers(trace, A100.memory_bytes - gradient, peers.yafsdp)
         assert least is not None and math.ceil(least / 5) * 5 == row.ckpt_layers, row
-
-
-@pytest.mark.nightly
-def test_the_fit_finds_the_figures_that_made_the_times() -> None:
-    made = {
-        "matmul_flops": 150e12,
-        "network_bandwidth": 40e9,
-        "unit_overhead": 2e-3,
-    }
-    measured = {row: fit.yafsdp_s(row, made) for row in TABLE}
-    found = fit.fit(fit.yafsdp_s, measured, fit.START)
-    assert [found[name] / made[name] for name in made] == pytest.approx([1.0] * len(made), rel=0.05)
-    errors, correlations = fit.spread(fit.yafsdp_s, measured, found)
-    assert (errors < 0.05).all() and correlations.diagonal() == pytest.approx([1.0] * len(made))
-
-
-@pytest.mark.nightly
-def test_without_an_overhead_the_times_are_not_explained() -> None:
-    rms, found = command.VARIANTS["no overhead"]()
-    assert rms > 0.05 and "unit_overhead" not in found
-
-
-def test_an_overhead_may_hang_on_sizes_or_gpus() -> None:
-    row, cluster = TABLE[0], A100.replace(unit_overhead=1.0)
-    sizes = [unit.numel for unit in traced(row).units]
-    rooted = command.sized(1 / 2, cluster, row).overhead(len(sizes))
-    assert rooted == pytest.approx(sum(math.sqrt(size / 1e8) for size in sizes))
-    assert command.doubled(cluster, row).unit_overhead == 6.0  # 64 GPUs
-
-
-def test_what_is_left_out_does_not_count() -> None:
-    """A row's own times do not change what is predicted of it, and those of others do."""
-    wrong = TABLE[3]._replace(yafsdp_s=9.0, fsdp_s=1.0)
-    left_out = functools.partial(fit.left_out, fitted=fit.roofline(max))
-    right, changed = left_out(TABLE), left_out([*TABLE[:3], wrong, *TABLE[4:]])
-    assert changed[3][1:] == right[3][1:]
-    assert changed[0][1:] != right[0][1:]
 
 
 def test_the_table_is_the_published_one() -> None:
@@ -218,16 +169,18 @@ def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
         main(["now"])
     assert ended.value.code == 2 and "now" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["--fit", "--better"])
-    assert "--better, --fit: one of them" in " ".join(capsys.readouterr().err.split())
+        main(["--sources", "--rows", "rows.csv"])
+    assert "--rows, --sources: one of them" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        main(["--json"])
+    assert "--json goes with --rows or --sources" in " ".join(capsys.readouterr().err.split())
 
 
-def test_half_the_bytes_are_never_slower_and_what_search_finds_is_faster() -> None:
-    row = next(row for row in TABLE if row.model == "llama2-13b")
-    seconds, bf16 = command.better(row)
-    assert seconds["8 bits"] <= seconds["bf16"] < seconds["search"] < seconds["zero3"] < seconds["yafsdp"]
-    assert bf16.best.peak_bytes <= A100.memory_bytes
-    verify(bf16.program)
+def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yafsdp, "rows", lambda: TABLE[:1])
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and lines[2].startswith("llama2-7b, 64 GPUs, 2048, 0 recomputed") and "0.81" in lines[2]
 
 
 @pytest.mark.nightly
@@ -318,6 +271,50 @@ def test_orders_of_pipelines_and_numbers_are_read_however_they_are_spelt() -> No
     for column, value in (("gpus", "eight"), ("microbatches", "2.5"), ("step_s", "1.2 to 1.3"), ("layers", "-3")):
         with pytest.raises(runs.Refused, match=f"rows.csv, line 2: .*{column} is '{value}', expected a "):
             read(**{column: value, "model": "gpt-x"} if column == "layers" else {column: value})
+
+
+def small(**fields: str) -> runs.Run:
+    return read(**{"model": "Llama 3.2 1B", "seq_len": "512", "gpus": "16", "microbatch_per_gpu": "8", **fields})
+
+
+@pytest.mark.parametrize("staged", [{}, {"parallelism": "PP2", "schedule": "1F1B", "gpus": "8"}], ids=["one", "two"])
+def test_a_step_of_many_microbatches_is_as_a_full_simulation_says(staged: dict[str, str]) -> None:
+    run = small(microbatches="7", **staged)
+    cluster = steps.cluster_of(run)
+    assert steps.seconds(run, cluster) == pytest.approx(simulate(steps.program(run, 7), cluster).seconds, rel=2e-3)
+
+
+def test_recomputation_and_fp8_cost_what_they_should() -> None:
+    plain, again, fp8 = (
+        steps.predict(run).tokens_per_s
+        for run in (small(gpus="1"), small(gpus="1", recompute="all"), small(gpus="1", precision="fp8"))
+    )
+    assert 0.65 * plain < again < 0.9 * plain
+    assert plain < fp8 < 2 * plain
+
+
+def test_a_plan_says_how_much_of_it_nothing_explains() -> None:
+    program = steps.program(small(), 1)
+    doubtful, plain = (str(Plan.of(program, cluster)) for cluster in (peers.AS_RUN, A100))
+    assert re.search(r"bound by \w+ and, for \d+% of the step, by an overhead that nothing explains", doubtful)
+    assert re.search(r"bound by \w+; ", plain)
+
+
+def test_errors_are_summed_up_by_kind_and_number_of_gpus() -> None:
+    listed = [small(gpus=gpus) for gpus in ("16", "16", "128")]
+    errors = [(steps.Predicted(run, 1.0, 1), error) for run, error in zip(listed, (-10.0, 20.0, -1.0), strict=True)]
+    found = by_groups(errors)
+    assert list(found["gpus"]) == ["512", "64"]
+    assert found["gpus"]["64"] == {"rows": 2, "median": 15.0, "p90": 19.0, "largest": 20.0, "bias": 5.0}
+    assert found["all"]["all"]["median"] == 10.0
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes(runs.TABLE.read_bytes().replace(b"H100", b"\xe9", 1))
+    with pytest.raises(ValueError, match=r"rows\.csv: 'utf-8' codec can't decode"):
+        runs.table(file)
+    assert main(["--rows", str(file)]) == 2 and "rows.csv" in capsys.readouterr().err
 
 
 def test_memory_is_of_the_unit_that_is_said() -> None:

@@ -1,4 +1,4 @@
-"""The batch script: what it says, what it does under commands of ours in place of Slurm's, a run of it on two hosts."""
+"""The batch script: what it does under commands of ours in place of Slurm's, and a run of it on two hosts."""
 
 from __future__ import annotations
 
@@ -18,85 +18,11 @@ from tests.harness.pool import Pool
 from tests.harness.stalls import until
 from tests.train.hosts import INTERFACE, on, two_hosts
 from tests.train.inside import flags, inside, text
-from train.launch import command as launch
 from train.launch import slurm
+from train.machine import ROOT
 
 JOB = "4242"
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sys, "argv", ["train", "launch", "..."])
-    return tmp_path
-
-
-def written(folder: Path, *argv: str) -> str:
-    file = folder / "run.sh"
-    assert launch.main(["--slurm", str(file), *argv]) == 0
-    subprocess.run(["bash", "-n", str(file)], check=True)
-    return file.read_text()
-
-
-def test_the_script_says_what_was_asked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("--nodes", "3", "--ranks=8", "--time", "2:30:00", "--interface", "ib0", "--max-restarts", "5")
-    script = written(folder, *argv, "clm", "--name", "it's mine", "--data.files", "a b/*.txt")
-    assert f"sbatch {folder / 'run.sh'}" in capsys.readouterr().out
-    for line in (
-        "#SBATCH --job-name=it-s-mine",
-        "#SBATCH --nodes=3",
-        "#SBATCH --gpus-per-node=8",
-        "#SBATCH --time=2:30:00",
-        "#SBATCH --requeue",
-        "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0",
-        f"cd {os.getcwd()}",
-        "    --nnodes=3 --nproc-per-node=8 --max-restarts=5 \\",
-        "# No estimate of a step: none was asked for (--cluster h100-80g, and clm).",
-    ):
-        assert line in script.splitlines()
-    assert """-m train clm --name 'it'"'"'s mine' --data.files 'a b/*.txt' &""" in script
-    assert "gpus" not in written(folder, "--ranks", "2", "clm", "--device", "cpu")
-
-
-def test_the_estimate_is_the_planners(folder: Path) -> None:
-    import torch
-
-    import yafsdp_fn as ya
-    from models import llama
-    from train.config import Config
-    from train.running import setup
-
-    settings = ("--data.batch", "2", "--data.seq-len", "64", "--sharding.schedule", "zero2")
-    script = written(folder, "--nodes", "2", "--ranks", "8", "--cluster", "a100-80g", "clm", *settings)
-    tokens, config = torch.empty(2, 64, dtype=torch.long, device="meta"), Config()
-    model, tx = llama.CONFIGS["debug"], setup.optimizer(config.optim, config.steps)
-    batch, schedule = {"tokens": tokens, "targets": tokens}, ya.schedules.zero2()
-    cluster: Any = {"ranks": 16, "cluster": "a100-80g"}
-    plan = ya.planner.plan(llama.loss(model), llama.params(model), batch, tx=tx, schedule=schedule, **cluster)
-    assert f"a step {plan.step_s * 1e3:.4g} ms, {2 * 64 * 16 / plan.step_s:,.0f} tokens/s" in script
-
-
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
-        (("--nodes", "2", "--ranks", "2", "clm"), "--nodes: of --slurm"),
-        (("--cluster", "a100-80g", "--ranks", "2", "clm"), "--cluster: of --slurm"),
-        (("--slurm", "x.sh", "--time", "soon", "--ranks", "2", "clm"), "--time is 'soon'"),
-        (("--slurm", "x.sh", "--interface", "a b; rm", "--ranks", "2", "clm"), "--interface is 'a b; rm'"),
-        (("--slurm", "/nowhere/x.sh", "--ranks", "2", "clm"), "No such file or directory: '/nowhere/x.sh'"),
-        (("--slurm", "x.sh", "--cluster", "a1", "--ranks", "2", "clm"), "--cluster a1, 2 ranks: unknown cluster 'a1'"),
-        (("--slurm", "x.sh", "--cluster", "a100-80g", "--ranks", "2", "sft"), "a step of clm can be estimated"),
-    ],
-)
-def test_what_cannot_be_is_said(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: Any, says: str
-) -> None:
-    monkeypatch.chdir(folder)
-    assert launch.main(argv) == 2
-    assert says in capsys.readouterr().err
-    assert list(folder.iterdir()) == []
-
-
-# ---- run, under commands of ours in place of Slurm's
+SCRIPT = ROOT / "train" / "launch" / "run.sbatch"
 
 
 class Cluster:
@@ -110,7 +36,6 @@ class Cluster:
         self._write("srun", f"{step}\n{srun}")
         self._write("scontrol", f'[ "$1" = show ] && printf "%s\\n" {" ".join(hosts)}')
         self._write("scancel", f"kill -TERM $(cat {folder}/step.pid)")
-        self.script = folder / "run.sh"
 
     def _write(self, name: str, body: str) -> None:
         path = self._bin / name
@@ -122,34 +47,41 @@ class Cluster:
         path = self._folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
 
-    def start(self) -> subprocess.Popen[str]:
-        env = os.environ | {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "x[1-2]", "SLURM_CPUS_ON_NODE": "6"}
+    def start(self, *argv: str, **more: str) -> subprocess.Popen[str]:
+        """The batch script, as Slurm starts it on two nodes, with two ranks each."""
+        env = os.environ | {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "x[1-2]", "SLURM_CPUS_ON_NODE": "6", **more}
         env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS"}
+        env |= {"SLURM_JOB_NUM_NODES": "2", "RANKS": "2", "PYTHON": sys.executable}
         env["PATH"] = f"{self._bin}:{env['PATH']}"
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(["bash", str(self.script)], env=env, **pipes)
+        return subprocess.Popen(["bash", str(SCRIPT), *argv], env=env, cwd=ROOT, **pipes)
 
 
 @pytest.mark.parametrize("status", [0, 3])
-def test_a_run_that_ends_by_itself_is_not_requeued(folder: Path, status: int) -> None:
-    cluster = Cluster(folder, f'echo "threads $OMP_NUM_THREADS"; exit {status}')
-    written(folder, "--nodes", "2", "--ranks", "2", "clm", "--name", "a b")
-    job = cluster.start()
-    assert "threads 3" in job.communicate(timeout=100)[0] and job.returncode == status
+def test_a_run_that_ends_by_itself_is_not_requeued(tmp_path: Path, status: int) -> None:
+    cluster = Cluster(tmp_path, f'echo "threads $OMP_NUM_THREADS" "${{@: -1}}"; exit {status}')
+    job = cluster.start("clm", "--name", "a b")
+    assert "threads 3 a b" in job.communicate(timeout=100)[0] and job.returncode == status
     show, srun = cluster.calls
     assert show == "scontrol show hostnames x[1-2]"
     assert "--rdzv-endpoint=first:24242 --rdzv-id=4242 -m train clm --name a b" in srun
     assert "-m train.launch.slurm --nnodes=2 --nproc-per-node=2 --max-restarts=3" in srun
 
 
+def test_a_script_takes_the_place_of_a_subcommand(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "exit 0")
+    assert cluster.start("own.py", "--steps", "2", RESTARTS="5").wait(100) == 0
+    srun = cluster.calls[-1]
+    assert srun.endswith(f"--rdzv-id={JOB} own.py --steps 2") and "--max-restarts=5" in srun
+
+
 @pytest.mark.parametrize(("ends_with", "requeued"), [(1, True), (0, False)])
-def test_a_run_that_is_told_to_end_saves_and_is_requeued(folder: Path, ends_with: int, requeued: bool) -> None:
+def test_a_run_that_is_told_to_end_saves_and_is_requeued(tmp_path: Path, ends_with: int, requeued: bool) -> None:
     """Slurm signals the script; ranks take their time. With status 0 the run was over anyway."""
-    ready = folder / "ready"
+    ready = tmp_path / "ready"
     ranks = f"trap 'sleep 0.3; echo saved; exit {ends_with}' TERM; touch {ready}; while :; do sleep 0.05; done"
-    cluster = Cluster(folder, ranks)
-    written(folder, "--nodes", "2", "--ranks", "2", "clm")
-    job = cluster.start()
+    cluster = Cluster(tmp_path, ranks)
+    job = cluster.start("clm")
     until(ready.exists)
     job.send_signal(signal.SIGTERM)
     said = job.communicate(timeout=100)[0]
@@ -194,17 +126,16 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
 )
 @pytest.mark.timeout(300)
 def test_two_hosts_train_what_four_ranks_here_train(
-    folder: Path, pools: dict[int, Pool], hosts: tuple[str, str]
+    tmp_path: Path, pools: dict[int, Pool], hosts: tuple[str, str]
 ) -> None:
-    text(folder, 100)
-    argv = flags(folder, "--model", "debug", "--steps", "4", "--timeout", "100")
+    text(tmp_path, 100)
+    argv = flags(tmp_path, "--model", "debug", "--steps", "4", "--timeout", "100")
     assert [rank.error for rank in pools[4].run(inside, argv)] == [""] * 4
     nodes = " & ".join(f'{on(host)} "${{@:3}}"' for host in hosts)  # behind the two options of srun
-    cluster = Cluster(folder, f"{nodes} & wait -n && wait -n", hosts)
-    written(folder, "--nodes", "2", "--ranks", "2", "--interface", INTERFACE, "clm", *argv, "--name", "two")
-    job = cluster.start()
+    cluster = Cluster(tmp_path, f"{nodes} & wait -n && wait -n", hosts)
+    job = cluster.start("clm", *argv, "--name", "two", GLOO_SOCKET_IFNAME=INTERFACE, NCCL_SOCKET_IFNAME=INTERFACE)
     said = job.communicate(timeout=250)[0]
     assert job.returncode == 0, said
-    assert losses(folder / "runs" / "two") == losses(folder / "runs" / "a")
-    events = [json.loads(line) for line in (folder / "runs" / "two" / "events.jsonl").read_text().splitlines()]
+    assert losses(tmp_path / "runs" / "two") == losses(tmp_path / "runs" / "a")
+    events = [json.loads(line) for line in (tmp_path / "runs" / "two" / "events.jsonl").read_text().splitlines()]
     assert (events[0]["ranks"], events[0]["machines"], events[0]["host"]) == (4, 2, hosts[0])

@@ -1,4 +1,4 @@
-"""Small Llamas that are timed: by the benchmarks, and by `python -m train predict`."""
+"""Small Llamas that are timed."""
 
 from __future__ import annotations
 
