@@ -79,12 +79,12 @@ def verify(options: argparse.Namespace) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """Draws a saved program, simulated, or a recorded timeline."""
-    ya.planner.compare({options.file: _proved(options.file)}, options.cluster).save(options.out)
+    ya.planner.compare({options.file: _read(options.file)}, options.cluster).save(options.out)
 
 
 def compare(options: argparse.Namespace) -> None:
     """Programs and timelines of one step in a table, the fastest first."""
-    found = ya.planner.compare({file: _proved(file) for file in options.files}, options.cluster).ranked()
+    found = ya.planner.compare({file: _read(file) for file in options.files}, options.cluster).ranked()
     print(found)
     if options.draw:
         found.save(options.draw)
@@ -120,12 +120,6 @@ def _read(file: str) -> Any:
         return kind.from_json(text)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-
-
-def _proved(file: str) -> Any:
-    """Returns what is in a file; a program is proved first."""
-    found = _read(file)
-    return ya.verify(found) if isinstance(found, ya.Program) else found
 
 
 # ---- The arguments: name -> kind, and after two spaces what it is for.

@@ -45,7 +45,10 @@ class TrainStep:
         if isinstance(state, PlainState):
             return self._plain(state, batch)
         if not isinstance(state, ShardedState):
-            raise TypeError(f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}")
+            raise TypeError(
+                f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}: step(state, batch), with "
+                "the state itself that ya.init, ya.shard or the step before returned"
+            )
         state = state.check() if self._donate else state.copy()
         memory = state.memory
         arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()

@@ -258,8 +258,12 @@ def must_be_function(f: Any, call: str) -> None:
 
 def no_leaf(path: str, node: object) -> str:
     """The text of the error for what is no parameter."""
-    module = "; an nn.Module becomes parameters by ya.functionalize" if hasattr(node, "named_parameters") else ""
-    return f"{path or 'params'}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}{module}"
+    hint = ""
+    if hasattr(node, "named_parameters"):
+        hint = "; an nn.Module becomes parameters by ya.functionalize"
+    elif isinstance(node, int):
+        hint = "; a shape alone is no parameter: ya.Param((16, 8))"
+    return f"{path or 'params'}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}{hint}"
 
 
 def shape_of(leaf: Any) -> str:

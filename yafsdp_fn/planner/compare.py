@@ -18,6 +18,7 @@ from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
@@ -213,7 +214,7 @@ def compare(
     tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, of programs, by
         default the cluster's
 
-    Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
+    Raises Refused for a program that `ya.verify` refuses, TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
     parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
     it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
 
@@ -274,6 +275,9 @@ def _planned(name: str, program: Program, cluster: str | Cluster | None, memory:
         raise TypeError(f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g")')
     try:
         return Plan.of(program, cluster, memory)
+    except Refused as refused:
+        refused.add_note(f"compare: it is {name!r}")
+        raise
     except ValueError as error:
         raise ValueError(f"compare: {name!r}: {error}") from error
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.optim.base import checked_update
+from yafsdp_fn.optim.base import checked_update, must_be_state_of
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree, register_node, tensors_in
@@ -96,7 +96,10 @@ class ShardedState:
         if kept is not None and kept[0] is tx and kept[1].fits(*trees):
             kept[1].renew(trees[0])
             return kept[1]
-        return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+        abstract = self.memory.abstract()
+        must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
+        with torch.inference_mode(False):  # what is made under it could never be written to outside of it
+            return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
 
     def copy(self) -> "ShardedState":
         """Returns the same values in memory of their own; this state stays usable."""
@@ -218,6 +221,7 @@ class PlainState:
         """Returns the state after one optimizer step, out of place."""
         with torch.no_grad():
             old = trainable(self.params)
+            must_be_state_of(tx, optree.tree_map(lambda x: x.to("meta"), old), self.opt_state)
             updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
         moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
