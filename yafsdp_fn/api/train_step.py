@@ -46,8 +46,8 @@ class TrainStep:
             return self._plain(state, batch)
         if not isinstance(state, ShardedState):
             raise TypeError(
-                f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}: step(state, batch), with "
-                "the state itself that ya.init, ya.shard or the step before returned"
+                f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}: step(state, batch), "
+                "with the state itself that ya.init, ya.shard or the step before returned"
             )
         state = state.check() if self._donate else state.copy()
         memory = state.memory

@@ -190,8 +190,8 @@ def as_transformation(tx: Any) -> GradientTransformation:
     if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
         return on_whole_trees(GradientTransformation(*tx))
     raise TypeError(
-        f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r:.300}; an optimizer here is "
-        "what a call of one returns, such as ya.optim.adamw(3e-4)"
+        f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r:.300}; an optimizer here "
+        "is what a call of one returns, such as ya.optim.adamw(3e-4)"
     )
 
 
@@ -377,8 +377,8 @@ def must_be_state_of(tx: Any, params: Tree, opt_state: State) -> None:
     if made != here:
         raise TypeError(
             f"the optimizer's state was made by another optimizer: it has {_kinds(opt_state)}, and {tx!r} makes "
-            f"{_kinds(expected)}. Give the step the optimizer that ya.init was given; ya.shard(state, tx) makes a state "
-            "for this one, with all that both have"
+            f"{_kinds(expected)}. Give the step the optimizer that ya.init was given; ya.shard(state, tx) makes a "
+            "state for this one, with all that both have"
         )
 
 

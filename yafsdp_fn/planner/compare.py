@@ -214,9 +214,10 @@ def compare(
     tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, of programs, by
         default the cluster's
 
-    Raises Refused for a program that `ya.verify` refuses, TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
-    parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
-    it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
+    Raises Refused for a program that `ya.verify` refuses; TypeError for anything else; ValueError, by name, for what is
+    of another step than the first: other parameters, or another batch, which shows in the FLOPs of all ranks together.
+    A trace that a step has learnt while it ran, as measured ones may be, has no FLOPs: of those the parameters alone
+    are compared.
 
     >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
     >>> rows = ya.planner.compare(both, "a100-80g").rows

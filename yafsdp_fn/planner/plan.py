@@ -58,7 +58,10 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> "Plan":
-        """The plan of a program, which is proved first. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
+        """The plan of a program, which is proved first.
+
+        memory: the budget in bytes per rank, by default the cluster's `memory_bytes`
+        """
         where = named(cluster)
         program = proved(program)
         budget = where.memory_bytes if memory is None else memory

@@ -229,8 +229,8 @@ def simulate(
     ranks: that the same ops run on, each with the same batch, instead of the program's; its mesh must have one axis
     durations: op number -> seconds alone, measured, instead of what the cluster's figures say; of several stages, for
         each
-    Raises Refused for a program that `ya.verify` refuses, ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
-    takes forever or less than nothing.
+    Raises Refused for a program that `ya.verify` refuses, ValueError for an unknown cluster, ranks that do not fill its
+    nodes, a trace without costs, and an op that takes forever or less than nothing.
 
     >>> timeline = ya.planner.simulate(program, "a100-80g")
     >>> len(timeline.spans) == len(program.ops), timeline.seconds > timeline.compute_s
