@@ -192,6 +192,10 @@ class Comparison(NamedTuple):
         justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
         return "\n".join(["  ".join(cells).rstrip() for cells in justified] + [*self.notes, *self.words])
 
+    def __repr__(self) -> str:
+        each = [f"{name} {shown(timeline.seconds, 4)}" for name, timeline in self.timelines.items()]
+        return f"Comparison({', '.join(each)})"
+
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
         drawn = b""
