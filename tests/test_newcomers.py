@@ -223,6 +223,18 @@ UNCLEAR: dict[str, Any] = {
     "TypeError: head.out.0: expected a Param, a tensor or a Lazy leaf, got int; a shape alone is no parameter": (
         lambda mesh: ya.init({"head": ya.Unit({"out": (16, 8)})}, TX, mesh=mesh)
     ),
+    "TypeError: like= is a dict: a checkpoint is read into a state of this mesh": (
+        lambda mesh: ya.checkpoint.load("folder", like=new(mesh).params)
+    ),
+    "TypeError: Param(init=0.02): expected a function (generator, shape, dtype) -> Tensor, such as ya.params.": (
+        lambda mesh: ya.Param((4, 3), init=0.02)  # type: ignore[arg-type]
+    ),
+    "TypeError: Param dtype bfloat16: parameters are floating point": (
+        lambda mesh: ya.Param((4, 3), "bfloat16")  # type: ignore[arg-type]
+    ),
+    "TypeError: lora: where=['w']: expected a function of a leaf's path and Param, such as lambda path, param:": (
+        lambda mesh: ya.lora(PARAMS, 2, ["w"])  # type: ignore[arg-type]
+    ),
     "TypeError: optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad": (
         lambda mesh: new(mesh).apply_gradients(ya.value_and_grad(loss_fn)(new(mesh).params, BATCH), TX)
     ),

@@ -125,7 +125,7 @@ class TrainStep:
         return known or self._function.programs.build(self.trace(state, batch)).whole
 
     def program(self, state: ShardedState) -> Program | None:
-        """Returns the program in use for this state, None before the first step."""
+        """Returns the program in use for this state, None before the first step: `lower` returns that one."""
         memory = state.check().memory
         return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches))
 

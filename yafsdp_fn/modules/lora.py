@@ -72,6 +72,11 @@ def lora(
         raise ValueError(f"lora: alpha={alpha!r}: expected a positive number, or None to count a pair once")
     if dtype is not None and dtype not in STORED:
         raise TypeError(f"lora: dtype={dtype}: expected None, or one of {', '.join(map(str, STORED))}")
+    if where is not None and not callable(where):
+        raise TypeError(
+            f"lora: where={where!r:.80}: expected a function of a leaf's path and Param, such as "
+            "lambda path, param: path.endswith('q_proj.weight')"
+        )
     if found := handles(params):
         name = found[0].entry.name or "params"
         raise TypeError(f"lora: {name} is sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")
