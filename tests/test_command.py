@@ -57,6 +57,9 @@ def test_no_is_said_with_status_1(program: ya.Program, capsys: pytest.CaptureFix
     Path("wrong.json").write_text(program.with_ops(program.ops[1:]).to_json())
     assert main(["verify", "wrong.json"]) == 1
     assert capsys.readouterr().out.startswith("no: op ")
+    for command in ("draw wrong.json wrong.svg", "compare step.json wrong.json"):
+        assert main(shlex.split(f"{command} --cluster a100-80g")) == 1
+        assert capsys.readouterr().out.startswith("no: op ")
     assert main(shlex.split(f"{PLAN} --schedule my_model:ya.schedules.ddp")) == 2  # a builder, no schedule
     (Path("my_model.py")).write_text(MODEL.replace("empty(4, 2048,", "empty(64, 2048,"))
     sys.modules.pop("my_model")
@@ -76,7 +79,9 @@ def test_no_is_said_with_status_1(program: ya.Program, capsys: pytest.CaptureFix
         (f"{PLAN} --mesh tensor=3", "plan: tensor=3 does not divide 16 ranks"),
         ("verify nothing.json", "verify: [Errno 2] No such file or directory: 'nothing.json'"),
         ("verify my_model.py", "verify: my_model.py: not a program in JSON"),
-        ("draw step.json step.svg", "draw: TypeError: compare: 'step.json' is a program; name the cluster"),
+        ("draw step.json step.svg", "draw: step.json: --cluster says what to simulate it on, one of "),
+        ("compare step.json", "compare: step.json: --cluster says what to simulate it on, one of "),
+        (PLAN.replace("--cluster a100-80g", ""), "plan: my_model:loss: --cluster says what to simulate it on, one of "),
     ],
 )
 def test_an_error_is_one_line(command: str, said: str, program: ya.Program, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,209 @@ def test_what_is_given_for_something_else_is_named(pools: dict[int, Pool]) -> No
             strict=True,
         ):
             assert part in text, text
+
+
+def refusals(mesh: Any, cases: str) -> list[str]:
+    """Runs functions of the mesh, by the name of their list; returns what each raised."""
+    found = []
+    for case in globals()[cases].values():
+        try:
+            found.append(f"nothing: {case(mesh)}")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def new(mesh: Any, tx: Any = TX) -> Any:
+    return ya.init(PARAMS, tx, mesh=mesh)
+
+
+BATCH = {"x": torch.ones(4, 4)}
+FOREIGN = (lambda params: (), lambda updates, state, params=None: (updates, state))
+
+
+def taken(mesh: Any, made: Any, given: Any) -> Any:
+    return ya.train_step(loss_fn, given)(new(mesh, made), BATCH)[1]["loss"]
+
+
+def applied(mesh: Any, made: Any, given: Any) -> Any:
+    state = new(mesh, made)
+    return state.apply_gradients(ya.grad(loss_fn)(state.params, BATCH), given).step
+
+
+def of_plain(_: Any, made: Any, given: Any) -> Any:
+    state = ya.PlainState.create(PARAMS, made)
+    return state.apply_gradients(ya.grad(loss_fn)(state.params, BATCH), given).step
+
+
+RATE = ya.optim.constant_schedule(1e-3)
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "ScaleByAdamState, EmptyState, EmptyState, and .*Scale.* makes EmptyState, EmptyState": (TX, ya.optim.sgd(0.1)),
+    "EmptyState, EmptyState, and .*Adam.* makes ScaleByAdamState, EmptyState, EmptyState": (ya.optim.sgd(0.1), TX),
+    "TraceState, EmptyState, and .*Scale.* makes": (ya.optim.sgd(0.1, momentum=0.9), ya.optim.sgd(0.1)),
+    "ScaleByAdamState.*makes ScaleByLionState": (TX, ya.optim.lion(1e-3)),
+    "ScaleByAdamState, EmptyState, EmptyState, and .* ScaleByScheduleState": (TX, ya.optim.adamw(RATE)),
+    "ScaleByAdamState, EmptyState, ScaleByScheduleState, and .* EmptyState, EmptyState": (ya.optim.adamw(RATE), TX),
+    "MultiStepsState, and": (ya.optim.contrib.multi_steps(TX, 2), TX),
+    "ScaleByAdamState, EmptyState, EmptyState, and .*makes nothing": (TX, FOREIGN),
+    "PartitionState, and .*makes PartitionState": (
+        ya.optim.partition({"a": TX}, lambda path, param: "a"),
+        ya.optim.partition({"b": TX}, lambda path, param: "b"),
+    ),
+}
+
+
+def other_optimizers(mesh: Any) -> list[str]:
+    found = []
+    for made, given in OTHERS.values():
+        for use in (taken, applied, of_plain):
+            with pytest.raises(TypeError) as refused:
+                use(mesh, made, given)
+            found.append(str(refused.value))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_state_made_by_another_optimizer_is_refused_by_name(pools: dict[int, Pool], world: int) -> None:
+    """Some were taken in silence, as Adam's moments by SGD; others failed in the words of a tuple's."""
+    for said in pools[world].run(other_optimizers):
+        for text, parts in zip(said, [part for part in OTHERS for _ in range(3)], strict=True):
+            assert text.startswith("the optimizer's state was made by another optimizer: it has "), text
+            assert re.search(parts, text) and "ya.shard(state, tx) makes a state for this one" in text, text
+
+
+def other_figures(mesh: Any) -> list[Any]:
+    found = []
+    for given in (ya.optim.adamw(3e-3, weight_decay=0.1), ya.optim.adamw(1e-3, b2=0.99)):
+        state, _ = ya.train_step(loss_fn, given)(new(mesh), BATCH)
+        found.append(state.step)
+    return found
+
+
+def test_one_with_other_figures_is_taken(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(other_figures) == [[1, 1]] * 2
+
+
+def without_a_graph(make: Any) -> Any:
+    return lambda mesh: ya.train_step(lambda params, batch: make(loss_fn(params, batch)), TX)(new(mesh), BATCH)[1]
+
+
+def made_under_inference_mode(mesh: Any) -> Any:
+    with torch.inference_mode():
+        batch = {"x": torch.ones(4, 4)}
+    return ya.train_step(loss_fn, TX)(new(mesh), batch)[1]
+
+
+SILENT: dict[str, Any] = {
+    "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew": (
+        without_a_graph(lambda mean: mean.total.detach().requires_grad_())
+    ),
+    "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew (.item(),": (
+        without_a_graph(lambda mean: torch.tensor(mean.total.item(), requires_grad=True))
+    ),
+    "TypeError: x of argument 1 is on the meta device, where it has no values": (
+        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh), {"x": torch.ones(4, 4, device="meta")})[1]
+    ),
+    "TypeError: x of argument 1 was made under torch.inference_mode: no gradient passes it": made_under_inference_mode,
+    "TypeError: scan(f, carry, xs): the carry is 'layers', a stack of layers: those are xs": (
+        lambda mesh: ya.scan(lambda x, w: (x, None), new(mesh).params["layers"], torch.ones(2, 4))
+    ),
+    "TypeError: seed=1.5: expected an integer": lambda mesh: ya.init(PARAMS, TX, mesh=mesh, seed=1.5),
+}
+
+UNCLEAR: dict[str, Any] = {
+    "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": (
+        lambda mesh: ya.init(PARAMS, TX, mesh=mesh, precision="bf16")
+    ),
+    "TypeError: a differentiated argument has a leaf torch.int32 (), of class Tensor; expected floating-point tensors: "
+    "of a state its params (state.params)": lambda mesh: ya.grad(loss_fn)(new(mesh), BATCH),
+    "TypeError: a differentiated argument has a leaf torch.float32 (2, 4, 4), of class Param; expected": (
+        lambda mesh: ya.grad(loss_fn)(PARAMS, BATCH)
+    ),
+    "TypeError: train_step takes a ShardedState or a PlainState, got dict: step(state, batch), with the state itself": (
+        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh).params, BATCH)
+    ),
+    "TypeError: expected a GradientTransformation or a pair of functions (init, update), got <function adamw": (
+        lambda mesh: ya.init(PARAMS, ya.optim.adamw, mesh=mesh)
+    ),
+    "TypeError: schedule: expected a function from a trace to a program, or a Program, got 'zero2'; a schedule is made "
+    "by a call: schedule=ya.schedules.zero2()": lambda mesh: ya.train_step(loss_fn, TX, schedule="zero2"),
+    "TypeError: schedule: expected a function from a trace to a program, or a Program, got None; a schedule is made "
+    "by a call: schedule=ya.schedules.zero3()": lambda mesh: ya.train_step(loss_fn, TX, schedule=None),
+    "TypeError: head.out.0: expected a Param, a tensor or a Lazy leaf, got int; a shape alone is no parameter": (
+        lambda mesh: ya.init({"head": ya.Unit({"out": (16, 8)})}, TX, mesh=mesh)
+    ),
+    "TypeError: like= is a dict: a checkpoint is read into a state of this mesh": (
+        lambda mesh: ya.checkpoint.load("folder", like=new(mesh).params)
+    ),
+    "TypeError: Param(init=0.02): expected a function (generator, shape, dtype) -> Tensor, such as ya.params.": (
+        lambda mesh: ya.Param((4, 3), init=0.02)  # type: ignore[arg-type]
+    ),
+    "TypeError: Param dtype bfloat16: parameters are floating point": (
+        lambda mesh: ya.Param((4, 3), "bfloat16")  # type: ignore[arg-type]
+    ),
+    "TypeError: lora: where=['w']: expected a function of a leaf's path and Param, such as lambda path, param:": (
+        lambda mesh: ya.lora(PARAMS, 2, ["w"])  # type: ignore[arg-type]
+    ),
+    "TypeError: optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad": (
+        lambda mesh: new(mesh).apply_gradients(ya.value_and_grad(loss_fn)(new(mesh).params, BATCH), TX)
+    ),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("cases", ["SILENT", "UNCLEAR"])
+def test_mistakes_are_refused_in_words_of_this_library(pools: dict[int, Pool], world: int, cases: str) -> None:
+    for said in pools[world].run(refusals, cases):
+        for text, begins in zip(said, globals()[cases], strict=True):
+            assert text.startswith(begins), text
+
+
+def under_inference_mode(mesh: Any) -> list[float]:
+    with torch.inference_mode():
+        state = new(mesh)
+    step = ya.train_step(loss_fn, TX)
+    losses = []
+    for _ in range(2):
+        with torch.inference_mode():
+            state, metrics = step(state, BATCH)
+        losses.append(metrics["loss"].item())
+    state, metrics = step(state, BATCH)
+    grads = ya.grad(loss_fn)(state.params, BATCH)
+    return [*losses, metrics["loss"].item(), state.apply_gradients(grads, TX).step]
+
+
+def without_it(mesh: Any) -> list[float]:
+    step, state, losses = ya.train_step(loss_fn, TX), new(mesh), []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        losses.append(metrics["loss"].item())
+    return [*losses, 4]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_and_steps_under_inference_mode_are_as_without_it(pools: dict[int, Pool], world: int) -> None:
+    assert pools[world].run(under_inference_mode) == pools[world].run(without_it)
+
+
+def by_hand(mesh: Any) -> list[Any]:
+    """Optax's loop, on a state's own trees; and the library's."""
+    step, found = ya.train_step(loss_fn, TX), []
+    for hand in (True, False):
+        state = new(mesh)
+        grads = ya.grad(loss_fn)(state.params, BATCH)
+        if hand:
+            updates, opt_state = TX.update(grads, state.opt_state, state.params)
+            params = ya.optim.apply_updates(state.params, updates)
+            state = dataclasses.replace(state, params=params, opt_state=opt_state)
+        else:
+            state = state.apply_gradients(grads, TX)
+        whole = ya.unshard(state.params)["layers"]["w"]
+        found.append((whole, step(state, BATCH)[1]["loss"]))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizers_update_takes_a_states_own_trees(pools: dict[int, Pool], world: int) -> None:
+    for ours, theirs in pools[world].run(by_hand):
+        torch.testing.assert_close(ours, theirs)  # a fused kernel rounds otherwise

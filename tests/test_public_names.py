@@ -53,14 +53,45 @@ def test_a_name_that_is_elsewhere_or_misspelt_is_named() -> None:
 
 @pytest.mark.parametrize("name", sorted(MEANT))
 def test_a_name_of_another_library_says_what_it_is_here(name: str) -> None:
-    space = ya.checkpoint if name.startswith("checkpoint.") else ya
-    last = name.rpartition(".")[2]
+    within, _, last = name.rpartition(".")
+    space = getattr(ya, within) if within else ya
     with pytest.raises(AttributeError, match=rf"no attribute '{last}'; it is here: \w") as error:
         getattr(space, last)
     for path in re.findall(r"\bya((?:\.\w+)+)", str(error.value)):  # what it says is there
         assert attrgetter(path[1:])(ya) is not None
     for path in re.findall(r"torch\.func\.(\w+)", str(error.value)):
         assert callable(getattr(torch.func, path))
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "Muon"])
+def test_a_class_of_torchs_optimizers_says_which_function_it_is(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"a function makes it: ya\.optim\.{name.lower()}\(learning_rate\)"):
+        getattr(ya.optim, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: ya.optim.adamw(lr=1e-3), r"adamw\(lr=\.\.\.\): it is here learning_rate="),
+        (lambda: ya.optim.adamw(1e-3, betas=(0.9, 0.95)), r"adamw\(betas=\.\.\.\): it is here b1= and b2="),
+        (lambda: ya.optim.adamw(1e-3, (0.9, 0.95)), r"expected b1 and b2 in \[0, 1\) .* got Adam\(b1=\(0\.9, 0\.95\)"),
+        (lambda: ya.lora({}, r=8), r"lora\(r=\.\.\.\): it is here rank="),
+        (
+            lambda: ya.lora({}, 8, target_modules=["q_proj"]),
+            r"lora\(target_modules=\.\.\.\): it is here where=, a func",
+        ),
+        (lambda: ya.launch(print, nprocs=2), r"launch\(nprocs=\.\.\.\): it is here ranks="),
+        (
+            lambda: ya.launch(print, ranks=2, start_method="spawn"),
+            r"it is here nothing, since ranks are forks; torchrun",
+        ),
+        (lambda: ya.launch(print, ranks=2, lr=1e-3), r"launch\(lr=\.\.\.\): it is here the function's own: .*partial"),
+        (lambda: ya.optim.adamw(1e-3, b3=0.9), "unexpected keyword argument 'b3'"),
+    ],
+)
+def test_a_keyword_of_another_library_says_what_it_is_here(call: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        call()
 
 
 def test_a_name_that_nobody_has_is_refused_as_before() -> None:

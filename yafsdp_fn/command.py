@@ -61,7 +61,7 @@ def plan(options: argparse.Namespace) -> None:
         _made(options.batch),
         tx=_named(options.tx) if options.tx else ya.optim.adamw(1e-3),
         ranks=options.ranks,
-        cluster=options.cluster,
+        cluster=_cluster(options.cluster, options.loss),
         schedule=_named(schedule) if ":" in schedule else getattr(ya.schedules, schedule)(),
         microbatches=options.microbatches,
         **dict(options.mesh),
@@ -79,12 +79,13 @@ def verify(options: argparse.Namespace) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """Draws a saved program, simulated, or a recorded timeline."""
-    ya.planner.compare({options.file: _proved(options.file)}, options.cluster).save(options.out)
+    ya.planner.compare({options.file: _on(options.file, options.cluster)}, options.cluster).save(options.out)
 
 
 def compare(options: argparse.Namespace) -> None:
     """Programs and timelines of one step in a table, the fastest first."""
-    found = ya.planner.compare({file: _proved(file) for file in options.files}, options.cluster).ranked()
+    both = {file: _on(file, options.cluster) for file in options.files}
+    found = ya.planner.compare(both, options.cluster).ranked()
     print(found)
     if options.draw:
         found.save(options.draw)
@@ -122,10 +123,18 @@ def _read(file: str) -> Any:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _proved(file: str) -> Any:
-    """Returns what is in a file; a program is proved first."""
+def _on(file: str, cluster: str | None) -> Any:
+    """Returns what is in a file. A program needs a cluster."""
     found = _read(file)
-    return ya.verify(found) if isinstance(found, ya.Program) else found
+    if isinstance(found, ya.Program):
+        _cluster(cluster, file)
+    return found
+
+
+def _cluster(cluster: str | None, what: str) -> str:
+    if cluster is None:
+        raise ValueError(f"{what}: --cluster says what to simulate it on, one of {', '.join(ya.planner.CLUSTERS)}")
+    return cluster
 
 
 # ---- The arguments: name -> kind, and after two spaces what it is for.

@@ -202,6 +202,22 @@ def test_moments_that_do_not_fit(pools: Pools, tmp_path: Path) -> None:
     pools[1].run(unequal_steps, str(tmp_path / "ours"), str(tmp_path / "changed"))
 
 
+def masked_decay(mesh: Any, folder: str) -> None:
+    """The mask is of the decay: the moments are those of all parameters, in one Adam."""
+    tx = ya.optim.adamw(0.1, mask=lambda path, param: path.endswith("weight"))
+    state = ya.init(params(), tx, mesh=mesh)
+    state = state.apply_gradients(ya.normal_like(1, state.params), tx)
+    checkpoint.save_moments(folder, state, moments_of)
+    again = checkpoint.load_moments(folder, ya.init(params(), tx, mesh=mesh), moments_of)
+    kept, found = (ya.unshard(of.opt_state[0].nu) for of in (state, again))
+    assert torch.equal(found["norm"]["bias"], kept["norm"]["bias"]) and kept["norm"]["bias"].any()
+    assert torch.equal(found["layers"]["up"]["weight"], kept["layers"]["up"]["weight"])
+
+
+def test_moments_of_an_adam_whose_decay_is_masked(pools: Pools, tmp_path: Path) -> None:
+    pools[2].run(masked_decay, str(tmp_path / "moments"))
+
+
 def params() -> dict[str, Any]:
     block = {
         "up": {"weight": ya.Param((LAYERS, 7, EMBED)), "bias": ya.Param((LAYERS, 7))},

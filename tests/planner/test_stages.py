@@ -17,8 +17,10 @@ from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
 from tests.planner.test_simulate import GB
 from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
+from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.program.measured import Cost, OptimizerMemory, Value
 from yafsdp_fn.program.ops import Backward, Receive, Send
+from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
@@ -129,6 +131,8 @@ def test_messages_that_nobody_receives() -> None:
     made = pipeline(chain(2, 1), 2, one_f_one_b())
     deaf = made.with_ops((op for op in made.stages[1] if not isinstance(op, Receive)), 1)
     with pytest.raises(ValueError, match=r"stage 0: Send.* but nobody receives that"):
+        tasks(deaf, NO_LINKS)
+    with pytest.raises(Refused, match="rule 'flow'"):
         simulate(deaf, NO_LINKS)
 
 
@@ -137,9 +141,11 @@ def test_stages_that_wait_for_each_other() -> None:
     made = pipeline(chain(2, 2), 2, gpipe())
     sends = [op for op in made.stages[0] if isinstance(op, Send)]
     swapped = {sends[0]: sends[1], sends[1]: sends[0]}
-    ops = tuple(swapped.get(op, op) for op in made.stages[0])
+    wrong = made.with_ops(swapped.get(op, op) for op in made.stages[0])
     with pytest.raises(ValueError, match="the stages wait for each other for ever"):
-        simulate(made.with_ops(ops), NO_LINKS)
+        run(wrong, tasks(wrong, NO_LINKS), NO_LINKS)
+    with pytest.raises(Refused, match="rule 'flow'"):
+        simulate(wrong, NO_LINKS)
 
 
 def test_every_stage_updates_after_the_norm_of_all() -> None:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from yafsdp_fn.communication.store import rendezvous_store
 from yafsdp_fn.util import local_ranks
+from yafsdp_fn.util.foreign_names import OF_LAUNCHERS, with_hints
 from yafsdp_fn.util.torch_private import cuda_is_lost, forget_groups
 
 Result = TypeVar("Result")
@@ -76,6 +77,7 @@ class Answer(NamedTuple):
     text: str = ""
 
 
+@with_hints(OF_LAUNCHERS, "the function's own: ya.launch(functools.partial(train, lr=1e-3), ranks=2)")
 def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[Result]:
     """Calls `function(*args)` on `ranks` ranks of this machine, and returns what each returned, by rank.
 

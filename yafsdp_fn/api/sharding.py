@@ -34,7 +34,7 @@ from yafsdp_fn.params.sharded import (
     trainable,
 )
 from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shard, whole_leaves, whole_tree
-from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, shape_of
+from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, no_leaf, shape_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import StateMemory
@@ -67,9 +67,11 @@ def init(
     >>> ya.unshard(state.params)["layers"]["up"].shape
     torch.Size([4, 32, 8])
     """
-    for leaf in optree.tree_leaves(params):
-        if not isinstance(leaf, Param):
+    for path, leaf in named_leaves(params):
+        if isinstance(leaf, Tensor | Lazy):
             raise TypeError(f"init takes a tree of Param, got a {type(leaf).__name__}: to shard tensors use ya.shard")
+        if not isinstance(leaf, Param):
+            raise TypeError(no_leaf(path, leaf))
     return _from_leaves(params, tx, mesh, seed, precision, stages)
 
 
@@ -159,6 +161,7 @@ def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
     return list(zip(group.layout.names, group.layer_shapes, strict=True))
 
 
+@torch.inference_mode(False)
 def _first_state(
     memory: StateMemory, tx: optim.GradientTransformation | None, seed: int, step: int = 0
 ) -> ShardedState:
@@ -167,7 +170,7 @@ def _first_state(
     opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
     lost = memory.precision.lost
     if tx is not None and memory.trained and lost is not None:
-        warnings.warn(lost, stacklevel=4)
+        warnings.warn(lost, stacklevel=5)
     return ShardedState(params, opt_state, step, seed, memory)
 
 
@@ -266,6 +269,7 @@ Sources = Callable[[Group], list[Source]]
 """Returns the sources of a group's leaves."""
 
 
+@torch.inference_mode(False)  # memory that is made under it could never be trained
 def _filled(
     layout: TreeLayout,
     sources: Sources,
@@ -279,6 +283,10 @@ def _filled(
 ) -> StateMemory:
     """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
     once shapes are known to agree"""
+    if not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r:.80}: expected an integer")
+    if not isinstance(precision, Precision):
+        raise TypeError(f"precision={precision!r:.80}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:

@@ -242,6 +242,7 @@ class StepFunction:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
         the step."""
         comms = memory.comms
+        arguments.check_rest(self.track)
         recording = CallRecording(memory, seed.step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
@@ -250,7 +251,7 @@ class StepFunction:
             with torch.set_grad_enabled(self.track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
                 mean, aux = returned(arguments.call(0, recording, self.track), self.has_aux)
             recording.end(FIRST, {})
-            recording.compare(mean.total, _outline(aux))
+            recording.compare(mean.total, _outline(aux), arguments.plain)
             verified = self.programs.learn(
                 memory, self.programs.complete(recording.trace(arguments.microbatches), memory)
             )

@@ -48,7 +48,10 @@ class TrainStep:
         if isinstance(state, PlainState):
             return self._plain(state, batch)
         if not isinstance(state, ShardedState):
-            raise TypeError(f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}")
+            raise TypeError(
+                f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}: step(state, batch), "
+                "with the state itself that ya.init, ya.shard or the step before returned"
+            )
         state = state.check() if self._donate else state.copy()
         memory = state.memory
         arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()
@@ -129,7 +132,7 @@ class TrainStep:
         return known or self._function.programs.build(self.trace(state, batch)).all_stages
 
     def program(self, state: ShardedState) -> Program | None:
-        """Returns the program in use for this state, None before the first step."""
+        """Returns the program in use for this state, None before the first step: `lower` returns that one."""
         memory = state.check().memory
         return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches))
 

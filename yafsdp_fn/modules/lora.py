@@ -25,11 +25,13 @@ from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
 from yafsdp_fn.params.tree import Frozen, Param, Tree, Unit, dotted, is_marker, join, without_markers
+from yafsdp_fn.util.foreign_names import OF_LORA, with_hints
 
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """The dtypes in which a base may be stored."""
 
 
+@with_hints(OF_LORA)
 def lora(
     params: Tree,
     rank: int,
@@ -70,6 +72,11 @@ def lora(
         raise ValueError(f"lora: alpha={alpha!r}: expected a positive number, or None to count a pair once")
     if dtype is not None and dtype not in STORED:
         raise TypeError(f"lora: dtype={dtype}: expected None, or one of {', '.join(map(str, STORED))}")
+    if where is not None and not callable(where):
+        raise TypeError(
+            f"lora: where={where!r:.80}: expected a function of a leaf's path and Param, such as "
+            "lambda path, param: path.endswith('q_proj.weight')"
+        )
     if found := handles(params):
         name = found[0].entry.name or "params"
         raise TypeError(f"lora: {name} is sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")

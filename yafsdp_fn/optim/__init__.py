@@ -69,6 +69,7 @@ from yafsdp_fn.optim.scaling import (
     warmup_linear_decay_schedule,
 )
 from yafsdp_fn.optim.step.units import UnitSteps, needs_norm, parts_of, step_, why_not_unitwise
+from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [
     "Around",
@@ -143,7 +144,9 @@ def __getattr__(name: str) -> Any:
     contrib = import_module("yafsdp_fn.optim.contrib")
     if name == "contrib":
         return contrib
-    moved = f"; it is ya.optim.contrib.{name}" if name in contrib.__all__ else ""
+    moved = f"; it is ya.optim.contrib.{name}" if name in contrib.__all__ else hint(f"optim.{name}")
+    if name.lower() in __all__:
+        moved = f"; a function makes it: ya.optim.{name.lower()}(learning_rate)"
     raise AttributeError(f"module 'yafsdp_fn.optim' has no attribute {name!r}{moved}")
 
 

@@ -189,7 +189,10 @@ def as_transformation(tx: Any) -> GradientTransformation:
         return tx if tx.elementwise or tx.rule is not None else on_whole_trees(tx)
     if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
         return on_whole_trees(GradientTransformation(*tx))
-    raise TypeError(f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r}")
+    raise TypeError(
+        f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r:.300}; an optimizer here "
+        "is what a call of one returns, such as ya.optim.adamw(3e-4)"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,6 +364,28 @@ def stages(tx: Any, state: State = None) -> Iterator[Stage]:
         )
     for part, of_part in zip(parts, states, strict=True):
         yield from stages(part, of_part)
+
+
+def must_be_state_of(tx: Any, params: Tree, opt_state: State) -> None:
+    """Raises TypeError unless `opt_state` is made as `tx` makes it of `params`, which are on the meta device."""
+    tx = as_transformation(tx)
+    try:
+        expected = tx.init(params)
+    except RuntimeError:  # a foreign one reads values, which there are none of
+        return
+    made, here = (optree.tree_structure(state, is_leaf=is_sharded) for state in (expected, opt_state))
+    if made != here:
+        raise TypeError(
+            f"the optimizer's state was made by another optimizer: it has {_kinds(opt_state)}, and {tx!r} makes "
+            f"{_kinds(expected)}. Give the step the optimizer that ya.init was given; ya.shard(state, tx) makes a "
+            "state for this one, with all that both have"
+        )
+
+
+def _kinds(state: State) -> str:
+    """Names the parts of an optimizer state."""
+    parts = optree.tree_leaves(state, is_leaf=lambda node: hasattr(node, "_fields"))
+    return ", ".join(type(part).__name__ for part in parts) or "nothing"
 
 
 def name(tx: GradientTransformation) -> str:

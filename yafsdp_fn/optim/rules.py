@@ -17,6 +17,7 @@ from yafsdp_fn.optim.partition import add_decayed_weights
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.util.foreign_names import OF_OPTIMIZERS, with_hints
 
 
 class ScaleByAdamState(NamedTuple):
@@ -39,7 +40,8 @@ class Adam:
     def __post_init__(self) -> None:
         if any(isinstance(given, Tensor) for given in (self.b1, self.b2, self.eps)):
             return  # injected (contrib/inject_hyperparams.py): the host must not read them
-        if not (0 <= self.b1 < 1 and 0 <= self.b2 < 1 and self.eps >= 0):
+        several = isinstance(self.b1, tuple | list)  # torch's betas
+        if several or not (0 <= self.b1 < 1 and 0 <= self.b2 < 1 and self.eps >= 0):
             raise ValueError(f"adam: expected b1 and b2 in [0, 1) and eps >= 0, got {self}")
 
 
@@ -76,6 +78,7 @@ def scale_by_adam(
     return GradientTransformation(init, update, elementwise=True, rule=rule if plain else None)
 
 
+@with_hints(OF_OPTIMIZERS)
 def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """Adam (Kingma and Ba, 2014).
 
@@ -90,6 +93,7 @@ def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: f
     return chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
 
+@with_hints(OF_OPTIMIZERS)
 def adamw(
     learning_rate: float | Rate,
     b1: float = 0.9,
@@ -148,6 +152,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     return GradientTransformation(init, update, elementwise=True, rule=Momentum(decay, nesterov))
 
 
+@with_hints(OF_OPTIMIZERS)
 def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bool = False) -> GradientTransformation:
     """SGD, with `trace(momentum, nesterov)` if a momentum is given.
 
@@ -298,6 +303,7 @@ def _over_spread(
     return GradientTransformation(init, update, elementwise=True)
 
 
+@with_hints(OF_OPTIMIZERS)
 def rmsprop(
     learning_rate: float | Rate,
     decay: float = 0.9,
@@ -377,6 +383,7 @@ def scale_by_lion(
     return GradientTransformation(init, update, elementwise=True)
 
 
+@with_hints(OF_OPTIMIZERS)
 def lion(
     learning_rate: float | Rate,
     b1: float = 0.9,

@@ -52,7 +52,7 @@ class Lazy:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    load: Source
+    load: Source = dataclasses.field(repr=False)
     split: Any = ()
     in_memory: bool = False
 

@@ -194,8 +194,13 @@ class Param:
         object.__setattr__(self, "split", checked_split(self.split, self.shape))
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
             raise ValueError(f"Param shape {self.shape}: expected non-negative integers")
-        if not self.dtype.is_floating_point:
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"Param dtype {self.dtype}: parameters are floating point; pass integers in the batch")
+        if not callable(self.init):
+            raise TypeError(
+                f"Param(init={self.init!r}): expected a function (generator, shape, dtype) -> Tensor, such as "
+                "ya.params.initializers.normal(0.02)"
+            )
 
     @property
     def ndim(self) -> int:
@@ -264,8 +269,12 @@ def must_be_function(f: Any, call: str) -> None:
 
 def no_leaf(path: str, node: object) -> str:
     """The text of the error for what is no parameter."""
-    module = "; an nn.Module becomes parameters by ya.functionalize" if hasattr(node, "named_parameters") else ""
-    return f"{path or 'params'}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}{module}"
+    hint = ""
+    if hasattr(node, "named_parameters"):
+        hint = "; an nn.Module becomes parameters by ya.functionalize"
+    elif isinstance(node, int):
+        hint = "; a shape alone is no parameter: ya.Param((16, 8))"
+    return f"{path or 'params'}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}{hint}"
 
 
 def shape_of(leaf: Any) -> str:

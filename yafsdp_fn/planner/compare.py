@@ -18,6 +18,7 @@ from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
@@ -191,6 +192,10 @@ class Comparison(NamedTuple):
         justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
         return "\n".join(["  ".join(cells).rstrip() for cells in justified] + [*self.notes, *self.words])
 
+    def __repr__(self) -> str:
+        each = [f"{name} {shown(timeline.seconds, 4)}" for name, timeline in self.timelines.items()]
+        return f"Comparison({', '.join(each)})"
+
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
         drawn = b""
@@ -213,9 +218,10 @@ def compare(
     tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, of programs, by
         default the cluster's
 
-    Raises TypeError for anything else, and ValueError, by name, for what is of another step than the first: other
-    parameters, or another batch, which shows in the FLOPs of all ranks together. A trace that a step has learnt while
-    it ran, as measured ones may be, has no FLOPs: of those the parameters alone are compared.
+    Raises Refused for a program that `ya.verify` refuses; TypeError for anything else; ValueError, by name, for what is
+    of another step than the first: other parameters, or another batch, which shows in the FLOPs of all ranks together.
+    A trace that a step has learnt while it ran, as measured ones may be, has no FLOPs: of those the parameters alone
+    are compared.
 
     >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
     >>> rows = ya.planner.compare(both, "a100-80g").rows
@@ -274,6 +280,9 @@ def _planned(name: str, program: Program, cluster: str | Cluster | None, memory:
         raise TypeError(f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g")')
     try:
         return Plan.of(program, cluster, memory)
+    except Refused as refused:
+        refused.add_note(f"compare: it is {name!r}")
+        raise
     except ValueError as error:
         raise ValueError(f"compare: {name!r}: {error}") from error
 

@@ -74,7 +74,9 @@ def plan(
     if count > 1:
         found = found.on((("stage", count), *mesh))
         found = cut(found, assign(found, count) if isinstance(stages, int) else stages)
-    program = StepFunction(loss_fn, schedule=schedule, tx=tx, **both).programs.build(found).all_stages.with_trace(found)
+    program = StepFunction(loss_fn, schedule=schedule, tx=tx, **both).programs.build(found).all_stages
+    if program.trace is not found:  # one that was given may have no costs
+        program = program.with_trace(found)
     tokens, unit = _counted(batch)
     return Plan.of(program, cluster, memory)._replace(tokens=tokens * read_by(found), unit=unit)
 

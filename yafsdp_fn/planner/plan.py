@@ -8,7 +8,7 @@ from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.simulate import Work, run, sensitivity, tasks, work
+from yafsdp_fn.planner.simulate import Work, proved, run, sensitivity, tasks, work
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
@@ -58,8 +58,12 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> "Plan":
-        """The plan of a program. memory: the budget in bytes per rank, by default the cluster's `memory_bytes`."""
+        """The plan of a program, which is proved first.
+
+        memory: the budget in bytes per rank, by default the cluster's `memory_bytes`
+        """
         where = named(cluster)
+        program = proved(program)
         budget = where.memory_bytes if memory is None else memory
         each = tuple(footprint.predict_memory(part) for part in program.by_stage)
         most = max(each, key=lambda one: one.peak_bytes)

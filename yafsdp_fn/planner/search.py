@@ -64,7 +64,7 @@ UNDER_WAY = 3
 """Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Found:
     """The schedule that `search` found. Pass it to `ya.train_step(schedule=...)`, on a state over `mesh`.
 
@@ -131,12 +131,17 @@ class Found:
         found = compare(both, self.cluster, tokens=tokens, memory=self.budget)
         return found._replace(words=tuple(str(self.synthesized).splitlines()))
 
+    def __repr__(self) -> str:
+        return f"Found({str(self).partition(chr(10))[0]})"
+
     def __str__(self) -> str:
         best = self.best
         is_default = self.default is not None and self.default.point == best.point
         lines = [
             f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"
             + "; nothing else is faster than this default" * is_default
+            + "; nothing that was written is faster"
+            * (self.synthesized is not None and self.synthesized.step_s >= best.step_s)
         ]
         lines.append(f"  {self.least.against(best.step_s)}")
         if self.default is not None and not is_default:

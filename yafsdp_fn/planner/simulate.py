@@ -10,10 +10,11 @@ from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import EventTime, StageEvent, play
 from yafsdp_fn.program.hazards import Scoreboard
-from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
+from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace, arguments
+from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted
@@ -228,8 +229,8 @@ def simulate(
     ranks: that the same ops run on, each with the same batch, instead of the program's; its mesh must have one axis
     durations: op number -> seconds alone, measured, instead of what the cluster's figures say; of several stages, for
         each
-    Raises ValueError for an unknown cluster, ranks that do not fill its nodes, a trace without costs, and an op that
-    takes forever or less than nothing.
+    Raises Refused for a program that `ya.verify` refuses, ValueError for an unknown cluster, ranks that do not fill its
+    nodes, a trace without costs, and an op that takes forever or less than nothing.
 
     >>> timeline = ya.planner.simulate(program, "a100-80g")
     >>> len(timeline.spans) == len(program.ops), timeline.seconds > timeline.compute_s
@@ -239,8 +240,16 @@ def simulate(
     if not isinstance(program, Program):
         how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
         raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: {how}")
+    program = proved(program)
     program = program if ranks is None else _on(program, ranks)
     return run(program, tasks(program, where, _of_stages(program, durations)), where, title)
+
+
+def proved(program: Program) -> Program:
+    """Returns `program`, verified: figures of a wrong one would look like any others. Rules do not know another
+    library's copies: with some among the ops it is taken as it is."""
+    ours = all(isinstance(op, OPS) for ops in program.stages for op in ops)
+    return verify(program) if ours else program
 
 
 def _of_stages(program: Program, durations: Durations) -> Sequence[Mapping[int, float]]:

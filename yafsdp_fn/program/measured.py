@@ -106,6 +106,10 @@ class Cost(NamedTuple):
     bwd_moved: Moved = Moved()
     last_flops: int = 0
 
+    def __repr__(self) -> str:
+        first = f"flops={self.flops}, bwd_flops={self.bwd_flops}, kept_bytes={self.kept_bytes}, ..."
+        return "Cost()" if self == Cost() else f"Cost({first})"
+
     @property
     def carry_slot_bytes(self) -> int:
         """Bytes that `carries` take in a carry slot, and on the host."""

@@ -347,13 +347,15 @@ class Program:
         return f"<{head}{self._proved}>"
 
     def __str__(self) -> str:
+        proof = [self._proved.removeprefix("; ")] if self._proved else []
         if len(self.stages) != 1:
-            return "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(self.by_stage))
+            each = [f"stage {number}: {part}" for number, part in enumerate(self.by_stage)]
+            return "\n\n".join([*each, *proof])
         try:
             head = self._summary()
         except (IndexError, TypeError, ValueError):  # it is printed because it is wrong
             head = f"program of {len(self.ops)} ops, not all in form: verify says which"
-        return "\n".join([head, *text.table(self.ops, self.trace)])
+        return "\n".join([head, *text.table(self.ops, self.trace), *proof])
 
     def _repr_html_(self) -> str:
         """Shown by a notebook."""

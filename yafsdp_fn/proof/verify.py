@@ -182,6 +182,8 @@ def verify(program: Program) -> Program:
     if not isinstance(program, Program):
         how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
         raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
+    if program._proved:
+        return program
     try:
         if len(program.stages) == 1 and program.by_stage[0] is program:
             _ask("form", program)

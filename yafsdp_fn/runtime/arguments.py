@@ -21,8 +21,8 @@ from yafsdp_fn.runtime.memory import Shards
 from yafsdp_fn.runtime.reductions import Mean
 
 INDEPENDENT = (
-    "the loss does not depend on the differentiated arguments: it was detached, computed under no_grad, or uses no "
-    "trainable parameter"
+    "the loss does not depend on the differentiated arguments: it was detached or made anew (.item(), torch.tensor), "
+    "computed under no_grad or inference_mode, or uses no trainable parameter"
 )
 
 
@@ -80,7 +80,9 @@ class Arguments:
         for node in self.nodes:
             if not isinstance(node, Sharded | Frozen) and not (isinstance(node, Tensor) and node.is_floating_point()):
                 raise TypeError(
-                    f"a differentiated argument has a leaf {shape_of(node)}; expected floating-point tensors"
+                    f"a differentiated argument has a leaf {shape_of(node)}, of class {type(node).__name__}; expected "
+                    "floating-point tensors: of a state its params (state.params), of a tree of ya.Param what ya.init "
+                    "or ya.materialize makes of it"
                 )
         others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
         self.constants = [node for node in others if node.owner is others[0].owner]
@@ -96,6 +98,17 @@ class Arguments:
     def rest(self) -> Any:
         """The arguments that are not differentiated, positional and keyword."""
         return self._rest
+
+    def check_rest(self, track: bool) -> None:
+        """Raises TypeError for tensors from which nothing can be computed: asked before the first call."""
+        for accessor, leaf in zip(*optree.tree_flatten_with_accessor(self._rest, is_leaf=is_sharded)[:2], strict=True):
+            if isinstance(leaf, Tensor) and leaf.is_meta:
+                raise TypeError(f"{argument_name(accessor)} is on the meta device, where it has no values")
+            if track and isinstance(leaf, Tensor) and leaf.is_inference():
+                raise TypeError(
+                    f"{argument_name(accessor)} was made under torch.inference_mode: no gradient passes it. Make it "
+                    "outside, or clone it there"
+                )
 
     @cached_property
     def plain(self) -> list[Tensor]:

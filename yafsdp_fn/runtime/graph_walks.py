@@ -117,6 +117,11 @@ def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> list[int]:
     return [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
 
 
+def reads_visits(total: Tensor) -> bool:
+    """Returns whether `total` depends on a visit that is recorded."""
+    return any(hasattr(node, "recorded") for node in _nodes([total]))
+
+
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.
 #
 # They would silently receive no gradient, so they are an error. On the fast path, a walk of the block's local graph

@@ -193,6 +193,7 @@ class StateMemory(Placement[Communicators]):
 
     # ---- gradients, and the buffers of reductions
 
+    @torch.inference_mode(False)
     def new_grads(self) -> Shards:
         """Allocates gradient shards of the trainable groups."""
         return Shards(

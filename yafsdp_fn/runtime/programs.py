@@ -75,12 +75,17 @@ class Programs:
         trains: bool = True,
         lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
-        if not isinstance(schedule, Program) and not callable(schedule):
-            raise TypeError(f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}")
         given: Any = schedule
-        if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
+        factories = {**builders.FACTORIES, **pipelines.FACTORIES}
+        if given in factories.values():
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
+        if not isinstance(schedule, Program) and not callable(schedule):
+            name = given if given in [*factories] else "zero3"
+            raise TypeError(
+                "schedule: expected a function from a trace to a program, or a Program, got "
+                f"{schedule!r}; a schedule is made by a call: schedule=ya.schedules.{name}()"
+            )
         self._schedule, self._update_when, self._not_unitwise, self.trains = schedule, update_when, not_unitwise, trains
         self._lent = lent
         self._cached: dict[

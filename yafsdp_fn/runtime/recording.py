@@ -16,8 +16,9 @@ from torch import Tensor
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
-from yafsdp_fn.runtime.graph_walks import read_beside_visits
+from yafsdp_fn.runtime.graph_walks import read_beside_visits, reads_visits
 from yafsdp_fn.runtime.pure import is_smooth
 from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
@@ -42,17 +43,26 @@ class CallRecording(VisitRunner):
             self.token, *outs = _Passed.apply(visit, outs, self.token, *arguments)
         return call.outputs(outs)
 
-    def compare(self, total: Tensor, result: str) -> None:
-        """Raises RanksDisagree, on every rank, where they have recorded different calls.
+    def compare(self, total: Tensor, result: str, plain: Sequence[Tensor]) -> None:
+        """Raises RanksDisagree, on every rank, where they have recorded different calls; ValueError for a loss that
+        depends on nothing that is differentiated.
 
-        total: of the loss; result: its outline
+        total: of the loss; result: its outline; plain: the differentiated tensors that are not sharded
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
-        read = read_beside_visits(total, self.leaves)
+        read = read_beside_visits(total, [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
-        found = {"op": self.position, "leaves read outside visits": str(read), "what the function returns": result}
+        depends = bool(read) or reads_visits(total)
+        found = {
+            "op": self.position,
+            "leaves read outside visits": str(read),
+            "whether the loss depends on parameters": str(depends),
+            "what the function returns": result,
+        }
         self.memory.comms.must_agree(SAME_VISITS, found, self.position)
+        if self._trained and not depends:
+            raise ValueError(INDEPENDENT)
 
     def trace(self, microbatches: int) -> Trace:
         """Returns the trace of a step whose microbatches are all like the recorded one."""

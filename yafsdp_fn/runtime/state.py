@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.optim.base import checked_update
+from yafsdp_fn.optim.base import checked_update, must_be_state_of
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
-from yafsdp_fn.params.tree import Tree, register_node, tensors_in
+from yafsdp_fn.params.tree import Tree, named_leaves, register_node, shape_of, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.trace import shortened
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
 
@@ -100,7 +101,10 @@ class ShardedState:
         if kept is not None and kept[0] is tx and kept[1].fits(*trees):
             kept[1].renew(trees[0])
             return kept[1]
-        return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+        abstract = self.memory.abstract()
+        must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
+        with torch.inference_mode(False):  # what is made under it could never be written to outside of it
+            return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
 
     # ---- copies
 
@@ -197,7 +201,7 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
 #     state, metrics = step(state, batch)               # the same step function as of a sharded state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PlainState:
     """The interface of a sharded state for plain tensors in one process: the oracle, and a start without any sharding.
 
@@ -223,10 +227,16 @@ class PlainState:
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
         return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
 
+    def __repr__(self) -> str:
+        rows = [f"  {path or 'params'}: {shape_of(leaf)}" for path, leaf in named_leaves(self.params)]
+        last = f"  parameters: {_bytes(self.params):,} bytes; optimizer: {_bytes(self.opt_state):,}"
+        return "\n".join([f"PlainState(step={self.step}, seed={self.seed})", *shortened(rows), last])
+
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
         """Returns the state after one optimizer step, out of place."""
         with torch.no_grad():
             old = trainable(self.params)
+            must_be_state_of(tx, optree.tree_map(lambda x: x.to("meta"), old), self.opt_state)
             updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
         moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}

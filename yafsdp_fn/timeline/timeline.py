@@ -15,6 +15,7 @@ from yafsdp_fn.timeline import paint, perfetto, text
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
 from yafsdp_fn.util.schema import Limits, typed_at
+from yafsdp_fn.util.words import counted
 
 # ---- What a timeline in JSON consists of, beside its program: it was measured on one machine, kept, and is shown on
 # another.
@@ -96,6 +97,9 @@ class Timeline(Spans):
     >>> ya.timeline.Timeline.from_json(timeline.to_json()) == timeline
     True
     """
+
+    def __repr__(self) -> str:
+        return f"Timeline({self.title!r}: {text.shown(self.seconds, 4)}, {counted(len(self.spans), 'op')})"
 
     def __str__(self) -> str:
         return text.render(self)

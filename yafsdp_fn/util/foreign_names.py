@@ -1,7 +1,15 @@
-"""Maps names of JAX, Orbax, torch and others that people look for in `ya` to ours; imported when one is asked for.
+"""Maps names of JAX, Orbax, torch and others that people look for in `ya`, and keywords that they pass, to ours.
 
 docs/coming_from has more, a table for each.
 """
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FUNCTIONS = "torch.func.{0}: it takes a loss with a sharded scan, too (docs/transforms.md)"
 _WRAPPER = (
@@ -27,6 +35,8 @@ MEANT = {
     "tree_map": "optree.tree_map, over this rank's flat shards",
     "pmean": _LOSS,
     "make_jaxpr": "step.lower(state, batch), the program of a step",
+    "random": "seed= of ya.init and ya.materialize, and ya.normal_like; blocks draw by torch, which a step seeds",
+    "lax": "ya.scan, ya.psum, ya.all_gather, ya.ppermute and others, by JAX's names",
     # torch
     "fully_shard": _WRAPPER,
     "FullyShardedDataParallel": _WRAPPER,
@@ -43,6 +53,10 @@ MEANT = {
     # others
     "TrainState": "ya.init(params, tx, mesh=mesh): state.step, state.params, state.opt_state",
     "get_peft_model": "ya.lora(params, rank)",
+    # optimizers
+    "optim.MultiSteps": "ya.train_step(loss_fn, tx, microbatches=4), or ya.optim.contrib.multi_steps over steps",
+    "optim.multi_transform": "ya.optim.partition(transforms, labels)",
+    "optim.lr_scheduler": "a function of the count: ya.optim.adamw(ya.optim.warmup_cosine_decay_schedule(...))",
     # checkpoints
     "checkpoint.restore": _LOAD,
     "checkpoint.latest_step": "ya.checkpoint.latest(folder) for the newest folder, or ya.checkpoint.steps(folder)[-1]",
@@ -57,3 +71,32 @@ MEANT = {
 def hint(name: str) -> str:
     """Returns what such a name is here, as the end of an error; nothing for others."""
     return f"; it is here: {MEANT[name].format(name)}" if name in MEANT else ""
+
+
+OF_OPTIMIZERS = {"lr": "learning_rate=", "betas": "b1= and b2="}
+OF_LORA = {"r": "rank=", "lora_alpha": "alpha=", "target_modules": "where=, a function of a leaf's path and Param"}
+OF_LAUNCHERS = {
+    **dict.fromkeys(("nprocs", "nproc_per_node", "num_processes", "world_size"), "ranks="),
+    "start_method": "nothing, since ranks are forks; torchrun starts a script in new processes",
+}
+
+
+def with_hints(keywords: Mapping[str, str], others: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function, which then says of keywords of other libraries what each is here.
+
+    others: what is said of any other keyword that it does not have
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = inspect.signature(function).parameters
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name not in known and (meant := keywords.get(name, others)):
+                    raise TypeError(f"{function.__name__}({name}=...): it is here {meant}")
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -337,7 +337,13 @@ class UnitSteps:
 
 def _check_shapes(params: Tree, grads: Tree) -> None:
     """Raises ValueError for gradients unlike their parameters."""
-    found = optree.tree_structure(params).flatten_up_to(grads)
+    try:
+        found = optree.tree_structure(params).flatten_up_to(grads)
+    except ValueError as error:
+        raise TypeError(
+            "optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad beside "
+            f"the value: {str(error).partition('; value')[0]:.300}"
+        ) from error
     for (path, p), g in zip(named_leaves(params), found, strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
             raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
