@@ -61,7 +61,7 @@ class Action(NamedTuple):
 
 
 def written(call: Call) -> str:
-    """A call as an action."""
+    """Returns a call as an action."""
     return f"{call.segment}{LETTERS[call.kind]}{call.microbatch}"
 
 
@@ -112,7 +112,8 @@ def _read(item: Any, row: int, column: int) -> Iterable[Action]:
 
 
 def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reductions: bool) -> Program:
-    """`program` with the gathers of `actions`, the row that its order was made of, with their reductions, or both."""
+    """Returns `program` with the gathers of `actions`, the row that its order was made of, with their reductions, or
+    both."""
     if not gathers and not reductions:
         return program
     dropped = (*[Gather, Stash] * gathers, *[Reduce, AllReduce] * reductions)
@@ -140,7 +141,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
 def _listed(
     trace: Trace, actions: Iterable[Action], slots: dict[int, int], gathers: bool, reductions: bool
 ) -> Iterator[list[Op]]:
-    """The ops of a row's actions: those before its first call, and those after each of its calls."""
+    """Yields the ops of a row's actions: those before its first call, and those after each of its calls."""
     held: Counter[int] = Counter()  # unit -> segments that want it
     added: set[int] = set()  # units with a gradient that is not reduced
     left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
@@ -175,7 +176,8 @@ def _listed(
 
 
 def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
-    """Unit -> slot: segments that are there at the same time are in different ones, units of a size share them."""
+    """Returns unit -> slot: segments that are there at the same time are in different ones, units of a size share
+    them."""
     assert trace.split is not None and trace.stage is not None
     there: list[int] = []
     beside: dict[int, set[int]] = {}
@@ -230,7 +232,7 @@ def from_actions(
     rows: Sequence[Sequence[Any]] | Mapping[int, Sequence[Any]] | str | os.PathLike[str],
     sharding: Schedule | None = None,
 ) -> Schedule:
-    """A schedule from rows of actions, one for each stage: strings ("0F0", "1I3", "0UNSHARD", "1RECV_F2",
+    """Returns a schedule from rows of actions, one for each stage: strings ("0F0", "1I3", "0UNSHARD", "1RECV_F2",
     "(0F1;1B0)OVERLAP_F_B"), torch's own actions, or the path of a CSV that torch has written.
 
     Torch's stages are segments here, its ranks stages: the state must be assigned so, segment by segment. `2SEND_F0`
@@ -359,7 +361,7 @@ def _check_flows(split: Split) -> None:
 
 
 def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
-    """A row's calls with its messages, as they are listed."""
+    """Yields a row's calls with its messages, as they are listed."""
     made: dict[Message, Action] = {}  # what is not sent yet
     come: dict[Message, Action] = {}  # what is not taken yet
     kept: set[Message] = set()  # what is for another segment of this stage
@@ -399,7 +401,7 @@ def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
 
 
 def _of(split: Split, action: Action, calls: set[Call | None]) -> Call:
-    """The call whose message an action sends or receives."""
+    """Returns the call whose message an action sends or receives."""
     if action.segment not in split.of(action.row):
         action.refuse("calls", f"segment {action.segment} is not on stage {action.row}")
     forward = Call("forward", action.segment, action.microbatch)

@@ -125,7 +125,8 @@ def peak_of(program: Program) -> Peak:
 
 
 def _forwards(program: Program, which: Callable[[Forward], bool]) -> dict[int, frozenset[int]]:
-    """Microbatch -> the visits of such forwards: those that keep their graphs, or that save carries in carry slots."""
+    """Returns microbatch -> the visits of such forwards: those that keep their graphs, or that save carries in carry
+    slots."""
     found: dict[int, set[int]] = {microbatch: set() for microbatch in range(program.trace.microbatches)}
     for op in program.ops:
         if isinstance(op, Forward) and which(op):

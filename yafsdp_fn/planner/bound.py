@@ -48,7 +48,8 @@ class Bound(NamedTuple):
     terms: tuple[tuple[str, float], ...]
 
     def gap(self, seconds: float) -> float:
-        """The part of a step of so many seconds that lies above the bound: 0 says that it is the best there is."""
+        """Returns the part of a step of so many seconds that lies above the bound: 0 says that it is the best there
+        is."""
         return max(0.0, 1 - self.seconds / seconds) if seconds > 0 else 0.0
 
     def against(self, seconds: float) -> str:
@@ -61,7 +62,8 @@ class Bound(NamedTuple):
 
 
 def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bound:
-    """The least seconds of a step of `trace` on `cluster`, with `memory` bytes per rank, by default the cluster's.
+    """Returns the least seconds of a step of `trace` on `cluster`, with `memory` bytes per rank, by default the
+    cluster's.
 
     trace: on its mesh, and cut into stages where it is to be. Raises ValueError for an unknown cluster and for a trace
     without costs.
@@ -123,7 +125,7 @@ class _Path:
         self.drains = [self._drain(segment) for segment in segments]
 
     def again(self, segment: int) -> float:
-        """The least from the end of a segment's forward to the begin of its backward, in one microbatch."""
+        """Returns the least from the end of a segment's forward to the begin of its backward, in one microbatch."""
         return self._after(segment)[self._backward(segment)]
 
     def _drain(self, segment: int) -> float:
@@ -132,7 +134,7 @@ class _Path:
         return max(begins[self._backward(s)] + seconds for s, seconds in enumerate(rest))
 
     def _after(self, call: int) -> list[float]:
-        """The begins of calls that wait for `call`, after its end."""
+        """Returns the begins of calls that wait for `call`, after its end."""
         begins = [-math.inf] * len(self.seconds)
         begins[call] = -self.seconds[call]
         return self._begins(begins)
@@ -247,7 +249,7 @@ class _StageBound:
                         self.busy[op.stream] = self.busy.get(op.stream, 0.0) + times * seconds
 
     def terms(self) -> dict[str, float]:
-        """Seconds of a step, by what they are the least for."""
+        """Returns the seconds of a step, by what they are the least for."""
         found = {"compute": self._compute()}
         for name, seconds in self.busy.items():
             if seconds:
@@ -268,7 +270,7 @@ class _StageBound:
         return min(self.path.begins[segment] for segment in self.segments)
 
     def _compute(self) -> float:
-        """The stream of computes, and what is before the first one and after the last."""
+        """Returns the stream of computes, and what is before the first one and after the last."""
         part = self.trace
         # the gather for the first compute; with several stages others compute meanwhile
         alone = self.first and self.path.split.stages == 1
@@ -313,7 +315,7 @@ class _StageBound:
         return self._begin + each + last + self.update
 
     def _inner(self, visit: Visit) -> int:
-        """Bytes that a kept graph holds, and a recomputed one does not."""
+        """Returns the bytes that a kept graph holds, and a recomputed one does not."""
         return visit.cost.inner_bytes if self.recompute[visit.id] > 0 else 0
 
     def _room_for_graphs(self) -> float:
@@ -329,7 +331,7 @@ class _StageBound:
     # ---- memory
 
     def _with_room(self, least: float) -> float:
-        """The least seconds in which enough room can be made; `least`: what the step takes anyway."""
+        """Returns the least seconds in which enough room can be made; `least`: what the step takes anyway."""
         lacks = self._lacks_on_stages() if self.trace.split is not None else self._lacks()
         if lacks(least) <= 0:
             return least
@@ -411,7 +413,7 @@ class _StageBound:
 
 
 def _cheapest(ways: Iterable[tuple[Phase, ...]], resources: tuple[str, ...]) -> float:
-    """The least seconds on some resources, of several ways to do the same."""
+    """Returns the least seconds on some resources, of several ways to do the same."""
     least = math.inf
     for way in ways:
         least = min(least, sum(seconds for resource, seconds in way if resource in resources))
@@ -419,7 +421,8 @@ def _cheapest(ways: Iterable[tuple[Phase, ...]], resources: tuple[str, ...]) -> 
 
 
 def _most(items: Iterable[tuple[float, float]], budget: float) -> float:
-    """The most that a budget buys of items, `(gain, cost)`, any part of each; less than all where it is negative."""
+    """Returns the most that a budget buys of items, `(gain, cost)`, any part of each; less than all where it is
+    negative."""
     if budget < 0:
         return -math.inf
     most = 0.0

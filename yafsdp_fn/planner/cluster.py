@@ -123,15 +123,15 @@ class Cluster:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def overhead(self, units: int) -> float:
-        """Seconds of a step of so many units that no op explains."""
+        """Returns the seconds of a step of so many units that no op explains."""
         return self.step_overhead + self.unit_overhead * units
 
     def group(self, ranks: int, stride: int = 1) -> CollectiveRanks:
-        """The group of `ranks` ranks, every `stride`-th one, from the first rank of a node on."""
+        """Returns the group of `ranks` ranks, every `stride`-th one, from the first rank of a node on."""
         return CollectiveRanks(ranks, max(1, min(ranks, self.gpus_per_node // stride)))
 
     def ring(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
-        """An all-gather or reduce-scatter of a vector of `nbytes`; an all-reduce is two of them."""
+        """Returns an all-gather or reduce-scatter of a vector of `nbytes`; an all-reduce is two of them."""
         n, k = group
         nodes = math.ceil(n / k)
         if n == 1:
@@ -148,13 +148,14 @@ class Cluster:
         return self.ring(nbytes, group) * 2
 
     def straggling(self, ranks: int) -> float:
-        """The part by which the slowest node of so many ranks takes longer than one alone: the mean of the largest of m
-        normal deviates (Blom 1958), times `jitter`."""
+        """Returns the part by which the slowest node of so many ranks takes longer than one alone: the mean of the
+        largest of m normal deviates (Blom 1958), times `jitter`."""
         nodes = math.ceil(ranks / self.gpus_per_node)
         return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25)) if nodes > 1 else 0.0
 
     def all_to_all(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
-        """Every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per rank."""
+        """Returns every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per
+        rank."""
         n, k = group
         inside = self._phases((k - 1) * self.node_latency, nbytes * (k - 1) / n / self.node_bandwidth, "node")
         if n <= k:
@@ -163,8 +164,8 @@ class Cluster:
         return (*(inside if k > 1 else ()), *self._phases((n - k) * self.network_latency, outside, "network"))
 
     def message(self, nbytes: float, link: str) -> tuple[Phase, ...]:
-        """The phases of a message from one rank to one of another stage over `link`, "node" or "network", while its
-        neighbours do the same."""
+        """Returns the phases of a message from one rank to one of another stage over `link`, "node" or "network", while
+        its neighbours do the same."""
         if link == "node":
             return self._phases(self.node_latency, nbytes / self.node_bandwidth, link)
         return self._phases(self.network_latency, nbytes * self.gpus_per_node / self.network_bandwidth, link)
@@ -174,7 +175,7 @@ class Cluster:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """The sentence that offers what may have been meant."""
+    """Returns the sentence that offers what may have been meant."""
     close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.4)
     return f"did you mean {' or '.join(close)}? " * bool(close) + f"known: {', '.join(known)}"
 
@@ -250,7 +251,7 @@ CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H
 
 
 def cluster(which: str | Cluster) -> Cluster:
-    """A preset by name, or `which` itself. Raises ValueError, with the nearest names, for an unknown one."""
+    """Returns a preset by name, or `which` itself. Raises ValueError, with the nearest names, for an unknown one."""
     if isinstance(which, Cluster):
         return which
     if not isinstance(which, str):

@@ -184,7 +184,7 @@ class Comparison(NamedTuple):
             yield f"in one of {first} and {second} alone: ops {some}"
 
     def __str__(self) -> str:
-        """The table, its units in a line of their own, the notes, and the words."""
+        """Returns the table, its units in a line of their own, the notes, and the words."""
         head, *rows = self.table
         names, units = zip(*(heading.partition(", ")[::2] for heading in head), strict=True)
         lines = [names, units, *rows]
@@ -261,7 +261,7 @@ def compare(
 
 
 def _batch(plans: Mapping[str, Plan], tokens: int) -> tuple[int, str]:
-    """The tokens of a step, and their unit. Raises ValueError where plans and `tokens` say several."""
+    """Returns the tokens of a step, and their unit. Raises ValueError where plans and `tokens` say several."""
     counted = {name: (plan.tokens, plan.unit) for name, plan in plans.items() if plan.tokens}
     said = {*counted.values(), (tokens, "tokens")} - {(0, "tokens")}
     if len(said) > 1:
@@ -271,7 +271,7 @@ def _batch(plans: Mapping[str, Plan], tokens: int) -> tuple[int, str]:
 
 
 def in_one_unit(nbytes: float) -> tuple[float, str]:
-    """`(bytes, name)` of the unit that a column is shown in whose largest is `nbytes`."""
+    """Returns `(bytes, name)` of the unit that a column is shown in whose largest is `nbytes`."""
     return (2**30, "GiB") if nbytes >= 2**27 else (2**20, "MiB")
 
 
@@ -300,8 +300,9 @@ def _differs(trace: Trace, other: Trace) -> str:
 
 
 def _size(trace: Trace) -> tuple[int, int, int]:
-    """The parameters of a step, and the FLOPs of its layers' forwards on all ranks, in products and in attention: no
-    schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits twice."""
+    """Returns the parameters of a step, and the FLOPs of its layers' forwards on all ranks, in products and in
+    attention: no schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits
+    twice."""
     parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
     layers = [visit for visit in trace.visits if any(trace.units[unit].stack is not None for unit in visit.units)]
     costs = [visit.cost for visit in layers or trace.visits]

@@ -65,11 +65,11 @@ class Costs:
         self.holders = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
 
     def seconds(self, op: Op, recompute: bool = False) -> float:
-        """The seconds of `op`, alone."""
+        """Returns the seconds of `op`, alone."""
         return seconds_of(self.phases(op, recompute))
 
     def phases(self, op: Op | Foreign, recompute: bool = False) -> tuple[Phase, ...]:
-        """The phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
+        """Returns the phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
         trace = self.trace
         cluster = self.cluster
         units = [trace.units[unit] for unit in getattr(op, "units", ())]
@@ -125,8 +125,8 @@ class Costs:
     def collectives(
         self, op: ops.Forward | ops.Backward, recompute: bool = False
     ) -> list[tuple[str, tuple[Phase, ...]]]:
-        """The collectives of a compute, of its visit and of the loss after it, in their order: names, and phases
-        alone."""
+        """Returns the collectives of a compute, of its visit and of the loss after it, in their order: names, and
+        phases alone."""
         trace = self.trace
         cluster = self.cluster
         own = trace.visits[op.visit]
@@ -154,8 +154,8 @@ class Costs:
         return found
 
     def _collectives(self, op: ops.Forward | ops.Backward, recompute: bool) -> tuple[Phase, ...]:
-        """The phases of the collectives of a compute. They block its stream one by one: what they take of each resource
-        together is all that a simulation needs."""
+        """Returns the phases of the collectives of a compute. They block its stream one by one: what they take of each
+        resource together is all that a simulation needs."""
         found: dict[str, float] = {}
         for _, each in self.collectives(op, recompute):
             for resource, seconds in each:
@@ -163,7 +163,7 @@ class Costs:
         return tuple(Phase(*each) for each in found.items())
 
     def _rings(self, vectors: Iterable[tuple[int, CollectiveRanks]]) -> tuple[Phase, ...]:
-        """The phases of vectors of so many bytes, each over a group: those of one group travel together."""
+        """Returns the phases of vectors of so many bytes, each over a group: those of one group travel together."""
         nbytes: dict[CollectiveRanks, int] = {}
         for each, group in vectors:
             nbytes[group] = nbytes.get(group, 0) + each
@@ -171,7 +171,7 @@ class Costs:
         return tuple(itertools.chain.from_iterable(rings))
 
     def _exchange(self, unit: UnitSpec) -> tuple[Phase, ...]:
-        """The phases of a unit's reduction with sums in a wider dtype than the wire's."""
+        """Returns the phases of a unit's reduction with sums in a wider dtype than the wire's."""
         cluster = self.cluster
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
@@ -215,7 +215,8 @@ def _check_mesh(trace: Trace, cluster: Cluster) -> None:
 
 
 def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> CollectiveRanks:
-    """The ranks of a shard group, from the first of a node on, that hold the same part of a unit split over `over`."""
+    """Returns the ranks of a shard group, from the first of a node on, that hold the same part of a unit split over
+    `over`."""
     ranks = 1
     per_node = 1
     stride = 1
@@ -229,7 +230,7 @@ def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Collectiv
 
 
 def seconds_of(found: Iterable[Phase]) -> float:
-    """The seconds of phases, one after the other."""
+    """Returns the seconds of phases, one after the other."""
     return sum(phase.seconds for phase in found)
 
 
@@ -243,7 +244,7 @@ def link(trace: Trace, cluster: Cluster, flow: int) -> str:
 
 
 def half_of(cost: Cost, half: str) -> Cost:
-    """`cost` with the backward that a half of it is."""
+    """Returns `cost` with the backward that a half of it is."""
     if half == "both":
         return cost
     inputs = min(cost.flops, cost.bwd_flops)
@@ -257,7 +258,7 @@ def half_of(cost: Cost, half: str) -> Cost:
 
 
 def by_ops(trace: Trace, policy: str, every: int = 1) -> Trace:
-    """`trace` with every so many-th layer recomputed in its backward by ops, whatever the program is.
+    """Returns `trace` with every so many-th layer recomputed in its backward by ops, whatever the program is.
 
     policy: "op", torchtitan's: every second product, and all that is no product or attention; "selective", Megatron's:
         attention alone; "checkpoint", torch's `checkpoint(use_reentrant=False)`: all, as far as something is saved: not
@@ -305,7 +306,7 @@ def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
 def phases_of_compute(
     cluster: Cluster, cost: Cost, *, forward: bool, backward: bool, kernels: str = "fused"
 ) -> tuple[Phase, ...]:
-    """The phases of a pass, or of both. kernels: as `Trace.kernels`"""
+    """Returns the phases of a pass, or of both. kernels: as `Trace.kernels`"""
     matmul = cost.flops * forward + cost.bwd_flops * backward
     attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward
     seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops

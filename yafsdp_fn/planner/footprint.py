@@ -30,7 +30,7 @@ peer, 3.3 GB in all; issue 1685 of NVIDIA/nccl)."""
 
 
 def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
-    """Bytes of all communicators that a step of `program` uses.
+    """Returns the bytes of all communicators that a step of `program` uses.
 
     exchanges: whether reductions are exchanges and local sums
     """
@@ -141,7 +141,7 @@ class Memory:
         return {name: getattr(self, name) for name in ADVICE}
 
     def largest(self, count: int = 3) -> list[tuple[str, int]]:
-        """The largest items, in order."""
+        """Returns the largest items, in order."""
         items = sorted(self.itemised().items(), key=lambda item: -item[1])
         return [item for item in items[:count] if item[1]]
 
@@ -169,7 +169,7 @@ class Memory:
 
 
 def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
-    """The memory of one rank in a step of `program`, whose ranks need not exist; of the stage that takes most.
+    """Returns the memory of one rank in a step of `program`, whose ranks need not exist; of the stage that takes most.
 
     Of each stage: `[predict_memory(part) for part in program.by_stage]`.
 
@@ -220,7 +220,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
 
 
 def state_bytes(trace: Trace) -> dict[str, int]:
-    """The items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
+    """Returns the items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
     param, gathered, *_ = _dtypes(trace)
     trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
     frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
@@ -281,7 +281,7 @@ def _aliases(trace: Trace, dtypes: Dtypes) -> tuple[frozenset[int], frozenset[in
 
 
 def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tuple[int, int]:
-    """Bytes of what reductions over shards and over replicas go through: see `Memory.receive`."""
+    """Returns the bytes of what reductions over shards and over replicas go through: see `Memory.receive`."""
     trace = program.trace
     (param, _, wire, wide) = dtypes
     if comms.deterministic:
@@ -305,12 +305,12 @@ def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tup
 
 
 def _scratch(dtype: NamedDtype, device: str) -> int:
-    """Bytes of scratch of a sum, which a kernel of Triton's does without."""
+    """Returns the bytes of scratch of a sum, which a kernel of Triton's does without."""
     return 0 if device == "cuda" else 2 * CHUNK[device] * dtype.itemsize
 
 
 def words(item: str) -> str:
-    """An item of `Memory` as people read it."""
+    """Returns an item of `Memory` as people read it."""
     return item.replace("_", " ").replace("grad ", "gradient ")
 
 

@@ -47,7 +47,7 @@ class CallGraph(NamedTuple):
 
     @staticmethod
     def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "CallGraph":
-        """The calls of a step that is cut, with memory in bytes. recomputed: visits"""
+        """Returns the calls of a step that is cut, with memory in bytes. recomputed: visits"""
         split = trace.split
         assert split is not None
         seconds = Costs(trace, cluster).seconds
@@ -81,11 +81,11 @@ class CallGraph(NamedTuple):
         return max(self.homes) + 1
 
     def of(self, stage: int) -> list[int]:
-        """The segments of `stage`."""
+        """Returns the segments of `stage`."""
         return [segment for segment, home in enumerate(self.homes) if home == stage]
 
     def work(self, stage: int) -> float:
-        """Seconds of all calls of `stage`."""
+        """Returns the seconds of all calls of `stage`."""
         return self.microbatches * sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in self.of(stage))
 
     @property
@@ -109,7 +109,7 @@ class OrderRun(NamedTuple):
     memory: tuple[float, ...]
 
     def bubble(self, calls: CallGraph) -> float:
-        """The part of `span` in which the busiest stage computes nothing: as zero-bubble papers count it."""
+        """Returns the part of `span` in which the busiest stage computes nothing: as zero-bubble papers count it."""
         return 1 - max(map(calls.work, range(calls.stages))) / self.span
 
 
@@ -211,7 +211,7 @@ class _Simulator:
         return OrderRun(max(clock), span, tuple(map(self.memory, rows)))
 
     def memory(self, row: Sequence[int]) -> float:
-        """The most that the calls of a row hold at once."""
+        """Returns the most that the calls of a row hold at once."""
         return max(itertools.accumulate(self.takes[code] for code in row))
 
 
@@ -457,7 +457,7 @@ class Search:
             self._path = self._critical_path(rows)
 
     def _choice(self) -> tuple[int, int, int]:
-        """The stage and place of a call, and how far it is to go."""
+        """Returns the stage and place of a call, and how far it is to go."""
         rng = self._random
         rows = self._now
         if rng.random() < 0.8:
@@ -486,7 +486,7 @@ class Search:
         return moved
 
     def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
-        """The calls on the critical path of the last run, which was of `rows`, as stages and places."""
+        """Returns the calls on the critical path of the last run, which was of `rows`, as stages and places."""
         ends = self._simulator.ends
         seconds = self._simulator.seconds
         places = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(program: Program, cluster: str | Cluster, memory: int | None = None) -> "Plan":
-        """The plan of a program, which is proved first.
+        """Returns the plan of a program, which is proved first.
 
         memory: the budget in bytes per rank, by default the cluster's `memory_bytes`
         """
@@ -164,7 +164,7 @@ class Plan(NamedTuple):
         return with_picture(str(self), self.timeline._repr_svg_() or "", "timeline")
 
     def _stages(self) -> list[str]:
-        """The lines on several stages: their bubble and why, and what each stage does and takes."""
+        """Returns the lines on several stages: their bubble and why, and what each stage does and takes."""
         if self.timeline.stage_count == 1:
             return []
         seconds = self.timeline.seconds or 1.0
@@ -185,14 +185,15 @@ def with_picture(text: str, svg: str, alt: str) -> str:
 
 
 def read_by(trace: Trace) -> int:
-    """The ranks of a stage with tokens of their own: all but those that differ on `tensor` or an axis of the user's."""
+    """Returns the ranks of a stage with tokens of their own: all but those that differ on `tensor` or an axis of the
+    user's."""
     return trace.batch_ranks * dict(trace.inside).get(CONTEXT, 1)
 
 
 def axes(
     ranks: int, replicate: int | None = None, local: int | None = None, **inside: int
 ) -> tuple[tuple[str, int], ...]:
-    """`Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
+    """Returns `Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
     names = sorted(inside, key=lambda name: INSIDE.index(name) if name in INSIDE else -1)
     check_inside(names)
     parts = math.prod(inside.values())

@@ -118,8 +118,8 @@ class Found:
         return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
 
     def compared(self, tokens: int = 0) -> Comparison:
-        """The best builder's step and what was written from it, in one table and one picture, with the differences in
-        words. tokens: of a step, over all ranks. Raises ValueError where nothing was written.
+        """Returns the best builder's step and what was written from it, in one table and one picture, with the
+        differences in words. tokens: of a step, over all ranks. Raises ValueError where nothing was written.
 
         >>> both = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).compared()
         >>> both.timelines.keys()                                # both.save("written.png")
@@ -165,7 +165,7 @@ def search(
     resume: str | Path | None = None,
     report: Report | None = None,
 ) -> Found:
-    """The best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
+    """Returns the best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
 
     trace: or several, of the step over other axes inside blocks each: with as many ranks, and microbatches of the same
         rows, of which a rank of `context` has a part. The ranks that read batches share the microbatches out
@@ -223,7 +223,8 @@ def search(
 def _sweeps(
     trace: Trace, stages: Sequence[int], world: int, total: int, cluster: Cluster, budget: int
 ) -> Iterator["Sweep"]:
-    """Every builder on every mesh of `world` ranks, for `total` microbatches; the first is zero3 without stages."""
+    """Yields every builder on every mesh of `world` ranks, for `total` microbatches; the first is zero3 without
+    stages."""
     alone = _shared(trace, world, total) if 1 in stages else None
     if alone is not None:
         for builder, mesh in arrangements(alone, cluster):
@@ -233,7 +234,7 @@ def _sweeps(
 
 
 def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
-    """The step on so many ranks, which share `total` microbatches; None where they cannot."""
+    """Returns the step on so many ranks, which share `total` microbatches; None where they cannot."""
     if ranks % (alike := alike_on(trace)):
         return None
     moved = trace.on((("shard", ranks // alike), *trace.inside))
@@ -246,7 +247,7 @@ def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
 
 
 def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
-    """The fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
+    """Returns the fewest first layers that recompute in `budget` bytes per rank, None if not even all fit.
 
     factory: of the schedule, takes `remat`
 
@@ -281,16 +282,16 @@ class Sweep:
             self.bound = max(self.bound, evaluate(calls, rows).seconds)
 
     def best(self, fastest: float = math.inf) -> Choice | None:
-        """The fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
+        """Returns the fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
         found = self._alone(fastest) if self.plain.order is None else self._on_stages(self.plain.order, fastest)
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
-        """The memory it takes when every layer recomputes and none is kept."""
+        """Returns the memory it takes when every layer recomputes and none is kept."""
         return footprint.predict_memory(self.plain._replace(remat=self.layers).sharding()(self.traces[0]))
 
     def fewest_recomputed(self) -> Choice | None:
-        """The choice without kept layers: as few recomputed ones as fit."""
+        """Returns the choice without kept layers: as few recomputed ones as fit."""
         least = self._least_remat(self.plain)
         return None if least is None else self._choice(self.plain._replace(remat=least))
 
@@ -324,7 +325,7 @@ class Sweep:
         return found
 
     def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
-        """The best number of recomputed layers: a coarse sweep, then ever finer steps around the best.
+        """Returns the best number of recomputed layers: a coarse sweep, then ever finer steps around the best.
 
         nearby: the best of a neighbour, to begin from instead of the sweep
         """
@@ -344,8 +345,8 @@ class Sweep:
         return found
 
     def _filled(self, point: Point, recomputed: int) -> Choice:
-        """The choice with as many kept layers as fit beside so many recomputed ones; on stages messages may be too
-        much even for none."""
+        """Returns the choice with as many kept layers as fit beside so many recomputed ones; on stages messages may be
+        too much even for none."""
         point = point._replace(remat=recomputed)
         if self.plain.builder != "ddp":
             point = point._replace(kept=last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget))
@@ -382,7 +383,7 @@ def _spares(point: Point, found: Iterable[Choice]) -> bool:
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
-    """The parts of the first stage and the last in a step of few microbatches."""
+    """Returns the parts of the first stage and the last in a step of few microbatches."""
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
@@ -391,8 +392,8 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
 
 
 def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:
-    """A point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches that
-    the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
+    """Yields a point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches
+    that the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
     node = cluster.gpus_per_node
     alike = alike_on(trace)
     readers = alike // dict(trace.inside).get(EXPERT, 1)  # ranks that work on the same rows
@@ -409,9 +410,9 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
-    """The orders that `stages` stages can run: 1F1B, halves of backwards, V-shaped that of the most memory first; and
-    with 2, 4, 8, ... segments each, or as many as make them equal, interleaved, and all microbatches through one before
-    the next (gpipe)."""
+    """Yields the orders that `stages` stages can run: 1F1B, halves of backwards, V-shaped that of the most memory
+    first; and with 2, 4, 8, ... segments each, or as many as make them equal, interleaved, and all microbatches through
+    one before the next (gpipe)."""
     visits = len(trace.visits)
     if visits < stages:
         return

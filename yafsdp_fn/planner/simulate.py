@@ -78,7 +78,7 @@ def play_tasks(todo: Sequence[OpTask], contention: float, link_contention: float
 
 
 def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, float]] = ()) -> list[OpTask]:
-    """The ops with their waits and costs, one stage after the other.
+    """Returns the ops with their waits and costs, one stage after the other.
 
     durations: of each stage, op number -> seconds alone, in place of costs
 
@@ -98,7 +98,7 @@ def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, f
 def _of_stage(
     program: Program, stage: int, first: int, cluster: Cluster, durations: Mapping[int, float]
 ) -> list[OpTask]:
-    """The tasks of one stage, which are numbered from `first` on."""
+    """Returns the tasks of one stage, which are numbered from `first` on."""
     trace = program.trace
     costs = Costs(trace, cluster)
     board: Scoreboard[int] = Scoreboard()
@@ -166,7 +166,7 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
 
 
 def overhead(program: Program, cluster: Cluster) -> float:
-    """Seconds of a step that no op explains: by the units that a rank has a shard of."""
+    """Returns the seconds of a step that no op explains: by the units that a rank has a shard of."""
     return cluster.overhead(sum(program.trace.stage is None or unit.numel > 0 for unit in program.trace.units))
 
 
@@ -177,7 +177,7 @@ def check_costs(trace: Trace) -> None:
 
 
 def _whole(program: Program) -> list[Op | Foreign]:
-    """The ops, with the norm and the update that follow a program without an update."""
+    """Returns the ops, with the norm and the update that follow a program without an update."""
     trained = program.trace.trained
     if program.trace.update_when == "never" or not trained or program.has_updates:
         return [*program.ops]
@@ -224,7 +224,7 @@ def simulate(
     durations: Durations = (),
     title: str = "",
 ) -> Timeline:
-    """The timeline of one step, of all stages on one time axis.
+    """Returns the timeline of one step, of all stages on one time axis.
 
     ranks: that the same ops run on, each with the same batch, instead of the program's; its mesh must have one axis
     durations: op number -> seconds alone, measured, instead of what the cluster's figures say; of several stages, for
@@ -289,7 +289,7 @@ def _span(number: int, task: OpTask, at: EventTime) -> Span:
 
 
 def _inside(task: OpTask, at: EventTime) -> tuple[Inside, ...]:
-    """The collectives of a compute, with equal parts of what it computes around them."""
+    """Returns the collectives of a compute, with equal parts of what it computes around them."""
     if not task.calls:
         return ()
     alone = sum(phase.seconds for phase in task.phases)
@@ -313,7 +313,7 @@ def _in_words(program: Program) -> str:
 
 
 def crossings(program: Program, cluster: Cluster) -> tuple[StageTraffic, ...]:
-    """The messages that each stage's ranks send to those of each other one in a step."""
+    """Returns the messages that each stage's ranks send to those of each other one in a step."""
     trace = program.trace
     found: dict[tuple[int, int], StageTraffic] = {}
     for op in [op for ops in program.stages for op in ops if isinstance(op, Send)]:
@@ -352,7 +352,7 @@ class Work(NamedTuple):
 
 
 def work(program: Program, todo: Iterable[OpTask], cluster: Cluster) -> Work:
-    """The work in `todo`, the tasks of `program`, each alone."""
+    """Returns the work in `todo`, the tasks of `program`, each alone."""
     streams: defaultdict[tuple[int, str], float] = defaultdict(float)
     links: defaultdict[tuple[int, str], float] = defaultdict(float)
     for task in todo:

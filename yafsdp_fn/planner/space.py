@@ -51,7 +51,7 @@ class Order(NamedTuple):
         return assign(trace, self.stages, per_stage=self.per_stage, shape=shape)
 
     def whole(self, trace: Trace, mesh: Mesh) -> Trace:
-        """The step of `trace` in these microbatches, cut, on `mesh`, whose axis `stage` is the outermost."""
+        """Returns the step of `trace` in these microbatches, cut, on `mesh`, whose axis `stage` is the outermost."""
         moved = trace.on(mesh)
         order = chained_order(trace.visits, self.microbatches)
         return cut(moved._replace(microbatches=self.microbatches, order=order), self.assignment(trace))
@@ -78,7 +78,7 @@ class Point(NamedTuple):
         return inside if self.order is None else pipelines.FACTORIES[self.order.name](inside)
 
     def sharding(self) -> Schedule:
-        """The schedule of one stage's part of a step, or of a step without stages."""
+        """Returns the schedule of one stage's part of a step, or of a step without stages."""
         again = remat.first(self.remat)
         match self.builder:
             case "ddp":
@@ -94,7 +94,7 @@ class Point(NamedTuple):
         return self.schedule()(self.whole(trace))
 
     def whole(self, trace: Trace) -> Trace:
-        """The step of `trace` on this point's mesh, cut where it has stages."""
+        """Returns the step of `trace` on this point's mesh, cut where it has stages."""
         return trace.on(self.mesh) if self.order is None else self.order.whole(trace, self.mesh)
 
     @property
@@ -152,7 +152,7 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
 
 
 def alike_on(trace: Trace) -> int:
-    """The ranks that differ on axes inside blocks alone: a copy of the state has at least these."""
+    """Returns the ranks that differ on axes inside blocks alone: a copy of the state has at least these."""
     return math.prod(size for _, size in trace.inside)
 
 
@@ -195,19 +195,19 @@ class Choice(NamedTuple):
 
 
 def choice_of(point: Point, program: Program, cluster: Cluster, peak_bytes: int) -> Choice:
-    """The choice that the program of `point` comes to in simulation."""
+    """Returns the choice that the program of `point` comes to in simulation."""
     todo = tasks(program, cluster)
     alone = work(program, todo, cluster)
     return Choice(point, run(program, todo, cluster).seconds, alone.compute_s, alone.comm_s, peak_bytes)
 
 
 def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
-    """The fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
+    """Returns the fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
     return None if needs(most) > budget else most - last(lambda kept: needs(most - kept), most, budget)
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """The largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
+    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
     low = 0
     high = most
     below = value(low)

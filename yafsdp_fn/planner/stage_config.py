@@ -60,7 +60,7 @@ class StageConfig(NamedTuple):
 
     @staticmethod
     def of(point: Point, trace: Trace) -> "StageConfig":
-        """The configuration of a builder's program."""
+        """Returns the configuration of a builder's program."""
         units = frozenset(range(len(trace.units)))
         visited = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
         layers = [unit for unit in visited if trace.units[unit].stack is not None]
@@ -80,7 +80,7 @@ class StageConfig(NamedTuple):
         )
 
     def program(self, trace: Trace) -> Program:
-        """The program for `trace`. Raises ValueError where a step cannot be so."""
+        """Returns the program for `trace`. Raises ValueError where a step cannot be so."""
 
         def recomputed(_: Trace) -> Numbers:
             return self.recomputed
@@ -125,7 +125,7 @@ class Design(NamedTuple):
 
 
 def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:
-    """Unit -> slot: units of equal `size` that have no slot of their own take turns in `width` slots."""
+    """Returns unit -> slot: units of equal `size` that have no slot of their own take turns in `width` slots."""
     sharing = [unit for unit in trace.units if unit.id not in own]
     if not sharing:
         return own_slots(trace.units)
@@ -287,7 +287,7 @@ def outcome(make: Callable[[], Program], cluster: Cluster, budget: int) -> Outco
 
 
 def peaks_of(program: Program) -> tuple[int, ...]:
-    """The predicted peak of each stage, in bytes."""
+    """Returns the predicted peak of each stage, in bytes."""
     return tuple(footprint.predict_memory(part).peak_bytes for part in program.by_stage)
 
 
@@ -329,7 +329,7 @@ class StepWithoutStages:
             self.seconds = seconds
 
     def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        """The best program without changes that save nothing, and what the others save."""
+        """Returns the best program without changes that save nothing, and what the others save."""
         best = self.best
         enough = self.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
@@ -354,7 +354,7 @@ class StepWithoutStages:
         return self.known[config]
 
     def _known(self, config: StageConfig) -> Outcome:
-        """The outcome of a configuration, which is no move where it is not known yet."""
+        """Returns the outcome of a configuration, which is no move where it is not known yet."""
         return self.known.get(config) or outcome(partial(config.program, self.trace), self.cluster, self.budget)
 
     def _fits(self, config: StageConfig) -> bool:

@@ -248,7 +248,8 @@ class Synthesis:
         disk.replace(Path(path), f"{json.dumps(file._asdict())}\n".encode())
 
     def _same(self, file: File) -> File:
-        """A file of this search. Raises ValueError for one of another step, cluster, memory, stages or runners-up."""
+        """Returns a file of this search. Raises ValueError for one of another step, cluster, memory, stages or
+        runners-up."""
         ours = {"points": tuple(map(str, self.points)), "builder_s": self.builder.seconds, "budget": self.budget}
         for field, value in ours.items():
             theirs = getattr(file, field)
@@ -443,7 +444,7 @@ class Pipelines:
         self._try(cut, tuple(config._replace(update=update) for config in configs), cut.design.rows)
 
     def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        """The best program, its outcome, and what it does otherwise than the best builder's."""
+        """Returns the best program, its outcome, and what it does otherwise than the best builder's."""
         return self.best, self.outcome, tuple(self._differences() if self.best.configs else ())
 
     def _differences(self) -> Iterator[str]:
@@ -477,7 +478,7 @@ class Pipelines:
 def _recomputing(
     configs: Sequence[StageConfig], layers: Sequence[Sequence[int]], counts: Sequence[int]
 ) -> tuple[StageConfig, ...]:
-    """The configurations with so many recomputed layers, the first ones."""
+    """Returns the configurations with so many recomputed layers, the first ones."""
     each = zip(configs, layers, counts, strict=True)
     return tuple(config._replace(recomputed=frozenset(those[:count])) for config, those, count in each)
 

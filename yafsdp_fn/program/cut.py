@@ -13,9 +13,9 @@ from yafsdp_fn.program.trace import Trace, Visit
 
 
 def cut(trace: Trace, assignment: Assignment) -> Trace:
-    """`trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut so: a
-    visit whose units are in different segments, visits that come back to an earlier segment, a stage that holds a unit
-    which none of its visits uses, code between visits that mixes what two segments have made.
+    """Returns `trace` with its segments and flows. Raises ValueError, naming the visit or unit, where it cannot be cut
+    so: a visit whose units are in different segments, visits that come back to an earlier segment, a stage that holds a
+    unit which none of its visits uses, code between visits that mixes what two segments have made.
 
     >>> two_stages = ya.schedules.cut(trace, ya.schedules.assign(trace, stages=2))
     >>> two_stages.split.stages, [(flow.source, flow.target) for flow in two_stages.split.flows]
@@ -111,14 +111,14 @@ Takers = list[tuple[int, Argument]]
 
 
 def crossing(trace: Trace) -> list[list[Takers]]:
-    """The tensors of each flow of a step that is cut, in the order in which they travel."""
+    """Returns the tensors of each flow of a step that is cut, in the order in which they travel."""
     assert trace.split is not None
     of_visit = [trace.split.segment(visit.id) for visit in trace.visits]
     return list(_crossing(trace, of_visit).values())
 
 
 def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], list[Takers]]:
-    """(source, target) -> what that segment takes of this one, every tensor once; by source, then target."""
+    """Returns (source, target) -> what that segment takes of this one, every tensor once; by source, then target."""
     found: dict[tuple[int, int], dict[int, Takers]] = {}
     for visit in trace.visits:
         for argument in visit.cost.arguments:
@@ -139,7 +139,7 @@ def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], li
 
 
 def costs_of(visits: Sequence[Visit]) -> list[int]:
-    """The cost of each visit, 1 where nothing has measured them."""
+    """Returns the cost of each visit, 1 where nothing has measured them."""
     costs = [visit.cost for visit in visits]
     found = [cost.flops + cost.bwd_flops + cost.attention_flops + cost.bwd_attention_flops for cost in costs]
     return found if any(found) else [1] * len(found)

@@ -195,7 +195,7 @@ def checked(data: Any) -> tuple[Trace, Stages]:
 
 
 def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
-    """The data that `checked` takes, for JSON."""
+    """Returns the data that `checked` takes, for JSON."""
     return {"version": VERSION, "trace": trace._asdict(), "stages": [_ops(ops) for ops in stages]}
 
 

@@ -132,6 +132,6 @@ class OptimizerMemory(NamedTuple):
     step: tuple[int, int] = (0, 1)
 
     def nbytes(self, ranks: int) -> int:
-        """Bytes of the state, where a copy is cut over `ranks`."""
+        """Returns the bytes of the state, where a copy is cut over `ranks`."""
         cut = [(padded_numel(numel, ranks // parts) * parts // ranks, each) for numel, each, parts in self.shards]
         return self.fixed + sum(numel * each for numel, each in cut)

@@ -40,7 +40,7 @@ FillsCarry = Annotated[Numbers, SlotUse("carry slot", "writes")]
 
 
 def slot_fields(op: Any) -> tuple[tuple[str, SlotUse], ...]:
-    """The fields of `op` that number slots, in their order."""
+    """Returns the fields of `op` that number slots, in their order."""
     kind: Any = type(op)
     return _slot_fields(kind)
 
@@ -52,7 +52,7 @@ def _slot_fields(kind: Any) -> tuple[tuple[str, SlotUse], ...]:
 
 
 def uses_of(op: Any, at: Hashable, reads: Iterable[Buffer] = (), writes: Iterable[Buffer] = ()) -> Uses:
-    """The uses of `op`: the slots of set `at` that its fields number, beside other buffers."""
+    """Returns the uses of `op`: the slots of set `at` that its fields number, beside other buffers."""
     found: dict[str, list[Buffer]] = {"reads": [*reads], "writes": []}
     for field, (kind, way) in slot_fields(op):
         numbers = getattr(op, field)
@@ -110,7 +110,7 @@ class Gather(NamedTuple):
         return "gather"
 
     def uses(self, at: Hashable = 0) -> Uses:
-        """The buffers that it reads, and those that it writes. at: names the slot set that the op runs in"""
+        """Returns the buffers that it reads, and those that it writes. at: names the slot set that the op runs in"""
         in_node = self.source == "node"
         return uses_of(self, at, [("secondary", at, unit) if in_node else ("shard", unit) for unit in self.units])
 
@@ -415,14 +415,14 @@ STREAMS = ("gather", "compute", "reduce", "replicate", "offload", "send", "recei
 
 
 def kind_of(op: ComputeOp) -> Kind:
-    """The kind of compute that it is, as traces have it."""
+    """Returns the kind of compute that it is, as traces have it."""
     if isinstance(op, Forward):
         return "forward"
     return "backward" if op.half == "both" else op.half
 
 
 def filled(op: Op) -> tuple[tuple[int, int], ...]:
-    """`(unit, weight slot)` of the weights that `op` puts into slots."""
+    """Returns `(unit, weight slot)` of the weights that `op` puts into slots."""
     found: list[tuple[int, int]] = []
     for slots in weight_slots(op, "writes"):
         found += zip(op.units, slots, strict=True)  # type: ignore[union-attr]
@@ -430,7 +430,7 @@ def filled(op: Op) -> tuple[tuple[int, int], ...]:
 
 
 def weight_slots(op: Any, way: Literal["reads", "writes"]) -> list[tuple[int, ...]]:
-    """The weight slots that `op` reads, or those that it fills, field by field: one for each of its units."""
+    """Returns the weight slots that `op` reads, or those that it fills, field by field: one for each of its units."""
     kind: Any = type(op)
     return [getattr(op, field) for field in _weight_fields(kind, way)]
 
@@ -441,5 +441,5 @@ def _weight_fields(kind: Any, way: str) -> tuple[str, ...]:
 
 
 def name_of(op: Any) -> str:
-    """The name of an op in words: `all-reduce`."""
+    """Returns the name of an op in words: `all-reduce`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(op).__name__).lower()

@@ -20,7 +20,8 @@ from yafsdp_fn.util.owners import Leaf, assign
 
 
 def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
-    """Bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their leaves."""
+    """Returns the bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their
+    leaves."""
     cut = tuple((unit.numel, unit.over) for unit in trace.units)
     away = _away(trace.lent, cut, trace.ranks, tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE))
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
@@ -84,7 +85,7 @@ class Updating:
 
 
 def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
-    """The norm and the updates that follow a program without updates."""
+    """Returns the norm and the updates that follow a program without updates."""
     in_parts = [of.unit for of in lent]
     whole = tuple(unit for unit in trained if unit not in in_parts)
     ops: list[Op] = [Norm(trained), *[Update(whole)] * bool(whole or not in_parts)]
@@ -129,7 +130,7 @@ def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
 
 
 def units_of(trace: Trace, stage: int) -> frozenset[int]:
-    """The units that `stage` holds: those that its visits use, and, of those that no visit uses, its own."""
+    """Returns the units that `stage` holds: those that its visits use, and, of those that no visit uses, its own."""
     split = trace.split
     assert split is not None
     used = {unit for visit in trace.visits for unit in visit.units}
@@ -140,7 +141,7 @@ def units_of(trace: Trace, stage: int) -> frozenset[int]:
 
 
 def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int], ...]:
-    """`OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
+    """Returns `OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
 
     def alike(units: Iterable[int]) -> Counter[tuple[int, int]]:
         of = [trace.units[unit] for unit in units]
@@ -160,7 +161,7 @@ def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
 
 
 def _closing(trace: Trace, order: Sequence[Compute]) -> Iterator[Compute]:
-    """`order` with the units whose gradient is complete, in a microbatch, after each compute."""
+    """Yields `order` with the units whose gradient is complete, in a microbatch, after each compute."""
     last: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the compute that writes its gradient last
     for index, now in enumerate(order):
         last |= {(unit, now.microbatch): index for unit in writes_of(now, trace)}
@@ -246,7 +247,8 @@ class Program:
         return any(isinstance(op, ops.Update) for own in self.stages for op in own)
 
     def carried(self) -> dict[int, int]:
-        """Slot -> unit that it must hold when the program begins: what is read before anything is put into the slot."""
+        """Returns slot -> unit that it must hold when the program begins: what is read before anything is put into the
+        slot."""
         found: dict[int, int] = {}
         full: set[int] = set()
         for op in self.ops:
@@ -281,12 +283,12 @@ class Program:
         return _largest([*saved, *crossing], size)
 
     def host_bytes(self) -> dict[int, int]:
-        """Visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
+        """Returns visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
         ids = {op.visit for op in self.ops if isinstance(op, ops.Offload)}
         return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in sorted(ids)}
 
     def secondary_bytes(self) -> dict[int, int]:
-        """Unit -> size of its secondary shard."""
+        """Returns unit -> size of its secondary shard."""
         units, of = [unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units], self.trace.units
         return {unit: of[unit].gather_bytes // self.trace.local_ranks_of(of[unit]) for unit in sorted(units)}
 
@@ -300,8 +302,8 @@ class Program:
         return sum(len(op.units) for op in found if source is None or op.source == source)
 
     def wire_bytes(self) -> Counter[str]:
-        """Bytes that each rank sends in a step, by kind of collective, and in messages to other stages; a step's few
-        scalars, and collectives inside blocks, are not counted.
+        """Returns the bytes that each rank sends in a step, by kind of collective, and in messages to other stages; a
+        step's few scalars, and collectives inside blocks, are not counted.
 
         A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
         optimizer exchanges after a program without updates is in it, where a trace has measured that.
@@ -385,7 +387,7 @@ class Program:
         planner.simulate(self, cluster).save(path)
 
     def diff(self, other: "Program") -> str:
-        """The ops that differ, in words, as a unified diff; empty where all ops are equal."""
+        """Returns the ops that differ, in words, as a unified diff; empty where all ops are equal."""
         return text.diff(self.words(), other.words())
 
     def words(self) -> list[str]:
@@ -395,7 +397,7 @@ class Program:
         return [stage + text.describe(op, self.trace) for stage, own in each for op in own]
 
     def fingerprint(self) -> str:
-        """A hash of what ranks must agree on: ops, units and visits, without measured costs."""
+        """Returns a hash of what ranks must agree on: ops, units and visits, without measured costs."""
         return self._fingerprint
 
     @cached_property
@@ -403,12 +405,12 @@ class Program:
         return json.fingerprint(self.trace, self.stages)
 
     def to_json(self) -> str:
-        """The whole program as JSON, for checkpoints and for reading."""
+        """Returns the whole program as JSON, for checkpoints and for reading."""
         return json.to_json(self.trace, self.stages)
 
     @staticmethod
     def from_json(text: str) -> "Program":
-        """The program that `to_json` wrote. Raises ValueError where `text` is not one."""
+        """Returns the program that `to_json` wrote. Raises ValueError where `text` is not one."""
         trace, stages = json.from_json(text)
         return Program(trace, *stages)
 
@@ -426,7 +428,7 @@ def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, in
 
 
 def _others(nbytes: int, ranks: int) -> int:
-    """The parts of a vector that are other ranks'."""
+    """Returns the parts of a vector that are other ranks'."""
     return nbytes // ranks * (ranks - 1)
 
 

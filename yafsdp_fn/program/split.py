@@ -20,7 +20,8 @@ LINE = 16
 
 
 def in_carry_slot(nbytes: int) -> int:
-    """Bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look at that."""
+    """Returns the bytes that a value takes in a carry slot: aligned as CUDA's allocator would, since kernels may look
+    at that."""
     return round_up(nbytes, 512)
 
 
@@ -106,34 +107,34 @@ class Split(NamedTuple):
     # ---- stages and segments
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        """The stages that share `unit`, ascending; none where one has it alone."""
+        """Returns the stages that share `unit`, ascending; none where one has it alone."""
         return dict(self.shared).get(unit, ())
 
     def segment(self, visit: int) -> int:
-        """The segment that `visit` is in."""
+        """Returns the segment that `visit` is in."""
         return next(number for number, (first, end) in enumerate(self.segments) if first <= visit < end)
 
     def visits(self, segment: int) -> range:
-        """The numbers of the visits of a segment."""
+        """Returns the numbers of the visits of a segment."""
         return range(*self.segments[segment])
 
     def of(self, stage: int) -> tuple[int, ...]:
-        """The segments of `stage`."""
+        """Returns the segments of `stage`."""
         return tuple(number for number, home in enumerate(self.homes) if home == stage)
 
     # ---- messages
 
     def arriving(self, segment: int) -> tuple[int, ...]:
-        """Numbers of the flows that a segment takes."""
+        """Returns the numbers of the flows that a segment takes."""
         return tuple(number for number, flow in enumerate(self.flows) if flow.target == segment)
 
     def leaving(self, segment: int) -> tuple[int, ...]:
-        """Numbers of the flows that others take from it."""
+        """Returns the numbers of the flows that others take from it."""
         return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
 
     def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
-        """The messages that a compute takes from carry slots: those that arrive, in the first forward of a segment; the
-        gradients of those that have left, in its first backward."""
+        """Returns the messages that a compute takes from carry slots: those that arrive, in the first forward of a
+        segment; the gradients of those that have left, in its first backward."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == first:
@@ -143,8 +144,8 @@ class Split(NamedTuple):
         return ()
 
     def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
-        """The messages that a compute puts into carry slots: those that leave, in the last forward of a segment; the
-        gradients of those that have arrived, in its last backward."""
+        """Returns the messages that a compute puts into carry slots: those that leave, in the last forward of a
+        segment; the gradients of those that have arrived, in its last backward."""
         segment = self.segment(visit)
         first, end = self.segments[segment]
         if kind == "forward" and visit == end - 1:
@@ -157,7 +158,7 @@ class Split(NamedTuple):
         return tuple(Message(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
-        """The stages that a message of `flow` comes from and goes to."""
+        """Returns the stages that a message of `flow` comes from and goes to."""
         source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
         return (target, source) if back else (source, target)
 
@@ -187,7 +188,7 @@ class Assignment(NamedTuple):
         return max(self.homes) + 1
 
     def held(self, stage: int) -> frozenset[int]:
-        """The units that `stage` holds; the first stage also those that no visit uses."""
+        """Returns the units that `stage` holds; the first stage also those that no visit uses."""
         return frozenset(unit for unit, stages in enumerate(self.holders) if stage in stages)
 
     @property

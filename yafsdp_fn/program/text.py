@@ -15,7 +15,7 @@ from yafsdp_fn.program.trace import Collectives, Trace
 
 
 def describe(op: Op, trace: Trace) -> str:
-    """One op in words; as Python shows it where it names what does not exist."""
+    """Returns one op in words; as Python shows it where it names what does not exist."""
     try:
         return _in_words(op, trace)
     except (IndexError, TypeError):
@@ -83,7 +83,7 @@ def _in_words(op: Any, trace: Trace) -> str:
 
 
 def collectives(trace: Trace) -> list[str]:
-    """The collectives over axes inside blocks: a line for visits that follow each other and call the same."""
+    """Returns the collectives over axes inside blocks: a line for visits that follow each other and call the same."""
     named: list[tuple[str, Collectives, Collectives]] = []
     for visit in trace.visits:
         named.append((visit.name, visit.collectives, visit.adjoints))
@@ -115,7 +115,7 @@ def describe_message(message: Message, trace: Trace) -> str:
 
 
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
-    """One line per op, one column per stream."""
+    """Returns one line per op, one column per stream."""
     rows = [(getattr(op, "stream", "compute"), describe(op, trace)) for op in sequence]
     title = {at: at if at == "compute" else f"{at} stream" for at in STREAMS if at in dict(rows)}
     width = {at: max(len(head), *(len(words) for stream, words in rows if stream == at)) for at, head in title.items()}
@@ -126,7 +126,7 @@ def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
 
 
 def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """A unified diff of two programs' ops in words."""
+    """Returns a unified diff of two programs' ops in words."""
     return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
 
 
@@ -137,7 +137,7 @@ MARKS = {"&lt;- refused": "#d1242f", "&lt;- against this": "#bf8700"}
 
 
 def in_notebook(text: str) -> str:
-    """`text` as HTML: its columns kept, never wrapped, the ops of a refusal in colour."""
+    """Returns `text` as HTML: its columns kept, never wrapped, the ops of a refusal in colour."""
     lines = []
     for line in html.escape(text, quote=False).splitlines():
         colour = next((colour for mark, colour in MARKS.items() if line.endswith(mark)), None)

@@ -111,7 +111,7 @@ SHOWN = 16
 
 
 def shortened(rows: Sequence[str]) -> list[str]:
-    """The first and the last of many."""
+    """Returns the first and the last of many."""
     if len(rows) <= SHOWN:
         return list(rows)
     return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]
@@ -168,7 +168,7 @@ class Trace(NamedTuple):
     kernels: str = "fused"
 
     def __str__(self) -> str:
-        """The step, a line for each visit, and the order of computes; of many the first and the last."""
+        """Returns the step, a line for each visit, and the order of computes; of many the first and the last."""
         return _table(self)
 
     def __repr__(self) -> str:
@@ -182,7 +182,7 @@ class Trace(NamedTuple):
         return math.prod(size for name, size in self.mesh if name not in ("stage", "replicate"))
 
     def ranks_of(self, unit: UnitSpec) -> int:
-        """Ranks that `unit` is cut by: those of axes that it is split over hold other parts."""
+        """Returns the ranks that `unit` is cut by: those of axes that it is split over hold other parts."""
         return self.ranks // math.prod(dict(self.mesh)[name] for name in unit.over)
 
     @property
@@ -222,7 +222,7 @@ class Trace(NamedTuple):
         return self.ranks // dict(self.mesh).get("node", 1)
 
     def local_ranks_of(self, unit: UnitSpec) -> int:
-        """Ranks of one node that `unit` is cut by."""
+        """Returns the ranks of one node that `unit` is cut by."""
         return self.ranks_of(unit) // dict(self.mesh).get("node", 1)
 
     # ---- on another mesh
@@ -250,12 +250,12 @@ class Trace(NamedTuple):
         return any(compute.kind != "forward" for compute in self.order)
 
     def units_of(self, op: Any) -> tuple[int, ...]:
-        """The units that an op names, or its visit uses."""
+        """Returns the units that an op names, or its visit uses."""
         ids: tuple[int, ...] = self.visits[op.visit].units if hasattr(op, "visit") else op.units
         return ids
 
     def weights_of(self, op: Any) -> tuple[tuple[int, int], ...]:
-        """`(unit, weight slot)` of the weights that `op` reads from slots."""
+        """Returns `(unit, weight slot)` of the weights that `op` reads from slots."""
         found: list[tuple[int, int]] = []
         for slots in weight_slots(op, "reads"):
             if slots:  # a half of a backward may read none
@@ -263,7 +263,8 @@ class Trace(NamedTuple):
         return tuple(found)
 
     def messages_of(self, op: Any) -> tuple[tuple[Message, int], ...]:
-        """`(message, carry slot)` of what `op` takes and gives, sends or receives, between segments of a pipeline."""
+        """Returns `(message, carry slot)` of what `op` takes and gives, sends or receives, between segments of a
+        pipeline."""
         if isinstance(op, Send | Receive):
             return ((op.message, op.carry_slot),)
         if not isinstance(op, Forward | Backward) or self.split is None:
@@ -281,20 +282,20 @@ class Trace(NamedTuple):
         return tuple(u for u, stages in self.split.shared if self.stage in stages and self.units[u].trainable)
 
     def called_by(self, visit: int) -> tuple[tuple[str, ...], ...]:
-        """The collectives of `visit` and of the loss after it in words without bytes, which depend on the batch: of
-        both forwards, and of both backwards."""
+        """Returns the collectives of `visit` and of the loss after it in words without bytes, which depend on the
+        batch: of both forwards, and of both backwards."""
         own, beside = self.visits[visit], self.beside(visit)
         each = own.collectives, beside.collectives, own.adjoints, beside.adjoints
         return tuple(tuple(f"{kind} {axis}" for axis, kind, _ in calls) for calls in each)
 
     def beside(self, visit: int) -> Between:
-        """The collectives of the loss after `visit`, and before the first one."""
+        """Returns the collectives of the loss after `visit`, and before the first one."""
         here = [each for each in self.between if max(each.after, 0) == visit]
         calls = tuple(call for each in here for call in each.collectives)
         return Between(visit, calls, tuple(call for each in here for call in each.adjoints))
 
     def parts(self, unit: int) -> int:
-        """The number of parts in which the optimizer updates `unit`."""
+        """Returns the number of parts in which the optimizer updates `unit`."""
         return next((lent.parts for lent in self.lent if lent.unit == unit), 1)
 
     @property
@@ -307,12 +308,12 @@ class Trace(NamedTuple):
 
 
 def reads_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
-    """The units whose weights a compute reads; gradients of weights need none."""
+    """Returns the units whose weights a compute reads; gradients of weights need none."""
     return trace.visits[compute.visit].units if compute.kind != "weights" else ()
 
 
 def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
-    """The units whose gradient a compute writes."""
+    """Returns the units whose gradient a compute writes."""
     return trace.visits[compute.visit].trained if compute.kind in ("backward", "weights") else ()
 
 
@@ -320,12 +321,12 @@ def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
-    """`unit` to a stage that does not hold it: a number and a name."""
+    """Returns `unit` to a stage that does not hold it: a number and a name."""
     return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
-    """`unit` cut over `after` ranks instead of `before`."""
+    """Returns `unit` cut over `after` ranks instead of `before`."""
     old, new = padded_numel(unit.numel, before), padded_numel(unit.numel, after)
     sizes = (unit.gather_bytes, unit.reduce_bytes, unit.sum_bytes)
     gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
@@ -336,7 +337,7 @@ def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
 
 
 def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = True) -> tuple[Compute, ...]:
-    """The order of computes: depth-first over microbatches, backward in exactly the reverse of forward.
+    """Returns the order of computes: depth-first over microbatches, backward in exactly the reverse of forward.
 
     >>> [(compute.kind, compute.visit) for compute in ya.schedules.chained_order(trace.visits[:2], microbatches=1)]
     [('forward', 0), ('forward', 1), ('backward', 1), ('backward', 0)]

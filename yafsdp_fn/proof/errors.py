@@ -42,7 +42,7 @@ def refusal_on(stage: int, rule: str, why: str, where: str = "", at: int = -1) -
 
 
 def _drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
-    """The message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
+    """Returns the message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
     here = f"op {index} ({describe(program.ops[index], program.trace)})" if index >= 0 else "end of program"
     head = f"{here}: rule {rule!r}: {why}"
     if other == -1:
@@ -69,7 +69,7 @@ def _drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | N
 
 
 def _in_words(program: Program, buffer: Buffer) -> str:
-    """A buffer in words: `slot 1`, `grad shard of layers[3]`."""
+    """Returns a buffer in words: `slot 1`, `grad shard of layers[3]`."""
     match buffer:
         case ("slot" | "grad slot" | "carry slot" as kind, _, number):
             return f"{kind} {number}"

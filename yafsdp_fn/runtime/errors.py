@@ -34,12 +34,14 @@ class OrderChanged(RuntimeError):
 
 
 def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
-    """The error for a visit in a pipeline that differs from the trace: other stages rely on the traced outputs."""
+    """Returns the error for a visit in a pipeline that differs from the trace: other stages rely on the traced
+    outputs."""
     return OrderChanged(f"{visit}: {what} than when the step was traced. {SAME_ORDER}")
 
 
 def arguments_differ_from_trace(visit: str, came: Any, traced: Any) -> OrderChanged:
-    """The error for a visit in a pipeline with other tensors than in the trace. came, traced: shapes and dtypes"""
+    """Returns the error for a visit in a pipeline with other tensors than in the trace. came, traced: shapes and
+    dtypes"""
     what = f"({_shown(came)}, where there were {_shown(traced)})"
     if len(came) != len(traced):
         what += " (what some microbatches lack, as transformers' mask where nothing is padded, must be in all of them)"
@@ -51,7 +53,7 @@ def _shown(given: Any) -> str:
 
 
 def value_on_other_stage(what: str, error: Exception) -> RuntimeError:
-    """The error for a loss that reads values of tensors that another stage has."""
+    """Returns the error for a loss that reads values of tensors that another stage has."""
     return RuntimeError(
         f"{what} depends on the values of tensors ({error}), and across stages each has those of its own visits alone: "
         "ask for them inside of the visit that has them, and return tensors (torch.where in place of a branch); report "
@@ -60,18 +62,18 @@ def value_on_other_stage(what: str, error: Exception) -> RuntimeError:
 
 
 def visit_differs_from_program(position: str, op: Op | None, trace: Trace) -> OrderChanged:
-    """The error for a visit at `position` where the program has `op`, or has ended."""
+    """Returns the error for a visit at `position` where the program has `op`, or has ended."""
     wanted = "has ended" if op is None else f"expects {describe(op, trace).partition(' in slot')[0]} here"
     return OrderChanged(f"{position}: the program {wanted}. {SAME_ORDER}")
 
 
 def collective_differs(position: str, at: int, wanted: str, got: str) -> OrderChanged:
-    """The error for a block, or a loss, that calls `got` as its collective number `at`."""
+    """Returns the error for a block, or a loss, that calls `got` as its collective number `at`."""
     return OrderChanged(f"{position}: expected its collective {at} to be {wanted}; got {got}. {SAME_CALLS}")
 
 
 def step_ended_early(op: Op, trace: Trace) -> OrderChanged:
-    """The error for a step that has ended where the program has `op`."""
+    """Returns the error for a step that has ended where the program has `op`."""
     return OrderChanged(f"the step ended, but its program goes on with {describe(op, trace)}. {SAME_ORDER}")
 
 
@@ -88,7 +90,7 @@ def kept_from_trace(what: str) -> str:
 
 
 def nothing_visited() -> ValueError:
-    """The error for a loss that no parameter of the state goes into: its gradients would all be zero."""
+    """Returns the error for a loss that no parameter of the state goes into: its gradients would all be zero."""
     return ValueError(
         "the loss does not depend on the differentiated arguments: it should use those that it is given, in ya.scan "
         "and ya.apply, or in the function that ya.functionalize returns; a module that is called itself has weights of "
@@ -97,7 +99,7 @@ def nothing_visited() -> ValueError:
 
 
 def nested_visit(visit: str, outer: str) -> RuntimeError:
-    """The error for a visit inside another one: each recomputation of the outer block would visit again."""
+    """Returns the error for a visit inside another one: each recomputation of the outer block would visit again."""
     return RuntimeError(
         f"forward of {visit} begins inside {outer}: a block cannot visit sharded parameters; "
         "visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan). "
@@ -106,7 +108,8 @@ def nested_visit(visit: str, outer: str) -> RuntimeError:
 
 
 def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
-    """The error for a scan over a part of a stack. leaf: local shards of one group; layers: the number held here"""
+    """Returns the error for a scan over a part of a stack. leaf: local shards of one group; layers: the number held
+    here"""
     return ValueError(
         f"scan: local shards of {name} are {shape_of(leaf)}, expected {layers} layers of them: a part of a stack "
         "cannot be scanned. Give the whole stack, and say which layers to visit: ya.scan(f, x, layers, order=range(k))"
@@ -114,7 +117,7 @@ def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
 
 
 def after_failure(position: str, error: BaseException) -> RuntimeError:
-    """The error for a loss that goes on after `error` at `position`."""
+    """Returns the error for a loss that goes on after `error` at `position`."""
     return RuntimeError(
         f"{position} raised {type(error).__name__}, and the loss went on: a step cannot continue after a failed "
         "visit; let the exception out of the loss"
@@ -129,7 +132,7 @@ def second_backward(visit: str) -> RuntimeError:
 
 
 def backward_inside(visit: str) -> RuntimeError:
-    """The error for a backward that the step did not start."""
+    """Returns the error for a backward that the step did not start."""
     return RuntimeError(
         f"{visit}: a backward through a visit outside the step's own, as by torch.autograd.grad or .backward() "
         "inside the loss, would be added to the step's gradients; use torch.func.grad on a function of params"

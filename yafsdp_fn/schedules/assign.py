@@ -60,7 +60,7 @@ def assign(
 
 
 def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
-    """The first visit of each of `count` segments that begin at the units of these names."""
+    """Returns the first visit of each of `count` segments that begin at the units of these names."""
     first: dict[str, int] = {}
     for number, visit in enumerate(trace.visits):
         for unit in visit.units:
@@ -78,7 +78,7 @@ def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
 
 
 def _even(costs: Sequence[int], count: int) -> list[int]:
-    """The first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
+    """Returns the first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2

@@ -22,7 +22,8 @@ def alternating_slots(
     resident: int = 0,
     apart: Container[int] = (),
 ) -> dict[int, int]:
-    """Unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have their own.
+    """Returns unit -> slot: layers alternate among `width` slots, all others (and the last `resident` layers) have
+    their own.
 
     Layers that one visit uses together are in different lanes of `width` slots; a layer for which no lane serves all
     of its visits has a slot of its own. apart: units that have slots of their own in any case
@@ -68,7 +69,7 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, 
 
 
 def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
-    """Unit -> slot: one each.
+    """Returns unit -> slot: one each.
 
     >>> ya.schedules.own_slots(trace.units)
     {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5}
@@ -85,7 +86,8 @@ def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
 
 
 def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """`ops` with neighbouring collectives of a kind merged: gathers for the same compute, reductions after the same."""
+    """Returns `ops` with neighbouring collectives of a kind merged: gathers for the same compute, reductions after the
+    same."""
     out: list[Any] = []
     reader = readers(ops)
     open_: dict[Any, int] = {}  # what may be joined, and where it is in `out`
@@ -160,7 +162,7 @@ def build(
     secondary: Container[int] = frozenset(),
     update: bool = False,
 ) -> Program:
-    """The program for `slots` and `grad_slots`, unit -> slot.
+    """Returns the program for `slots` and `grad_slots`, unit -> slot.
 
     prefetch: how many computes ahead to gather; remat: which visits recompute
     defer: reduce once per step instead of once per microbatch, all units or these; each needs a gradient slot of its
@@ -198,7 +200,7 @@ def build(
 def op_of(
     now: Compute, trace: Trace, slots: Mapping[int, int], grad_slots: Mapping[int, int], recompute: Container[int]
 ) -> Forward | Backward:
-    """The op of a compute. slots, grad_slots: unit -> slot; recompute: visits that keep no graph"""
+    """Returns the op of a compute. slots, grad_slots: unit -> slot; recompute: visits that keep no graph"""
     at = tuple(slots[unit] for unit in reads_of(now, trace))
     if now.kind == "forward":
         return Forward(now.visit, at, now.visit not in recompute, now.microbatch)
@@ -208,7 +210,7 @@ def op_of(
 
 
 def sums_over_stages(trace: Trace) -> list[Op]:
-    """The gradients of units that pipeline stages share: after all computes, in one order on all of these."""
+    """Returns the gradients of units that pipeline stages share: after all computes, in one order on all of these."""
     return [AllReduce((unit,), "stages") for unit in trace.shared]
 
 

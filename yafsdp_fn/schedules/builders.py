@@ -226,8 +226,8 @@ FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3,
 def _schedule(
     slots: Slots, remat: Remat | str, *, prefetch: int, update: bool, defer: bool = False, secondary: int = 0
 ) -> Schedule:
-    """The schedule of a choice of slots. Gradient slots are two that alternate, or one for each unit, where gradients
-    stay until the last microbatch.
+    """Returns the schedule of a choice of slots. Gradient slots are two that alternate, or one for each unit, where
+    gradients stay until the last microbatch.
 
     secondary: how many layers, the first ones, are gathered inside the node after their first gather
     """
@@ -246,7 +246,8 @@ def _own(trace: Trace) -> dict[int, int]:
 
 
 def _of_gradients(trace: Trace) -> dict[int, int]:
-    """Unit -> gradient slot: two alternate; one is alone for what several visits of a microbatch reduce together."""
+    """Returns unit -> gradient slot: two alternate; one is alone for what several visits of a microbatch reduce
+    together."""
     visits = Counter(unit for visit in trace.visits for unit in visit.trained)
     apart = {unit for unit, times in visits.items() if times > 1} if trace.ordered else ()
     return alternating_slots(trace.visits, trace.units, apart=apart)

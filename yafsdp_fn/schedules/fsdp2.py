@@ -120,7 +120,7 @@ def _visited(trace: Trace) -> list[int]:
 def groups_of(
     trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None
 ) -> list[WrappedUnits]:
-    """The groups that settings make of a trace's units, in the order of their visits."""
+    """Returns the groups that settings make of a trace's units, in the order of their visits."""
     modules: dict[str, list[int]] = {}  # what is split over an axis inside of blocks is a unit of the same module
     for unit in _visited(trace):
         modules.setdefault(SPLIT.sub("", trace.units[unit].name), []).append(unit)
@@ -148,7 +148,7 @@ def groups_of(
 
 
 def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[WrappedUnits]:
-    """The groups that hold the parameters of the trace's units, in the order of its visits."""
+    """Returns the groups that hold the parameters of the trace's units, in the order of its visits."""
     of = {name: number for number, group in enumerate(found) for name in group.parameters}
     units: dict[int, list[int]] = {}
     for unit in _visited(trace):
@@ -180,7 +180,7 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[WrappedUnits]:
 def program_of(
     trace: Trace, groups: list[WrappedUnits], remat: Remat, *, defer: bool = False, hold: bool = False
 ) -> Program:
-    """The program of groups. hold: none is freed after its backward"""
+    """Returns the program of groups. hold: none is freed after its backward"""
     if isinstance(remat, Offloading):
         raise ValueError(
             "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
@@ -311,7 +311,8 @@ class _Fsdp2Builder:
 
 
 def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[int, int]:
-    """Unit -> slot: those of `groups` take turns with `width` slots, or sets of slots; others have their own."""
+    """Returns unit -> slot: those of `groups` take turns with `width` slots, or sets of slots; others have their
+    own."""
     slots: dict[int, int] = {}
     for turn, units in enumerate(groups):
         by_size = sorted(units, key=lambda unit: -trace.units[unit].gather_bytes)

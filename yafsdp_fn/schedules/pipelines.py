@@ -59,7 +59,7 @@ def gpipe(sharding: Schedule | None = None) -> Schedule:
 
 
 def gpipe_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `gpipe`."""
+    """Returns the calls of `gpipe`."""
     rows: Rows = []
     for stage in range(split.stages):
         own, ms = split.of(stage), range(microbatches)
@@ -87,7 +87,7 @@ def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
 
 
 def one_f_one_b_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `one_f_one_b`."""
+    """Returns the calls of `one_f_one_b`."""
     _expect("one_f_one_b", split, per_stage=1)
     return [list(_alternating(*_passes(split, s, microbatches), split.stages - 1 - s)) for s in range(split.stages)]
 
@@ -111,7 +111,7 @@ def interleaved(sharding: Schedule | None = None) -> Schedule:
 
 
 def interleaved_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `interleaved`.
+    """Returns the calls of `interleaved`.
 
         stage 0  | F0,0 F0,1 F2,0 F2,1      B2,0 ...      segment, microbatch
 
@@ -149,8 +149,8 @@ def zero_bubble(sharding: Schedule | None = None) -> Schedule:
 
 
 def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
-    """The calls of `zero_bubble`. Stage s keeps no more microbatches than the first stage of 1F1B; with depth 2 up to
-    2 P - 1, for as good as no idle time (ZB-H2)."""
+    """Returns the calls of `zero_bubble`. Stage s keeps no more microbatches than the first stage of 1F1B; with depth 2
+    up to 2 P - 1, for as good as no idle time (ZB-H2)."""
     _expect("zero_bubble", split, per_stage=1)
     rows: Rows = []
     for s in range(split.stages):
@@ -185,14 +185,14 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
 
 
 def v_shaped_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `v_shaped`."""
+    """Returns the calls of `v_shaped`."""
     _expect("v_shaped", split, per_stage=2, v=True)
     rows = (_v_row(split.stages, stage, microbatches) for stage in range(split.stages))
     return whole_if_idle([[call for call in row if call.microbatch < microbatches] for row in rows], split)
 
 
 def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
-    """The row of stage s, of as many microbatches as fill the pipeline, or more."""
+    """Yields the row of stage s, of as many microbatches as fill the pipeline, or more."""
     total = max(microbatches, 2 * stages - 1)
     down, up = s, 2 * stages - 1 - s
     done: dict[tuple[Kind, int], int] = {}
@@ -241,7 +241,7 @@ def v_half(sharding: Schedule | None = None) -> Schedule:
 
 
 def v_half_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `v_half`."""
+    """Returns the calls of `v_half`."""
     _expect("v_half", split, per_stage=2, v=True)
     return _repeated(split, microbatches, (1, 2, 1, 2))
 
@@ -263,7 +263,7 @@ def v_min(sharding: Schedule | None = None) -> Schedule:
 
 
 def v_min_calls(split: Split, microbatches: int) -> Rows:
-    """The calls of `v_min`."""
+    """Returns the calls of `v_min`."""
     _expect("v_min", split, per_stage=2, v=True)
     return _repeated(split, microbatches, (1, 1, 1, 1))
 
@@ -276,7 +276,7 @@ BLOCK = 6
 
 
 def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int]) -> Rows:
-    """The calls of a microbatch at fixed times, and those of each next one six calls later.
+    """Returns the calls of a microbatch at fixed times, and those of each next one six calls later.
 
     steps: time from a stage to the next one: of forwards down the V and up, of backwards down and up
     Turns at the ends of the V take as long as lets no two calls of a stage meet and keeps the fewest microbatches; of
@@ -300,7 +300,8 @@ def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int])
 
 
 def _block(stages: int, stage: int, steps: Sequence[int], turns: Sequence[int]) -> list[int]:
-    """The times of forwards down and up, backwards of inputs down and up, and of weights: where there is room next."""
+    """Returns the times of forwards down and up, backwards of inputs down and up, and of weights: where there is room
+    next."""
     at, block = 0, list[int]()
     for leg, step in enumerate(steps):
         block.append(at + step * (stage if leg % 2 == 0 else stages - 1 - stage))
@@ -337,7 +338,7 @@ ORDERS: dict[str, Order] = {
 
 
 def forward_only(split: Split, microbatches: int) -> Rows:
-    """The calls of an evaluation: P microbatches go through the first segment, then through the next one."""
+    """Returns the calls of an evaluation: P microbatches go through the first segment, then through the next one."""
     groups = _groups(microbatches, split.stages)
     return [
         [Call("forward", segment, m) for group in groups for segment in split.of(stage) for m in group]
@@ -353,14 +354,14 @@ def _groups(microbatches: int, stages: int) -> list[range]:
 
 
 def _passes(split: Split, stage: int, microbatches: int) -> tuple[list[Call], list[Call]]:
-    """The forwards of a stage in their order, and its backwards in theirs."""
+    """Returns the forwards of a stage in their order, and its backwards in theirs."""
     own, groups = split.of(stage), _groups(microbatches, split.stages)
     forwards = [Call("forward", segment, m) for group in groups for segment in own for m in group]
     return forwards, [Call("backward", segment, m) for group in groups for segment in reversed(own) for m in group]
 
 
 def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], ahead: int) -> Iterator[Call]:
-    """`ahead` forwards, then one forward and one backward by turns."""
+    """Yields `ahead` forwards, then one forward and one backward by turns."""
     yield from forwards[:ahead]
     for k, backward in enumerate(backwards):
         yield from forwards[ahead + k : ahead + k + 1]
@@ -442,7 +443,7 @@ def pipeline(
     together: bool = False,
     pace: Pace = UNIT,
 ) -> Program:
-    """The program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
+    """Returns the program of a step that is cut, from its stages' lists of calls and messages. together: see `wired`"""
     programs = []
     for stage, items in enumerate(lists):
         part = stage_trace(trace, stage, [item for item in items if isinstance(item, Call)])
@@ -454,7 +455,7 @@ def pipeline(
 
 
 def sharding_of(given: Schedule | None) -> Schedule:
-    """The schedule for each stage. Raises TypeError for what is none."""
+    """Returns the schedule for each stage. Raises TypeError for what is none."""
     if given is None:
         return zero2()
     factories: list[object] = list(builders.FACTORIES.values())
@@ -467,7 +468,7 @@ def sharding_of(given: Schedule | None) -> Schedule:
 
 
 def split_of(trace: Trace) -> Split:
-    """The stages of a whole step. Raises ValueError where it has none."""
+    """Returns the stages of a whole step. Raises ValueError where it has none."""
     if trace.split is None or trace.stage is not None:
         raise ValueError(
             "this schedule is for pipeline stages, and the step has none: build the state on ya.mesh(stage=2), with as "

@@ -28,7 +28,7 @@ def layer_visits(trace: Trace) -> list[int]:
 
 
 def none(trace: Trace) -> frozenset[int]:
-    """Every visit keeps its graph.
+    """Returns every visit keeps its graph.
 
     >>> sorted(ya.schedules.remat.none(trace))
     []
@@ -37,7 +37,7 @@ def none(trace: Trace) -> frozenset[int]:
 
 
 def all(trace: Trace) -> frozenset[int]:
-    """Every layer recomputes: only the carries between layers are saved.
+    """Returns every layer recomputes: only the carries between layers are saved.
 
     >>> sorted(ya.schedules.remat.all(trace))
     [1, 2, 3, 4]
@@ -82,7 +82,7 @@ class Offloading:
 
 
 def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> Offloading:
-    """The carries of these visits wait on the host, in pinned memory, for their backward.
+    """Returns the carries of these visits wait on the host, in pinned memory, for their backward.
 
         compute  | e 0 1 2 3 4 5 h h 5 4 3 2 1 0 e |
         offload  |     0 1 2           2 1 0       |         ahead=2: the last three stay in their carry slots
@@ -108,7 +108,7 @@ def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> 
 
 
 def policy(given: Remat | str) -> Remat:
-    """A policy, from one or from its name. Raises ValueError or TypeError for anything else.
+    """Returns a policy, from one or from its name. Raises ValueError or TypeError for anything else.
 
     >>> sorted(ya.schedules.remat.policy("first:1")(trace))
     [1]
@@ -142,7 +142,8 @@ def policy(given: Remat | str) -> Remat:
 
 
 def offloaded(ops: Iterable[Op], remat: Offloading, trace: Trace) -> list[Op]:
-    """`ops` with the carry slots of `remat`; as they are where there is no backward, or a slot for each visit."""
+    """Returns `ops` with the carry slots of `remat`; as they are where there is no backward, or a slot for each
+    visit."""
     ids = sorted(remat.visits(trace))
     if not trace.trains or len(ids) <= remat.slots:
         return list(ops)

@@ -149,7 +149,7 @@ class Timed(NamedTuple):
 
 
 def _recorded(timed: Sequence[Timed], step: int | None) -> ProfiledStep:
-    """One step of what the host and a GPU did."""
+    """Returns one step of what the host and a GPU did."""
     host = [e for e in timed if e.cat in OF_HOST and e.name.startswith("FSDP::")]
     steps = {int(e.name[len(STEP) :]): e for e in timed if NUMBERED.fullmatch(e.name) and not e.cat.startswith("gpu")}
     if step is not None and step not in steps:
@@ -173,7 +173,8 @@ def _recorded(timed: Sequence[Timed], step: int | None) -> ProfiledStep:
 
 
 def _unpacked(path: Path) -> bytes:
-    """The bytes of a file, unpacked where its name ends in .gz. Raises ValueError where they would be too many."""
+    """Returns the bytes of a file, unpacked where its name ends in .gz. Raises ValueError where they would be too
+    many."""
     packed = path.read_bytes()
     if path.suffix != ".gz":
         return packed
@@ -188,7 +189,7 @@ def _unpacked(path: Path) -> bytes:
 
 
 def _timed(path: Path) -> list[Timed]:
-    """The events of a file that tell when the host and a GPU did something."""
+    """Returns the events of a file that tell when the host and a GPU did something."""
     try:
         data = json.loads(_unpacked(path).decode())
         events = data.get("traceEvents") if isinstance(data, dict) else data
@@ -276,7 +277,7 @@ def _same(what: str, recorded: int, said: int) -> None:
 
 
 def _outermost(ranges: Sequence[Range]) -> list[Range]:
-    """The ranges that are in no other."""
+    """Returns the ranges that are in no other."""
     found: list[Range] = []
     for each in ranges:
         if not found or each.start >= found[-1].end:

@@ -61,7 +61,7 @@ THIN = {  # row -> its streams, and its colour
 
 
 def on_ramp(codes: str, part: float) -> str:
-    """The colour at a part of the way from the first of some to the last."""
+    """Returns the colour at a part of the way from the first of some to the last."""
     steps = [bytes.fromhex(code) for code in codes.split()]
     at = min(max(part, 0.0), 1.0) * (len(steps) - 1)
     low = min(int(at), len(steps) - 2)
@@ -100,7 +100,8 @@ class Palette:
         return on_ramp(ramps[dark], self._place[unit])
 
     def leading(self, op: Any) -> UnitSpec | None:
-        """The unit that an op is shown as: the first of its units that is a layer, or the first; None without any."""
+        """Returns the unit that an op is shown as: the first of its units that is a layer, or the first; None without
+        any."""
         if isinstance(op, Send | Receive):
             return None
         units = [self.trace.units[unit] for unit in self.trace.units_of(op)]
@@ -108,14 +109,14 @@ class Palette:
         return next(iter(layers or units), None)
 
     def named(self, unit: UnitSpec, dark: bool) -> dict[str, Any]:
-        """The fields of a box that shows a unit."""
+        """Returns the fields of a box that shows a unit."""
         about = {"colour": self.of(unit.id, dark), "dark": dark}
         if unit.stack is None:
             return {**about, "text": unit.name.rpartition(".")[2]}
         return {**about, "text": str(unit.layer), "number": unit.layer}
 
     def box(self, span: Span) -> "Bar":
-        """The box of an op, and what is written in it."""
+        """Returns the box of an op, and what is written in it."""
         op, unit = span.op, self.leading(span.op)
         plain = Bar("op", span.start, span.end, GREY, type(op).__name__.lower(), op=span.number)
         if isinstance(op, Send | Receive):
@@ -127,7 +128,7 @@ class Palette:
 
 
 def _spread(units: Sequence[UnitSpec], low: float, width: float) -> dict[int, float]:
-    """Unit -> its place on a ramp, of which some units have a part."""
+    """Returns unit -> its place on a ramp, of which some units have a part."""
     return {unit.id: low + width * k / max(1, len(units) - 1) for k, unit in enumerate(units)}
 
 
@@ -196,7 +197,7 @@ def _runs(spans: Iterable[Span], place: Callable[[Span], T]) -> Iterator[tuple[T
 
 
 def _inside(spans: Spans, row: BoxRow) -> BoxRow:
-    """The collectives of blocks, at the foot of a row of computes."""
+    """Returns the collectives of blocks, at the foot of a row of computes."""
     bars = tuple(Bar("inside", each.start, each.end, INSIDE, each.name) for each in spans.inside)
     low = 0.3 * row.height
     return BoxRow("", row.top + row.height - low, low, bars, stage=row.stage)
@@ -370,17 +371,17 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
 
 
 def shade(kind: str, segment: int, count: int) -> str:
-    """The colour of a call, darker from the first segment of a stage to the last."""
+    """Returns the colour of a call, darker from the first segment of a stage to the last."""
     return on_ramp(CALLS[kind], segment / (count - 1) if count > 1 else 0.3)
 
 
 def _segments(trace: Trace) -> int:
-    """The most segments that a stage has."""
+    """Returns the most segments that a stage has."""
     return 1 if trace.split is None else max(map(trace.split.homes.count, trace.split.homes))
 
 
 def _calls(part: Spans) -> list[Bar]:
-    """The boxes of compute: each a stretch without a break in one call. Norms and updates are in no call."""
+    """Returns the boxes of compute: each a stretch without a break in one call. Norms and updates are in no call."""
     split, count = part.trace.split, _segments(part.trace)
     found: list[Bar] = []
     for span in part.on("compute"):

@@ -60,7 +60,7 @@ def save(timelines: Sequence[Spans], path: str | Path, words: Sequence[str] = ()
 def picture(
     timelines: Sequence[Spans], words: Sequence[str] = (), *, by_stage: bool = False, kind: str = "svg"
 ) -> bytes:
-    """The content of such a file."""
+    """Returns the content of such a file."""
     if empty := [each.title for each in timelines if not each.spans]:
         raise ValueError(f"the timeline {empty[0]!r} has no ops to draw")
     try:
@@ -77,7 +77,7 @@ def picture(
 
 
 def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
-    """The layout of each: all by stage where one is of several."""
+    """Returns the layout of each: all by stage where one is of several."""
     if by_stage or any(each.stage_count > 1 for each in timelines):
         squeezed = min(1.0, STAGES / sum(each.stage_count for each in timelines))
         return [of_stages(each, squeezed) for each in timelines]
@@ -103,7 +103,7 @@ def wide(text: str, size: float) -> float:
 
 
 def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
-    """The figure of some layouts, with lines of text below."""
+    """Returns the figure of some layouts, with lines of text below."""
     from matplotlib.figure import Figure
 
     right = RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
@@ -290,7 +290,7 @@ class _Rule(NamedTuple):
 
 
 def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label] = ()) -> list[Label]:
-    """The labels of boxes in one row of `panel`, in order, clear of each other and of those in `among`.
+    """Returns the labels of boxes in one row of `panel`, in order, clear of each other and of those in `among`.
 
     size: of the text, in points
     """

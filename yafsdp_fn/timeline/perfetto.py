@@ -25,7 +25,7 @@ def save(timelines: Sequence[Spans], path: str | Path) -> None:
 
 
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:
-    """The document that is written: an object with a list of trace events."""
+    """Returns the document that is written: an object with a list of trace events."""
     events: list[Event] = []
     seconds: dict[str, list[str]] = {}  # of all with a title, which several can have
     process = 0
@@ -93,8 +93,8 @@ def _about(what: str, **args: Any) -> Event:
 
 
 def _arguments(timeline: Spans, span: Span) -> Event:
-    """A slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of what is
-    copied to the host or from it, or sent to another stage."""
+    """Returns a slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of
+    what is copied to the host or from it, or sent to another stage."""
     op = span.op
     trace = timeline.trace
     cause = timeline.by_number.get(span.cause)

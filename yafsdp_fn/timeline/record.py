@@ -63,7 +63,7 @@ class OpRun:
         return lambda: self.inside.append((name, start, self.mark()))
 
     def timed(self, work: Work) -> Work:
-        """`work` between `begin` and `end`."""
+        """Returns `work` between `begin` and `end`."""
 
         def run() -> None:
             self.begin()
@@ -90,7 +90,8 @@ class Recorder:
         self._trace: Trace | None = None
 
     def issue(self, op: Op, number: int | None = None) -> OpRun:
-        """The next op, which has not begun. number: below zero, of a gather of what a slot should have held already"""
+        """Returns the next op, which has not begun. number: below zero, of a gather of what a slot should have held
+        already"""
         self._runs.append(OpRun(next(self._numbers) if number is None else number, op, self._mark))
         return self._runs[-1]
 
@@ -133,7 +134,8 @@ class Recorder:
 
 
 def _causes(runs: Sequence[OpRun], ends: Sequence[float], host_computes: bool) -> list[int | None]:
-    """The cause of each run: the number of the last to end of what it waited for and the one before it on its stream.
+    """Returns the cause of each run: the number of the last to end of what it waited for and the one before it on its
+    stream.
 
     host_computes: the thread that issues also computes: nothing is issued before the compute ahead of it has ended
     """
@@ -170,7 +172,7 @@ class Recording:
         self.goes_on = True
 
     def timeline(self) -> Timeline:
-        """The timeline of the last step. Raises RuntimeError inside the block, and where no step ran."""
+        """Returns the timeline of the last step. Raises RuntimeError inside the block, and where no step ran."""
         return self._finished()[-1].timeline()
 
     @property

@@ -150,7 +150,7 @@ class Spans(_Fields):
         return self.title.startswith(MEASURED)
 
     def describe(self, span: Span) -> str:
-        """The op of `span` in words."""
+        """Returns the op of `span` in words."""
         return describe(span.op, self.trace)
 
     @property
@@ -161,7 +161,7 @@ class Spans(_Fields):
         return tuple(name for name in STREAMS if name in used)
 
     def on(self, stream: str) -> tuple[Span, ...]:
-        """The spans of one stream, in order."""
+        """Returns the spans of one stream, in order."""
         of_one_stage("on", self)
         return tuple(span for span in self.spans if span.stream == stream)
 
@@ -211,12 +211,12 @@ class Spans(_Fields):
         return 1 - busy / seconds if seconds else 0.0
 
     def bubbles(self, stage: int | None = None) -> Counter[str]:
-        """Seconds that compute was idle, by reason as `idle_of` has it, on a stage or on all together."""
+        """Returns the seconds that compute was idle, by reason as `idle_of` has it, on a stage or on all together."""
         stages = range(self.stage_count) if stage is None else (stage,)
         return by_reason(gap for number in stages for gap in self.idle_of(number))
 
     def idle_of(self, stage: int) -> list[Idle]:
-        """The gaps in which compute was idle on `stage`, and why.
+        """Returns the gaps in which compute was idle on `stage`, and why.
 
         fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
         stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
@@ -235,7 +235,7 @@ class Spans(_Fields):
         return [gap for gap in found if gap.end > gap.start]
 
     def critical_path(self) -> tuple[Span, ...]:
-        """The chain of spans that made the step as long as it was: each began when the one before it ended."""
+        """Returns the chain of spans that made the step as long as it was: each began when the one before it ended."""
         path, last = [], max(self.spans, key=attrgetter("end"), default=None)
         while last is not None:
             path.append(last)
@@ -252,7 +252,7 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
 
 
 def by_reason(gaps: Iterable[Idle]) -> Counter[str]:
-    """Seconds of gaps by what they waited for."""
+    """Returns the seconds of gaps by what they waited for."""
     return sums((gap.why, gap.end - gap.start) for gap in gaps)
 
 
@@ -304,7 +304,7 @@ BY_SLOT = attrgetter("slot", "start")
 
 
 def weight_slots(timeline: Spans) -> list[Held]:
-    """The contents of weight slots; empty where nothing is gathered."""
+    """Returns the contents of weight slots; empty where nothing is gathered."""
     now: dict[int, Held] = {}
     used: set[int] = set()
     done: list[Held] = []
@@ -323,7 +323,7 @@ def weight_slots(timeline: Spans) -> list[Held]:
 
 
 def grad_slots(timeline: Spans) -> list[Held]:
-    """The contents of gradient slots; empty where nothing is reduced."""
+    """Returns the contents of gradient slots; empty where nothing is reduced."""
     now: dict[int, Held] = {}
     done: list[Held] = []
     for span in timeline.spans:

@@ -10,12 +10,12 @@ UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """`(its seconds, name)` of the unit that a time of that length is shown in."""
+    """Returns `(its seconds, name)` of the unit that a time of that length is shown in."""
     return next((unit for unit in UNITS if seconds >= unit[0]), UNITS[-1])
 
 
 def shown(seconds: float, digits: int = 3) -> str:
-    """A time in so many digits, with a unit: `1.24 s`, `56.2 ms`; `0 s`."""
+    """Returns a time in so many digits, with a unit: `1.24 s`, `56.2 ms`; `0 s`."""
     if seconds == 0:
         return "0 s"
     scale, name = unit_of(seconds)
@@ -24,7 +24,7 @@ def shown(seconds: float, digits: int = 3) -> str:
 
 
 def reasons(timeline: Spans) -> Counter[str]:
-    """Seconds that compute was idle, by reason."""
+    """Returns the seconds that compute was idle, by reason."""
     return by_reason(timeline.idle())
 
 
@@ -34,7 +34,7 @@ ENDS = {"end": "after the last op", "overhead": "overhead", "fill": "filling", "
 
 
 def because(why: str) -> str:
-    """A reason in a sentence."""
+    """Returns a reason in a sentence."""
     return ENDS.get(why) or f"waiting for {WORDS.get(why, why)}"
 
 

@@ -129,7 +129,7 @@ class Timeline(Spans):
         return both
 
     def to_json(self) -> str:
-        """The whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.
+        """Returns the whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.
 
         Spans are `[number, stream, start, end, cause]`, and what is inside, beside their ops. Raises ValueError for a
         simulated peer's: its copies are no ops of a program.
@@ -144,7 +144,7 @@ class Timeline(Spans):
 
     @staticmethod
     def from_json(text: str) -> "Timeline":
-        """The timeline that `to_json` wrote. Raises ValueError where `text` is not one, with what is wrong."""
+        """Returns the timeline that `to_json` wrote. Raises ValueError where `text` is not one, with what is wrong."""
         try:
             data = strict_json.loads(text)
             if not isinstance(data, dict) or "program" not in data:
