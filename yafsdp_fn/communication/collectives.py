@@ -45,7 +45,7 @@ class RankGroup:
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Gathers each shard [N / R] of all ranks into its `out` [N]. A shard may be this rank's slice of `out`."""
         if self._one_launch(outs):
-            self._now(ALL_GATHERS, outs, shards, AllGatherOptions())
+            self._now(ALL_GATHERS, *_alike(outs, shards), AllGatherOptions())
         else:
             for out, shard in zip(outs, shards, strict=True):
                 _all_gather(out, shard, group=self.process_group)
@@ -54,7 +54,9 @@ class RankGroup:
         """Sums each `full` [N] over ranks and writes this rank's slice to `out` [N / R], which must not
         overlap `full`."""
         if self._one_launch(outs):
-            self._now(REDUCE_SCATTERS, outs, fulls, dist.ReduceScatterOptions())
+            for dtype in dict.fromkeys(full.dtype for full in fulls):  # NCCL takes one in a launch
+                alike = [pair for pair in zip(outs, fulls, strict=True) if pair[1].dtype == dtype]
+                self._now(REDUCE_SCATTERS, *zip(*alike, strict=True), dist.ReduceScatterOptions())
         else:
             for out, full in zip(outs, fulls, strict=True):
                 _reduce_scatter(out, full, group=self.process_group)
@@ -141,6 +143,7 @@ class GlooGroup(RankGroup):
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+        outs, shards = _alike(outs, shards)
         rows = [whole.view(self._ranks, -1) for whole in outs]
         mine = [shard.reshape(-1) for shard in shards]
         works: list[dist.Work] = []
@@ -253,6 +256,13 @@ def _pieces(shards: Sequence[Tensor], *, cut: bool) -> Iterator[Piece]:
         packed += size
     if pack:
         yield pack
+
+
+def _alike(outs: Sequence[Tensor], shards: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Returns what a gather copies as bytes, if there are several dtypes, so that all travel together."""
+    if len({out.dtype for out in outs}) == 1:
+        return outs, shards
+    return [out.view(torch.uint8) for out in outs], [shard.view(torch.uint8) for shard in shards]
 
 
 def _cut(packed: Tensor, piece: Piece) -> Sequence[Tensor]:

@@ -15,6 +15,7 @@ from yafsdp_fn.api.scan import apply, run_block
 from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
+    Computes,
     Layers,
     Place,
     Places,
@@ -27,7 +28,7 @@ from yafsdp_fn.modules.tree import (
 )
 from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
-from yafsdp_fn.params.sharded import Sharded
+from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
 from yafsdp_fn.runtime.visit import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
@@ -47,7 +48,11 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 def functionalize(
-    module: nn.Module, layers: Layers, *, files: str | os.PathLike[str] | None = None
+    module: nn.Module,
+    layers: Layers,
+    *,
+    files: str | os.PathLike[str] | None = None,
+    compute: Computes | None = None,
 ) -> tuple[dict[str, Any], "Functionalized"]:
     """Returns `(params, model)`: the weights of `module` as a tree, and `model(params, ...)`, which computes
     `module(...)`.
@@ -68,6 +73,9 @@ def functionalize(
     files: a directory of safetensors with the parameters and buffers of `module`, by their names in its state_dict: its
         own are not looked at, so that parameters may be on the meta device. They are read when `ya.shard` asks for
         them, a layer at a time, each rank its own: no rank holds the whole
+    compute: dtypes of parameters of their own, over `Precision.compute`, by names in which `*` stands for anything:
+        `{"*.A_log": torch.float32}`; of several that fit the last; None for none. What transformers keeps in float32
+        beside bfloat16 (`_keep_in_fp32_modules_strict`) has it without being named
 
     params: a dict of units by module name, with leaves by parameter name, so that a leaf's path is its name in
         `module.state_dict()`, in a stack without the layer's number; of several kinds in one list, each stack is named
@@ -92,7 +100,7 @@ def functionalize(
     True
     """
     found = None if files is None else ModuleFiles(files, module)
-    params, places = tree_of(module, layers, found)
+    params, places = tree_of(module, layers, found, compute)
     return params, Functionalized(without_weights(module, found), layers, places)
 
 
@@ -149,7 +157,7 @@ class Functionalized:
     def __init__(self, skeleton: nn.Module, layers: Layers, places: Places) -> None:
         self._base, self._layers, self._places = skeleton, layers, places
         self._units = {unit for part in places.visits.values() for unit, _ in part.values()}
-        self._skeletons: dict[tuple[torch.device, torch.dtype], _Skeleton] = {}
+        self._skeletons: dict[_SeenAs, _Skeleton] = {}
 
     def __repr__(self) -> str:
         return f"Functionalized({type(self._base).__name__}, layers={self._layers!r})"
@@ -164,8 +172,7 @@ class Functionalized:
         for unit, layers in stacks.items():
             rows |= zip(layers, _rows(params[unit], unit, len(layers)), strict=True)
         firsts = {layers[0] for layers in stacks.values()}
-        device, dtype = _seen_as(params[next(iter(stacks))])
-        root, own, visited = self._skeleton(device, dtype)
+        root, own, visited = self._skeleton(_seen_as(params, next(iter(stacks))))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
         with copied(root, "", weights, may_note=True) as made:
             for of in visited:
@@ -186,18 +193,23 @@ class Functionalized:
                     return join(layer, name.removeprefix(prefix))
         return name
 
-    def _skeleton(self, device: torch.device, dtype: torch.dtype) -> _Skeleton:
-        """Returns the skeleton with buffers on `device`, for weights of `dtype`."""
-        key = device, dtype
-        if key in self._skeletons:
-            return self._skeletons[key]
-        root, real = placed(self._base, device, dtype)
+    def _skeleton(self, seen: "_SeenAs") -> _Skeleton:
+        """Returns the skeleton for weights that are seen so, with buffers on their device."""
+        if seen in self._skeletons:
+            return self._skeletons[seen]
         visits = self._places.visits
+        by_leaf = {leaf: dtype for leaves, dtype in seen.others for leaf in leaves}
+        others: dict[str, torch.dtype] = {}
+        for part, places in visits.items() if by_leaf else ():
+            for key, place in places.items():
+                if (leaf := join(*place)) in by_leaf:
+                    others[join(part, key)] = by_leaf[leaf]
+        root, real = placed(self._base, seen.device, seen.dtype, others)
         own = {name: places[""] for name, places in visits.items() if "" in places}
         visited = [_Visited(name, root.get_submodule(name), visits[name]) for name in visits if name not in own]
         made = _Skeleton(root, _Visited("", root, own), visited)
         if real:
-            self._skeletons[key] = made
+            self._skeletons[seen] = made
         return made
 
 
@@ -249,12 +261,24 @@ def _rows(stack: Tree, name: str, count: int) -> list[Tree]:
     return plain_layers(stack)
 
 
-def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype]:
-    """Returns the device and dtype in which blocks see the weights of a stack."""
+class _SeenAs(NamedTuple):
+    """The device and dtype in which blocks see weights. others: leaves of another dtype, by path"""
+
+    device: torch.device
+    dtype: torch.dtype
+    others: tuple[tuple[tuple[str, ...], torch.dtype], ...] = ()
+
+
+def _seen_as(params: Mapping[str, Tree], unit: str) -> _SeenAs:
+    """Tells how blocks see the weights of `params`, one of whose stacks is `unit`."""
+    stack = params[unit]
     if isinstance(stack, Sharded):
-        return stack.owner.comms.device, stack.owner.precision.gather_dtype
+        groups = [group for handle in handles(params) for group in handle.entry.groups]
+        others = tuple((group.layout.names, group.dtype) for group in groups if group.dtype is not None)
+        return _SeenAs(stack.owner.comms.device, stack.owner.precision.gather_dtype, others)
     leaves: list[Any] = optree.tree_leaves(without_markers(stack))
-    return leaves[0].device, next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32)
+    dtype = next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32)
+    return _SeenAs(leaves[0].device, dtype)
 
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

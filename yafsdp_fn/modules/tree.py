@@ -1,9 +1,11 @@
 """The parameters of a torch module as a tree of units, and the module without its weights."""
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -84,15 +86,18 @@ def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.M
     return made
 
 
-def placed(skeleton: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, bool]:
+def placed(
+    skeleton: nn.Module, device: torch.device, dtype: torch.dtype, others: Mapping[str, torch.dtype]
+) -> tuple[nn.Module, bool]:
     """Returns a skeleton for weights of `dtype` on `device`, with its buffers there, and whether they are real
-    tensors."""
+    tensors. others: parameters of another dtype, by name"""
     made, real = _copy(skeleton, {}), True
     for path, part in made.named_modules():
         parameters: dict[str, Any] = part._parameters
         for key, param in parameters.items():
             if param is not None:
-                parameters[key] = Absent.of(param, join(path, key), device, dtype)
+                name = join(path, key)
+                parameters[key] = Absent.of(param, name, device, others.get(name, dtype))
         for key, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[key] = moved = buffer.to(device)
@@ -179,6 +184,13 @@ Place = tuple[str, str]
 Layers = str | Sequence[str]
 """The dotted name of a list of layers, or of several."""
 
+Computes = Mapping[str, torch.dtype | None]
+"""Dtypes by the names of parameters, in which `*` stands for anything; None: `Precision.compute`."""
+
+KEPT_IN_FLOAT32 = "_keep_in_fp32_modules_strict"
+"""The attribute in which classes of transformers list what stays in float32 where the rest is in bfloat16. The list
+without "strict" is for float16 alone."""
+
 
 class Places(NamedTuple):
     """The places of a module's parameters in its tree.
@@ -192,7 +204,9 @@ class Places(NamedTuple):
     visits: Mapping[str, Mapping[str, Place]]
 
 
-def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None) -> tuple[dict[str, Any], Places]:
+def tree_of(
+    module: nn.Module, layers: Layers, files: ModuleFiles | None = None, compute: Computes | None = None
+) -> tuple[dict[str, Any], Places]:
     """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
     lists = [layers] if isinstance(layers, str) else list(layers)
     if not lists:
@@ -221,9 +235,10 @@ def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None)
     def read(name: str) -> Tensor:
         return module.get_parameter(name).detach() if files is None else files.read(name)
 
+    own = own_dtypes(module, compute or {})
     params: dict[str, Any] = {}
     for unit, leaves in sources.items():
-        tree = {key: _leaf(module, names, unit in stacks, read, files is None) for key, names in leaves.items()}
+        tree = {key: _leaf(module, names, unit in stacks, read, files is None, own) for key, names in leaves.items()}
         if unit in stacks:
             params[unit] = Stacked(tree)
         elif "" in tree:
@@ -234,10 +249,21 @@ def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None)
 
 
 def _leaf(
-    module: nn.Module, names: Sequence[str], in_stack: bool, read: Callable[[str], Tensor], in_memory: bool
+    module: nn.Module,
+    names: Sequence[str],
+    in_stack: bool,
+    read: Callable[[str], Tensor],
+    in_memory: bool,
+    own: Mapping[str, torch.dtype | None],
 ) -> Any:
-    """Returns the leaf of a parameter, or of those of each layer."""
+    """Returns the leaf of a parameter, or of those of each layer. own: as `own_dtypes` returns it"""
     like = module.get_parameter(names[0])
+    other = next((name for name in names if own.get(name) != own.get(names[0])), None)
+    if other is not None:
+        each = f"{names[0]} {own.get(names[0])}, {other} {own.get(other)}"
+        raise ValueError(
+            f"functionalize: compute: layers of one stack are gathered alike, got {each} (None: as others)"
+        )
     shape = (len(names), *like.shape) if in_stack else tuple(like.shape)
 
     def load(layer: int | None) -> Tensor:
@@ -245,8 +271,28 @@ def _leaf(
             return torch.stack([read(name) for name in names]).view(shape)
         return read(names[layer])
 
-    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory)
+    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory, compute=own.get(names[0]))
     return leaf if like.requires_grad else frozen(leaf)
+
+
+def own_dtypes(module: nn.Module, compute: Computes) -> dict[str, torch.dtype | None]:
+    """Returns the dtypes of their own in which parameters are gathered, by every name that they have: float32 for those
+    that transformers keeps in it beside bfloat16, and what `compute` says. Raises ValueError for a pattern of `compute`
+    that fits none."""
+    everything = list(_all(module))
+    kept = {pattern for part in module.modules() for pattern in getattr(part, KEPT_IN_FLOAT32, None) or ()}
+    found: dict[int, torch.dtype | None] = {}
+    for name, param in everything:
+        narrow = param.dtype.itemsize <= torch.float32.itemsize
+        if narrow and any(re.search(pattern.replace("*", ".*"), name) for pattern in kept):
+            found[id(param)] = torch.float32
+    for pattern, dtype in compute.items():
+        chosen = [id(param) for name, param in everything if fnmatchcase(name, pattern)]
+        if not chosen:
+            some = ", ".join(name for name, _ in everything[:4])
+            raise ValueError(f"functionalize: compute={{{pattern!r}: ..}} fits no parameter; they are {some} and so on")
+        found |= dict.fromkeys(chosen, dtype)
+    return {name: found[id(param)] for name, param in everything if id(param) in found}
 
 
 def _kinds(container: nn.Module, name: str) -> dict[str, list[str]]:

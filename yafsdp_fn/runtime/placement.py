@@ -33,8 +33,8 @@ class Placement(Generic[AnyRanks]):
     trained: the trainable ones among them
     weights_alias, grads_alias: units whose slots are the shards themselves, since one rank has all of their vector; not
         on a deterministic mesh, where one rank adds up as several do, from weights aligned alike
+    land_in_shards: units whose sum the backend makes, in the dtype of their shards
     key: a text, equal for states that can share programs
-    wire_dtype, sum_dtype: dtypes of reduced gradients, and of sums that ranks make themselves
     """
 
     def __init__(
@@ -49,11 +49,9 @@ class Placement(Generic[AnyRanks]):
         check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
         holders = None if assignment is None or comms.stages == 1 else assignment.holders
         self.layout = layout.on(holders, comms.stage, comms.axes)
-        self.wire_dtype, self.sum_dtype = precision.reduce_dtype, precision.sum_dtype
-        if comms.deterministic:
-            self.sum_dtype = sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        self._sum_dtypes = {unit: self._sum_dtype(group) for group in self.groups for unit in group.units}
         self.ranks_of = {unit: comms.within(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
         self.units = self._units()
@@ -61,15 +59,17 @@ class Placement(Generic[AnyRanks]):
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         whole = (unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1)
         self.weights_alias = frozenset(() if comms.deterministic else whole)
-        self.grads_alias = self.weights_alias if precision.reduce_dtype == precision.param else frozenset[int]()
+        unconverted = frozenset(unit for unit in self.of_unit if self.wire_dtype(unit) == precision.param)
+        self.grads_alias = self.weights_alias & unconverted
+        self.land_in_shards = frozenset(unit for unit in unconverted if self._sum_dtypes[unit] is None)
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
         units: list[UnitSpec] = []
         for entry, group in self.layout.groups:
             padded = group.layout.padded_numel(self._ranks(group).ranks)
-            gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
-            wide = self.sum_dtype
+            first = group.units[0]
+            gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sum_dtype(first)
             for layer, unit in enumerate(group.units):
                 stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
                 units.append(
@@ -111,8 +111,18 @@ class Placement(Generic[AnyRanks]):
         return self.of_unit[unit].layout
 
     def gather_dtype(self, unit: int) -> torch.dtype:
-        group = self.of_unit[unit]
-        return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
+        return self.of_unit[unit].dtype or self.precision.gather_dtype
+
+    def wire_dtype(self, unit: int) -> torch.dtype:
+        return self.of_unit[unit].reduce or self.precision.reduce_dtype
+
+    def sum_dtype(self, unit: int) -> torch.dtype | None:
+        return self._sum_dtypes[unit]
+
+    def _sum_dtype(self, group: Group) -> torch.dtype | None:
+        wire = self.wire_dtype(group.units[0])
+        wide = self.precision.sum_dtype_of(wire)
+        return sum_dtype(self.precision.param, wire, wide) if self.comms.deterministic else wide
 
     def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
         """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
@@ -129,24 +139,34 @@ class Placement(Generic[AnyRanks]):
         """Returns the user's container with a handle per entry on `leaves`, one per group."""
         return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
 
-    def receive_numel(self) -> int:
-        """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
-        found = [(self._ranks(group), self._shard_numel(group)) for group in self._trained_here]
-        return max((receive_numel(ranks, n, self.sum_dtype) for ranks, n in found), default=0)
+    def receive_bytes(self) -> int:
+        """Returns the bytes of the buffer that receives reductions."""
 
-    def staging_numel(self) -> int:
-        """Returns the elements, in the reduce dtype, of the buffer in which gradient shards travel between replicas."""
-        p = self.precision
-        return staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
+        def needed(group: Group) -> int:
+            unit = group.units[0]
+            numel = receive_numel(self._ranks(group), self._shard_numel(group), self.sum_dtype(unit))
+            return numel * self.wire_dtype(unit).itemsize
 
-    @property
-    def largest_leaf(self) -> int:
-        """Elements of the largest trained leaf, and of the scratch memory for gradients."""
-        shapes = [shape for group in self._trained_here for shape in group.layout.shapes]
+        return max(map(needed, self._trained_here), default=0)
+
+    def staging_bytes(self) -> int:
+        """Returns the bytes of the buffer in which gradient shards travel between replicas."""
+
+        def needed(group: Group) -> int:
+            unit = group.units[0]
+            wire = self.wire_dtype(unit)
+            dtypes = self.precision.param, wire, self.sum_dtype(unit)
+            return staging_numel(self.comms, self._shard_numel(group), *dtypes) * wire.itemsize
+
+        return max(map(needed, self._trained_here), default=0)
+
+    def largest_leaf(self, dtype: torch.dtype) -> int:
+        """Returns the elements of the largest trained leaf that is gathered in `dtype`, or of all if none is: those of
+        the scratch memory for gradients in it."""
+        trained = self._trained_here
+        alike = [group for group in trained if self.gather_dtype(group.units[0]) == dtype]
+        shapes = [shape for group in alike or trained for shape in group.layout.shapes]
         return max(map(math.prod, shapes), default=0)
-
-    def _largest(self) -> int:
-        return max(map(self._shard_numel, self._trained_here), default=0)
 
     def _ranks(self, group: Group) -> AnyRanks:
         return self.comms.within(group.over)

@@ -181,8 +181,7 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
     wire = owner.gather_dtype(unit)
     if owner.comms.alone:
         return shard.to(wire)
-    precision = owner.precision
-    how = wire, precision.reduce_dtype, precision.sum_dtype, step
+    how = wire, owner.wire_dtype(unit), owner.sum_dtype(unit), step
     ranks = owner.comms.within(call.of_unit[unit][0].over)
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
