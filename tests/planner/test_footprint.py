@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +56,16 @@ def frozen_embedding() -> Model:
     return model()._replace(embed=ya.frozen(model().embed, torch.float32))
 
 
+def own_dtypes() -> Model:
+    """The same with leaves that are gathered, and reduced, in dtypes of their own."""
+    made, layers = frozen_embedding(), model().layers.tree
+    bias = dataclasses.replace(layers["bias"], compute=torch.float32, reduce=torch.bfloat16)
+    down = dataclasses.replace(layers["down"], compute=torch.float32, reduce=torch.float32)
+    norm = dataclasses.replace(made.head["norm"], compute=torch.float64)
+    stack = ya.Stacked({**layers, "bias": bias, "down": down})
+    return made._replace(layers=stack, head={**made.head, "norm": norm})
+
+
 def cast_loss(p: Model, b: Any) -> ya.Mean:
     """`loss` in the dtype of the layers, whatever the embedding's is."""
     x = ya.apply(lambda w, t, like: F.embedding(t, w["weight"]), p.embed, b["tokens"], None)
@@ -63,25 +75,30 @@ def cast_loss(p: Model, b: Any) -> ya.Mean:
 
 
 def _any_dtype(x: Tensor, w: Any) -> tuple[Tensor, None]:
-    hidden = torch.tanh(F.linear(x.to(w["up"].dtype), w["up"], w["bias"]))
-    return x + F.linear(hidden, w["down"]).to(x.dtype), None
+    hidden = torch.tanh(F.linear(x.to(w["up"].dtype), w["up"], w["bias"].to(w["up"].dtype)))
+    return x + F.linear(hidden.to(w["down"].dtype), w["down"]).to(x.dtype), None
 
 
 def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
-    scores = F.linear(x.to(w["weight"].dtype) * w["norm"], w["weight"]).float()
+    dtype = w["weight"].dtype
+    scores = F.linear(x.to(dtype) * w["norm"].to(dtype), w["weight"]).float()
     return ya.Mean(F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
 
 
 # ---- what the toolkit holds
 
 
-def held(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def held(
+    mesh: Any, cases: list[tuple[str, str, int]], made: Callable[[], Model] = frozen_embedding
+) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Predicted and real bytes of what a state and its slots hold on this rank after two steps."""
-    return [_held(mesh, *case) for case in cases]
+    return [_held(mesh, made(), *case) for case in cases]
 
 
-def _held(mesh: Any, precision: str, schedule: str, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
-    state = ya.init(frozen_embedding(), TX, mesh=mesh, precision=PRECISIONS[precision])
+def _held(
+    mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    state = ya.init(abstract, TX, mesh=mesh, precision=PRECISIONS[precision])
     step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
     program = step.lower(state, batch())
     store = state.memory
@@ -163,6 +180,33 @@ def test_other_meshes_hold_what_is_predicted(
     pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]], item: str
 ) -> None:
     assert same(pools[4].run(on, mesh, held, cases))[item] > 0
+
+
+OWN = [
+    ("fp32", "zero3", 1),
+    ("bf16", "zero2", 2),
+    ("bf16 wire", "zero3", 1),
+    ("bf16 wire", "zero3", 2),
+    ("wide sums", "remat", 1),
+    ("fp64 wide", "zero2", 2),
+    ("bf16 alone", "zero3", 1),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
+    real = same(pools[world].run(held, OWN, own_dtypes))
+    assert real["working_copy"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [("replicate", [OWN[2], OWN[4]]), ("nodes", [("bf16 wire", "hpz", 1), OWN[4]])],
+)
+def test_leaves_of_their_own_dtype_on_other_meshes(
+    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]]
+) -> None:
+    same(pools[4].run(on, mesh, held, cases, own_dtypes))
 
 
 def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int]]) -> Any:

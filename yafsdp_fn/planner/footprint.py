@@ -198,7 +198,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     alias, grads_alias = _aliases(trace, dtypes)
     ranks = trace.ranks
     scratch = 0
-    if not all(own.in_one_kernel(device) for own in dtypes.values()):
+    if not all(own.compute == own.reduce or own.multiplied_wider(device) for own in dtypes.values()):
         scratch = max((visit.cost.scratch_bytes for visit in trace.visits), default=0)
     slots = sum(program.slot_bytes(alias).values())
     grad_slots = sum(program.grad_slot_bytes(grads_alias).values())
@@ -272,11 +272,9 @@ class Dtypes(NamedTuple):
     reduce: NamedDtype
     wide: NamedDtype | None
 
-    def in_one_kernel(self, device: str) -> bool:
-        """Tells whether one kernel makes gradients of weights and writes them as they travel: see
-        `nn.linear.multiplies_wider`."""
-        wider = device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
-        return wider or self.reduce == self.compute
+    def multiplied_wider(self, device: str) -> bool:
+        """Tells whether one kernel makes gradients of weights, as `nn.linear.multiplies_wider`."""
+        return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
 
 
 def _dtypes(trace: Trace) -> dict[int, Dtypes]:

@@ -1,0 +1,198 @@
+"""Leaves of a dtype of their own (`Param(compute=, reduce=)`), against the plain loop with the same casts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import MESHES, made
+from tests.harness.oracle import batch_of, by_autograd, compare, looped
+from tests.harness.pool import Pool
+from tests.harness.problems import Batch, E, V, masked_loss
+from yafsdp_fn.params.layout import tree_layout
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
+LAYERS, X = 3, 4
+HALF = ya.Precision(F64, compute=BF16, reduce=F64)
+"""Sums in float64: what is off by more than 1e-12 was rounded in another place."""
+
+Own = Callable[..., ya.Param]
+
+
+def normal(*shape: int, **own: Any) -> ya.Param:
+    return ya.Param(shape, init=ya.params.initializers.normal(0.5), **own)
+
+
+def tree(kind: str = "plain", *, compute: torch.dtype = F32, reduce: torch.dtype | None = None) -> dict[str, Any]:
+    """A router, a gain, a decay and a head's gain of a dtype of their own."""
+    own: Own = functools.partial(normal, compute=compute, reduce=reduce)
+    L = LAYERS
+    layer: dict[str, Any] = {
+        "up": normal(L, X, E),
+        "router": own(L, X, E),
+        "decay": own(L, X),
+        "down": normal(L, E, X),
+        "gain": own(L, E),
+    }
+    if kind == "marked":
+        layer["gain"] = ya.Pinned(layer["gain"])
+        layer["decay"] = ya.Unit({"rate": layer["decay"], "shift": normal(L, X)})
+        layer["down"] = ya.frozen(layer["down"])
+        layer["router"] = ya.frozen(layer["router"])
+    embed = own(V, E) if kind == "tied" else normal(V, E)
+    out = {} if kind == "tied" else {"out": normal(V, E)}
+    return {"embed": embed, "layers": ya.Stacked(layer), "head": {"scale": own(E), **out}}
+
+
+def block(x: Tensor, w: dict[str, Any]) -> tuple[Tensor, None]:
+    decay = w["decay"]
+    if isinstance(decay, dict):
+        decay = decay["rate"] + decay["shift"].to(decay["rate"].dtype)
+    scores = ya.linear(x.to(w["router"].dtype), w["router"]).softmax(-1)
+    kept = scores * torch.exp(-torch.exp(decay))
+    y = torch.tanh(ya.linear(x, w["up"])) * kept.to(x.dtype)
+    more = ya.linear(y, w["down"])
+    return x + (more.to(w["gain"].dtype) * w["gain"]).to(x.dtype), None
+
+
+def embed(table: Tensor, tokens: Tensor) -> Tensor:
+    """torch's: a slot sums up rows in the reduce dtype, autograd in the compute dtype."""
+    return F.embedding(tokens, table).to(BF16)
+
+
+def head(w: dict[str, Tensor], table: Tensor, x: Tensor, targets: Tensor) -> ya.Mean:
+    x = (x.to(w["scale"].dtype) * w["scale"]).to(table.dtype)
+    return masked_loss(F.linear(x, table), targets)
+
+
+def loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params["embed"], batch["tokens"])
+    x, _ = ya.scan(block, x, params["layers"])
+    tables = params["embed"] if "out" not in whole_names(params["head"]) else None
+    if tables is None:
+        mean: ya.Mean = ya.apply(lambda w, x, t: head(w, w["out"], x, t), params["head"], x, batch["targets"])
+    else:
+        both = params["head"], tables
+        mean = ya.apply(lambda w, x, t: head(w[0], w[1], x, t), both, x, batch["targets"])
+    return mean
+
+
+def whole_names(node: Any) -> Sequence[str]:
+    if isinstance(node, dict):
+        return list(node)
+    return [path.rpartition(".")[2] for path, _, _ in node.wholes()]
+
+
+def casts(abstract: Any, compute: torch.dtype = BF16) -> Any:
+    """What a leaf is converted to: its own dtype, or that of all."""
+    bare = ya.params.without_markers(abstract)
+    return optree.tree_map(lambda leaf: leaf.compute or compute, bare)
+
+
+def cast_loss(abstract: Any, compute: torch.dtype = BF16) -> Callable[[Any, Batch], ya.Mean]:
+    dtypes = casts(abstract, compute)
+    return lambda params, batch: loss(optree.tree_map(Tensor.to, params, dtypes), batch)
+
+
+def frozen_names(abstract: Any) -> set[str]:
+    groups = [group for _, group in tree_layout(abstract)[0].groups if not group.trainable]
+    return {name for group in groups for name in group.layout.names}
+
+
+def schedules_for(mesh: Any) -> Iterator[tuple[str, Any]]:
+    s = ya.schedules
+    yield "zero1", s.zero1()
+    yield "zero2", s.zero2()
+    yield "zero3, recomputed", s.zero3(remat=s.remat.all)
+    yield "zero3, far", s.zero3(prefetch=3)
+    yield "fsdp2", s.fsdp2()
+    if "local" in (mesh.mesh_dim_names or ()):
+        yield "hpz", s.hpz(2 * LAYERS)
+
+
+def exact(_: Any, name: str, kind: str, parts: int) -> None:
+    """One rank's part: gradients and three steps."""
+    mesh = made(name)
+    ranks = mesh.size()
+    abstract = tree(kind)
+    cast, frozen = cast_loss(abstract), frozen_names(abstract)
+    tolerance = 1e-6 if kind == "tied" else 1e-12  # two uses: added up in float64 in a slot, by autograd in float32
+    batches = [batch_of(rank) for rank in range(ranks)]
+    mine = batches[mesh.get_rank()]
+    for schedule, build in schedules_for(mesh):
+        what = f"{name}, {kind}, {parts} microbatches, {schedule}"
+        state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+        params = optree.tree_map(Tensor.double, ya.unshard(state))
+        value, grads = looped(cast, params, batches, parts=parts)
+        got, found = ya.value_and_grad(loss, schedule=build, microbatches=parts)(state.params, mine)
+        compare(got.float(), value, 1e-6, f"{what}: value")
+        trained(found, grads, frozen, tolerance, f"{what}: gradients")
+        step = ya.train_step(loss, TX, schedule=build, microbatches=parts)
+        oracle = ya.PlainState.create(without(params, frozen), TX)
+        for number in range(3):
+            now = [batch_of(rank, seed=number) for rank in range(ranks)]
+            whole = {**flat(params), **flat(oracle.params)}
+            _, grads = looped(
+                cast, optree.tree_unflatten(optree.tree_structure(params), whole.values()), now, parts=parts
+            )
+            oracle = oracle.apply_gradients(without(grads, frozen), TX)
+            state, _ = step(state, now[mesh.get_rank()])
+        whole = flat(ya.unshard(state))
+        for path, leaf in flat(oracle.params).items():
+            off = float((whole[path] - leaf).norm() / leaf.norm())
+            assert off <= 10 * tolerance, f"{what}: {path} after three steps: {off}"
+
+
+def flat(params: Any) -> dict[str, Tensor]:
+    bare = ya.params.without_markers(params)
+    return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
+
+
+def without(params: Any, names: set[str]) -> dict[str, Tensor]:
+    return {path: leaf for path, leaf in flat(params).items() if path not in names}
+
+
+def trained(got: Any, expected: Any, frozen: set[str], tolerance: float, what: str) -> None:
+    found, wanted = without(ya.unshard(got), frozen), without(expected, frozen)
+    compare(found, wanted, tolerance, what)
+
+
+@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_and_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, kind: str) -> None:
+    for parts in (1, 3):
+        pools[world].run(exact, "shard", kind, parts)
+
+
+def to_the_bit(mesh: Any) -> None:
+    precisions = ya.Precision(compute=BF16), ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
+    for precision in precisions:
+        abstract = tree(reduce=F32)
+        state = ya.init(abstract, TX, mesh=mesh, precision=precision)
+        params = ya.unshard(state)
+        with by_autograd():
+            expected = ya.value_and_grad(cast_loss(abstract))(params, batch_of(0))
+            for _, schedule in schedules_for(mesh):
+                value, grads = ya.value_and_grad(loss, schedule=schedule)(state.params, batch_of(0))
+                compare((value, ya.unshard(grads)), expected, 0.0 if precision.reduce == F32 else 1e-2, "bits")
+                own = [("layers", "router"), ("layers", "gain"), ("head", "scale")]
+                for unit, leaf in own:  # never rounded
+                    assert torch.equal(ya.unshard(grads)[unit][leaf], expected[1][unit][leaf]), (unit, leaf)
+
+
+def test_bits_at_one_rank(pools: dict[int, Pool]) -> None:
+    pools[1].run(to_the_bit)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_every_mesh(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(exact, mesh, "marked", 1)
