@@ -17,6 +17,8 @@ from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, looped
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
+from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.params.layout import tree_layout
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -196,3 +198,69 @@ def test_bits_at_one_rank(pools: dict[int, Pool]) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_on_every_mesh(pools: dict[int, Pool], mesh: str) -> None:
     pools[4].run(exact, mesh, "marked", 1)
+
+
+# ---- what travels
+
+
+def sent(mesh: Any, precision: ya.Precision) -> list[tuple[int, int]]:
+    """Bytes that this rank sends in a step to gather and to reduce, as counted and as a program says; and the largest
+    number of vectors that are gathered together."""
+    state = ya.init(tree(reduce=F32), TX, mesh=mesh, precision=precision)
+    step, batch, counted = ya.train_step(loss, TX), batch_of(mesh.get_rank()), {"gather": 0, "reduce": 0}
+    state, _ = step(state, batch)
+    gathers, comms = [0], state.memory.comms
+
+    def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
+        real = getattr(GlooGroup, name)
+
+        def call(group: Any, outs: Any, ins: Any) -> None:
+            counted[what] += sizes(outs, ins)
+            gathers.append(len(ins) if what == "gather" else 0)
+            real(group, outs, ins)
+
+        patch.setattr(GlooGroup, name, call)
+
+    others = mesh.size() - 1
+    with pytest.MonkeyPatch.context() as patch:
+        watched("all_gathers", "gather", lambda outs, ins: sum(shard.nbytes for shard in ins) * others)
+        watched("reduce_scatters", "reduce", lambda outs, ins: sum(x.nbytes for x in ins) // mesh.size() * others)
+        watched("all_to_all", "reduce", lambda out, full: full.nbytes // mesh.size() * others)
+        state, _ = step(state, batch)
+        comms.drain()
+    said = step.program(state).wire_bytes()
+    return [(counted["gather"], said["gather"]), (counted["reduce"], said["reduce"]), (max(gathers), 2)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
+    for accumulate in (None, F32):
+        precision = ya.Precision(compute=BF16, reduce=BF16, accumulate=accumulate)
+        for found in pools[world].run(sent, precision):
+            for counted, said in found:
+                assert counted == said > 0, found
+
+
+def together(mesh: Any) -> None:
+    """A gather of several dtypes packs them into one message to each rank, with their bits."""
+    group, rank, ranks = communicators(mesh).gather_group, mesh.get_rank(), mesh.size()
+    dtypes = [BF16, F32, BF16, F64]
+    shards = [torch.arange(8).mul(rank + 1).to(dtype) for dtype in dtypes]
+    outs = [torch.empty(8 * ranks, dtype=dtype) for dtype in dtypes]
+    posted, real = [], GlooGroup._post
+
+    def post(self: Any, sent: Any, received: Any) -> Any:
+        posted.append(len(sent))
+        return real(self, sent, received)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "_post", post)
+        group.all_gathers(outs, shards)
+    assert posted == [ranks - 1]
+    for out, dtype in zip(outs, dtypes, strict=True):
+        every = torch.cat([torch.arange(8).mul(other + 1) for other in range(ranks)])
+        assert torch.equal(out, every.to(dtype))
+
+
+def test_a_gather_of_several_dtypes_is_one_message(pools: dict[int, Pool]) -> None:
+    pools[3].run(together)
