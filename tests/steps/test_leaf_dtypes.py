@@ -264,3 +264,177 @@ def together(mesh: Any) -> None:
 
 def test_a_gather_of_several_dtypes_is_one_message(pools: dict[int, Pool]) -> None:
     pools[3].run(together)
+
+
+# ---- with what else there is
+
+
+def off_by(got: Any, expected: Any, tolerance: float, what: str) -> None:
+    compare(ya.unshard(got), expected, tolerance, what)
+
+
+def under_transforms(mesh: Any) -> None:
+    abstract = tree()
+    state = ya.init(abstract, mesh=mesh, precision=HALF)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    _, grads = looped(cast_loss(abstract), params, batches)
+    weight = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
+
+    def total(params: Any) -> Tensor:
+        mean = loss(params, batches[mesh.get_rank()])
+        return mean.total.double() * mesh.size() / weight
+
+    expected = optree.tree_map(lambda grad: grad, grads)
+    off_by(torch.func.grad(total)(state.params), expected, 2e-2, "torch.func.grad")  # bf16: scaled before, not behind
+    tangents = optree.tree_map(torch.ones_like, state.params)
+    whole = optree.tree_map(torch.ones_like, params)
+    with torch.no_grad():
+        _, along = torch.func.jvp(total, (state.params,), (tangents,))
+    dot = sum((a * b).sum() for a, b in zip(optree.tree_leaves(grads), optree.tree_leaves(whole), strict=True))
+    if mesh.size() == 1:
+        assert abs(float(along - dot)) < 5e-2 * abs(float(dot))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_derivatives_by_torch(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(under_transforms)
+
+
+def reproduced(_: Any, micro_shards: int) -> int:
+    mesh = ya.mesh(device="cpu", deterministic=micro_shards)
+    state = ya.init(tree(reduce=F32), TX, mesh=mesh, precision=ya.Precision(compute=BF16, reduce=BF16))
+    step = ya.train_step(loss, TX)
+    for number in range(2):
+        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
+    return ya.checksum(state)
+
+
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+
+
+def over_stages(_: Any, kind: str) -> None:
+    mesh = ya.mesh(device="cpu", stage=2)
+    abstract = tree(kind, reduce=F64)
+    batch = batch_of(0, rows=6)
+    part = {key: value[:2] for key, value in batch.items()}
+    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=HALF), 2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF, stages=assignment)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
+        schedule = order(ya.schedules.zero3())
+        _, grads = looped(cast_loss(abstract), params, [batch], parts=3)
+        _, found = ya.value_and_grad(loss, schedule=schedule, microbatches=3)(state.params, batch)
+        trained(found, grads, frozen_names(abstract), 1e-6 if kind == "tied" else 1e-12, f"{kind}, {schedule}")
+    step = ya.train_step(loss, TX, schedule=ya.schedules.one_f_one_b(ya.schedules.zero2()), microbatches=3)
+    oracle = ya.PlainState.create(without(params, frozen_names(abstract)), TX)
+    oracle = oracle.apply_gradients(without(grads, frozen_names(abstract)), TX)
+    state, _ = step(state, batch)
+    compare(without(ya.unshard(state), frozen_names(abstract)), oracle.params, 1e-5, kind)
+
+
+@pytest.mark.parametrize("kind", ["marked", "tied"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
+    if world == 2:
+        pools[world].run(over_stages, kind)
+
+
+def whole_leaves_updated(mesh: Any) -> None:
+    """Muon lends matrices of both kinds to their owners."""
+    tx = ya.optim.muon(0.02, dtype=F64)
+    abstract = tree()
+    state = ya.init(abstract, tx, mesh=mesh, precision=HALF)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    _, grads = looped(cast_loss(abstract), params, batches)
+    marked = {**params, "layers": ya.Stacked(params["layers"])}
+    oracle = ya.PlainState.create(marked, tx).apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
+    state, _ = ya.train_step(loss, tx)(state, batches[mesh.get_rank()])
+    compare(ya.unshard(state), oracle.params, 1e-10, "muon")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_whole_leaves_go_to_their_owners(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(whole_leaves_updated)
+
+
+def adapted(mesh: Any) -> None:
+    """Adapters are of the dtype of their matrix."""
+    abstract = ya.lora(tree(), 2, lambda path, _: path.endswith(("router", "up")))
+    router = abstract["layers"].tree["router"]
+    assert router.a.compute == router.b.compute == F32 and abstract["layers"].tree["up"].a.compute is None
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    stored = {g.name: leaf.dtype for _, g, leaf in state.params["layers"].group_leaves()}
+    assert stored["layers.frozen(float32)"] == F32 and stored["layers.frozen"] == BF16
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    for _ in range(2):
+        params = optree.tree_map(Tensor.double, ya.unshard(state))
+        _, grads = looped(cast_loss(abstract), params, batches)
+        _, found = ya.value_and_grad(loss)(state.params, batches[mesh.get_rank()])
+        trained(found, grads, frozen_names(abstract), 1e-12, "adapters")
+        state, _ = ya.train_step(loss, TX)(state, batches[mesh.get_rank()])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(adapted)
+
+
+def over_tensor(_: Any) -> None:
+    """Leaves in float32 that are split, and that are not; all else in float64."""
+    draw = functools.partial(normal, 2)
+    layer = {
+        "up": draw(8, E, split={"tensor": -2}),
+        "scale": draw(8, split={"tensor": -1}, compute=F32),
+        "down": draw(E, 8, split={"tensor": -1}, compute=F32, reduce=F32),
+        "gain": draw(E, compute=F32),
+    }
+    abstract = {"embed": normal(V, E), "layers": ya.Stacked(layer)}
+
+    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
+        y = torch.tanh(ya.linear(x, w["up"])) * w["scale"]
+        return x + ya.psum(ya.linear(y, w["down"].to(x.dtype)), "tensor") * w["gain"], None
+
+    def over(params: Any, batch: Batch) -> ya.Mean:
+        x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
+        x, _ = ya.scan(block, x, params["layers"])
+        return ya.Mean(x.square().sum(), x.numel())
+
+    mesh = ya.mesh(device="cpu", tensor=2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=ya.Precision(F64))
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    batch = batch_of(0, rows=4)
+    dtypes = casts(abstract, F64)
+    plain = ya.value_and_grad(lambda params, batch: over(optree.tree_map(Tensor.to, params, dtypes), batch))
+    expected = plain(params, batch)
+    mine = ya.shard_batch(batch, mesh)
+    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
+        value, grads = ya.value_and_grad(over, schedule=schedule)(state.params, mine)
+        compare(value, expected[0], 1e-12, "value")
+        off_by(grads, expected[1], 1e-6, "gradients")
+        compare(ya.unshard(grads)["embed"], expected[1]["embed"], 1e-12, "gradients in float64")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(over_tensor)
+
+
+def planned(mesh: Any) -> None:
+    """A trace without ranks is that of the state."""
+    abstract = tree("marked", reduce=BF16)
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    step = ya.train_step(loss, TX)
+    program = step.lower(state, batch_of(0))
+    ranks = {"mesh": program.trace.mesh, "precision": HALF, "tx": TX, "device": "cpu"}
+    assert ya.planner.trace(loss, abstract, batch_of(0), **ranks) == program.trace
+    again = type(program).from_json(program.to_json())
+    assert again.ops == program.ops and again.trace == program.trace
+    state, _ = step(state, batch_of(mesh.get_rank()))
+    assert step.program(state).ops == program.ops
+
+
+def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:
+    pools[2].run(planned)
