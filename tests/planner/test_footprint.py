@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -265,6 +266,15 @@ SMALL_HEAD = llama.Config(vocab=256, embed=128, ffn=512, layers=4, heads=4, kv_h
 BF16 = PRECISIONS["bf16"]
 
 
+def own_gains(tree: Any) -> Any:
+    """The tree of a model whose gains are in float32, whatever the rest is in."""
+
+    def of(path: str, leaf: Any) -> Any:
+        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
+
+    return optree.tree_map(of, ya.params.leaf_names(tree), tree)
+
+
 def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str, Tensor]:
     made = torch.randint(0, config.vocab, (rows, config.max_length), device=device)
     return {"tokens": made, "targets": made}
@@ -280,9 +290,8 @@ def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **h
     )
     schedule = how.get("order", lambda of_stage: of_stage)(schedule)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        state = ya.init(
-            llama.params(config, **how.get("params", {})), tx, mesh=mesh, precision=precision, stages=stages
-        )
+        params = how.get("tree", lambda tree: tree)(llama.params(config, **how.get("params", {})))
+        state = ya.init(params, tx, mesh=mesh, precision=precision, stages=stages)
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
         given = how.get("dealt", lambda batch: batch)(tokens(config, how.get("rows", 2)))
         program = step.lower(state, given)
@@ -309,6 +318,12 @@ def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
     real, predicted = measured(one_rank(), LARGE_HEAD, remat, microbatches)
     agree(real, predicted, 0.01)
     assert predicted.at.startswith("backward head") and predicted.logits > 0
+
+
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_the_peak_with_gains_in_float32(remat: str) -> None:
+    real, predicted = measured(one_rank(), LARGE_HEAD, remat, 1, tree=own_gains)
+    agree(real, predicted, 0.01)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
