@@ -198,6 +198,10 @@ class Param:
     >>> gain = ya.Param((3,), torch.bfloat16, init=ya.params.initializers.ones)
     >>> ya.materialize({"gain": gain})
     {'gain': tensor([1., 1., 1.], dtype=torch.bfloat16)}
+    >>> tree = {"gate": ya.Param((3,), compute=torch.float32), "up": ya.Param((3,))}
+    >>> state = ya.init(tree, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
+    >>> ya.apply(lambda w: (w["gate"].dtype, w["up"].dtype), state.params)
+    (torch.float32, torch.bfloat16)
     """
 
     shape: tuple[int, ...]
