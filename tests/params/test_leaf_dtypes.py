@@ -146,7 +146,7 @@ def test_ranks_with_other_dtypes_are_told(pools: dict[int, Pool]) -> None:
         (lambda: ya.Lazy((2,), F32, lambda _: torch.ones(2), reduce=torch.float16), "Lazy.reduce: float16 overflows"),
         (
             lambda: ya.PlainState.create({"a": {"w": ya.Param((2,), compute=BF16)}}, TX),
-            "PlainState: a.w has compute=torch.bfloat16, and blocks see plain tensors in the dtype that they have, ",
+            "PlainState: a.w is torch.float32 and has compute=torch.bfloat16, but blocks see plain tensors as they are",
         ),
     ],
 )

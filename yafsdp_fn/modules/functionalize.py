@@ -28,7 +28,7 @@ from yafsdp_fn.modules.tree import (
 )
 from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
-from yafsdp_fn.params.sharded import Sharded, handles
+from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
 from yafsdp_fn.runtime.visit import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
@@ -69,7 +69,7 @@ def functionalize(
         call gives the function for evaluation, of the same `params`
     layers: dotted name of the `nn.ModuleList` or `nn.Sequential` that has the layers, or of several, as for an encoder
         and a decoder. Layers of several kinds in one list (dense and with experts, attention and Mamba), known by
-        names, shapes, dtypes and requires_grad of their parameters, are a stack for each kind
+        names, shapes, dtypes (also by `compute`) and requires_grad of their parameters, are a stack for each kind
     files: a directory of safetensors with the parameters and buffers of `module`, by their names in its state_dict: its
         own are not looked at, so that parameters may be on the meta device. They are read when `ya.shard` asks for
         them, a layer at a time, each rank its own: no rank holds the whole
@@ -157,7 +157,7 @@ class Functionalized:
     def __init__(self, skeleton: nn.Module, layers: Layers, places: Places) -> None:
         self._base, self._layers, self._places = skeleton, layers, places
         self._units = {unit for part in places.visits.values() for unit, _ in part.values()}
-        self._skeletons: dict[_SeenAs, _Skeleton] = {}
+        self._skeletons: dict[tuple[torch.device, torch.dtype, bool], _Skeleton] = {}
 
     def __repr__(self) -> str:
         return f"Functionalized({type(self._base).__name__}, layers={self._layers!r})"
@@ -172,7 +172,7 @@ class Functionalized:
         for unit, layers in stacks.items():
             rows |= zip(layers, _rows(params[unit], unit, len(layers)), strict=True)
         firsts = {layers[0] for layers in stacks.values()}
-        root, own, visited = self._skeleton(_seen_as(params, next(iter(stacks))))
+        root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
         with copied(root, "", weights, may_note=True) as made:
             for of in visited:
@@ -193,23 +193,19 @@ class Functionalized:
                     return join(layer, name.removeprefix(prefix))
         return name
 
-    def _skeleton(self, seen: "_SeenAs") -> _Skeleton:
-        """Returns the skeleton for weights that are seen so, with buffers on their device."""
-        if seen in self._skeletons:
-            return self._skeletons[seen]
+    def _skeleton(self, device: torch.device, dtype: torch.dtype, converted: bool) -> _Skeleton:
+        """Returns the skeleton with buffers on `device`, for weights of `dtype`. converted: those that have a dtype of
+        their own are of that"""
+        key = device, dtype, converted
+        if key in self._skeletons:
+            return self._skeletons[key]
+        root, real = placed(self._base, device, dtype, self._places.own if converted else {})
         visits = self._places.visits
-        by_leaf = {leaf: dtype for leaves, dtype in seen.others for leaf in leaves}
-        others: dict[str, torch.dtype] = {}
-        for part, places in visits.items() if by_leaf else ():
-            for key, place in places.items():
-                if (leaf := join(*place)) in by_leaf:
-                    others[join(part, key)] = by_leaf[leaf]
-        root, real = placed(self._base, seen.device, seen.dtype, others)
         own = {name: places[""] for name, places in visits.items() if "" in places}
         visited = [_Visited(name, root.get_submodule(name), visits[name]) for name in visits if name not in own]
         made = _Skeleton(root, _Visited("", root, own), visited)
         if real:
-            self._skeletons[seen] = made
+            self._skeletons[key] = made
         return made
 
 
@@ -261,24 +257,12 @@ def _rows(stack: Tree, name: str, count: int) -> list[Tree]:
     return plain_layers(stack)
 
 
-class _SeenAs(NamedTuple):
-    """The device and dtype in which blocks see weights. others: leaves of another dtype, by path"""
-
-    device: torch.device
-    dtype: torch.dtype
-    others: tuple[tuple[tuple[str, ...], torch.dtype], ...] = ()
-
-
-def _seen_as(params: Mapping[str, Tree], unit: str) -> _SeenAs:
-    """Tells how blocks see the weights of `params`, one of whose stacks is `unit`."""
-    stack = params[unit]
+def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype, bool]:
+    """Returns the device and dtype in which blocks see the weights of a stack, and whether some have their own."""
     if isinstance(stack, Sharded):
-        groups = [group for handle in handles(params) for group in handle.entry.groups]
-        others = tuple((group.layout.names, group.dtype) for group in groups if group.dtype is not None)
-        return _SeenAs(stack.owner.comms.device, stack.owner.precision.gather_dtype, others)
+        return stack.owner.comms.device, stack.owner.precision.gather_dtype, True
     leaves: list[Any] = optree.tree_leaves(without_markers(stack))
-    dtype = next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32)
-    return _SeenAs(leaves[0].device, dtype)
+    return leaves[0].device, next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32), False
 
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

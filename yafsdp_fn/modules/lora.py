@@ -80,7 +80,7 @@ def lora(
 
     def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
         *length, outs, ins = leaf.shape
-        own = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
+        own: dict[str, Any] = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
         a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)), split=_split(leaf, -1, -1), **own)
         b = Param((*length, outs, rank), init=zeros, split=_split(leaf, -2, -2), **own)
         if dtype != torch.int8:

@@ -289,10 +289,8 @@ class Entry:
         kind = Param if self.length is None else LayerParam
         splits = group.splits or ((),) * len(group.layer_shapes)
         found = zip(group.layer_shapes, splits, strict=True)
-        if not group.trainable:
-            return [kind(shape, group.dtype or torch.float32, split=split) for shape, split in found]
-        own: dict[str, Any] = {"compute": group.dtype, "reduce": group.reduce}
-        return [kind(shape, split=split, **own) for shape, split in found]
+        dtype = torch.float32 if group.trainable or group.dtype is None else group.dtype
+        return [kind(shape, dtype, split=split) for shape, split in found]
 
     def stacked(self, group: Group) -> bool:
         """Returns whether `group` has a unit per layer: shards [L, n]."""
@@ -451,21 +449,14 @@ class _Kind(NamedTuple):
 
     def name(self, alone: bool) -> str:
         """Returns the name of the group; `alone`: it is the only one of its entry."""
-        words: list[str] = []
-        if not alone:
-            if self.dtype is not None:
-                words.append(f"{'compute' if self.trainable else 'frozen'}({_word(self.dtype)})")
-            elif not self.trainable:
-                words.append("frozen")
-            if self.reduce is not None:
-                words.append(f"reduce({_word(self.reduce)})")
-            if self.over:
-                words.append(f"split({', '.join(self.over)})")
-        return join(self.unit, *words, "pinned" if self.pinned else "")
+        words = ["" if self.trainable or self.dtype is not None else "frozen"]
+        words.append(_in_word("compute" if self.trainable else "frozen", self.dtype))
+        words += [_in_word("reduce", self.reduce), f"split({', '.join(self.over)})" if self.over else ""]
+        return join(self.unit, *words[: 0 if alone else None], "pinned" if self.pinned else "")
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _in_word(what: str, dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else f"{what}({str(dtype).removeprefix('torch.')})"
 
 
 def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:

@@ -165,12 +165,6 @@ class Owner(Protocol):
     def gather_dtype(self, unit: int) -> torch.dtype:
         """Returns the dtype in which a unit is gathered."""
 
-    def wire_dtype(self, unit: int) -> torch.dtype:
-        """Returns the dtype in which its gradient travels."""
-
-    def sum_dtype(self, unit: int) -> torch.dtype | None:
-        """Returns the dtype in which ranks sum its gradient themselves; None if the backend does."""
-
     def owns(self, number: int, leaf: object) -> bool:
         """Returns whether `leaf` is its own memory of group `number`, which a later generation overwrites."""
 

@@ -309,32 +309,27 @@ def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: 
     scratch: set[NamedDtype] = set()  # of sums
     replicated: set[NamedDtype] = set()  # of sums over replicas
     receive = staging = 0
+    straight = True
     for unit, (param, _, wire, summed) in dtypes.items():
         wide = param.promoted(wire) if comms.deterministic else summed
-        spec = trace.units[unit]
+        spec, times = trace.units[unit], reduced[unit]
         numel = shard_numel(trace, spec)
-        received = receive_numel(comms.within(spec.over), numel, wide) * wire.itemsize
-        receive = max(receive, received)
+        receive = max(receive, receive_numel(comms.within(spec.over), numel, wide) * wire.itemsize)
         staging = max(staging, staging_numel(comms, numel, param, wire, wide) * wire.itemsize)
+        if times > 1 or (times and wide is not None and (comms.deterministic or comms.ranks > 1)):
+            scratch.add(wide or wire.promoted(param))
+        straight &= times == 0 or (times == 1 and wide is None and wire == param)
         if wide is not None:
             replicated.add(wide)
-        if reduced[unit] > 1 or (reduced[unit] and wide is not None and (comms.deterministic or comms.ranks > 1)):
-            scratch.add(wide or wire.promoted(param))
-    straight = all(
-        count == 1 and dtypes[unit].wide is None and dtypes[unit].reduce == dtypes[unit].param
-        for unit, count in reduced.items()
-    )
-    if not reduced or (straight and not comms.deterministic):
-        receive = 0
-    receive += sum(_scratch(dtype, device) for dtype in scratch)
+    receive = _scratch(scratch, device) + (0 if straight else receive)
     if comms.replicas == 1 or not any(isinstance(op, AllReduce) for op in program.ops):
         return receive, 0
-    return receive, staging + sum(_scratch(dtype, device) for dtype in replicated)
+    return receive, staging + _scratch(replicated, device)
 
 
-def _scratch(dtype: NamedDtype, device: str) -> int:
-    """Bytes of scratch of a sum, which a kernel of Triton's does without."""
-    return 0 if device == "cuda" else 2 * CHUNK[device] * dtype.itemsize
+def _scratch(dtypes: set[NamedDtype], device: str) -> int:
+    """Bytes of scratch of sums in these dtypes, which a kernel of Triton's does without."""
+    return 0 if device == "cuda" else 2 * CHUNK[device] * sum(dtype.itemsize for dtype in dtypes)
 
 
 def words(item: str) -> str:

@@ -476,13 +476,14 @@ class Session(Visits):
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
         wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
         # a sum lands in its shard where it need not be converted or added
-        straight = not any(adds) and memory.land_in_shards.issuperset(units)
+        sums = [memory.sum_dtype(unit) for unit in units]
+        straight = not any(adds) and not any(sums) and all(whole.dtype == shards[0].dtype for whole in wholes)
         receive = memory.nothing if straight else memory.receive()
 
         def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any, sums: Any) -> None:
             flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=sums)
 
-        return self._by_ranks(units, reduce, shards, wholes, adds, [memory.sum_dtype(unit) for unit in units])
+        return self._by_ranks(units, reduce, shards, wholes, adds, sums)
 
     def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
         """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks; None without units."""

@@ -227,8 +227,8 @@ def measure(
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
     places: list[_TracedDestination] = []
-    for unit, own in zip(call.units, weights, strict=True):
-        for leaf in own:
+    for unit, of_unit in zip(call.units, weights, strict=True):
+        for leaf in of_unit:
             if leaf.requires_grad and leaf.numel() >= LARGE:
                 places.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
                 setattr(leaf, DESTINATION, places[-1])

@@ -93,11 +93,10 @@ class StateMemory(Placement[Communicators]):
         self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
-        sums = dict.fromkeys((self.wire_dtype(unit), self.sum_dtype(unit)) for unit in self.of_unit)
-        for ranks in dict.fromkeys(self.ranks_of.values()):
-            for wire, wide in sums:
-                if wide is not None:
-                    ranks.connect_sums(precision.param, wire, wide)
+        for unit, ranks in self.ranks_of.items():
+            wide = self.sum_dtype(unit)
+            if wide is not None:
+                ranks.connect_sums(precision.param, self.wire_dtype(unit), wide)
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
             working = [self._working_copy(group, m) for group, m in zip(self.groups, masters, strict=True)]
@@ -209,14 +208,14 @@ class StateMemory(Placement[Communicators]):
     def receive(self) -> Tensor:
         """The buffer that receives reductions, in bytes."""
         if self._receive is None:
-            self._receive = self._buffer(self.receive_bytes())
+            self._receive = self._buffer(self.buffer_bytes()[0])
             self.made([("receive",)])
         return self._receive
 
     def staging(self) -> Tensor:
         """Returns the buffer in which gradient shards travel between replicas, in bytes."""
         if self._staging is None:
-            self._staging = self._buffer(self.staging_bytes())
+            self._staging = self._buffer(self.buffer_bytes()[1])
             self.made([("replicate",)])
         return self._staging
 

@@ -33,7 +33,6 @@ class Placement(Generic[AnyRanks]):
     trained: the trainable ones among them
     weights_alias, grads_alias: units whose slots are the shards themselves, since one rank has all of their vector; not
         on a deterministic mesh, where one rank adds up as several do, from weights aligned alike
-    land_in_shards: units whose sum the backend makes, in the dtype of their shards
     key: a text, equal for states that can share programs
     """
 
@@ -51,7 +50,6 @@ class Placement(Generic[AnyRanks]):
         self.layout = layout.on(holders, comms.stage, comms.axes)
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
-        self._sum_dtypes = {unit: self._sum_dtype(group) for group in self.groups for unit in group.units}
         self.ranks_of = {unit: comms.within(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
         self.units = self._units()
@@ -59,9 +57,8 @@ class Placement(Generic[AnyRanks]):
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         whole = (unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1)
         self.weights_alias = frozenset(() if comms.deterministic else whole)
-        unconverted = frozenset(unit for unit in self.of_unit if self.wire_dtype(unit) == precision.param)
-        self.grads_alias = self.weights_alias & unconverted
-        self.land_in_shards = frozenset(unit for unit in unconverted if self._sum_dtypes[unit] is None)
+        converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
+        self.grads_alias = self.weights_alias - converted
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
@@ -114,13 +111,12 @@ class Placement(Generic[AnyRanks]):
         return self.of_unit[unit].dtype or self.precision.gather_dtype
 
     def wire_dtype(self, unit: int) -> torch.dtype:
+        """Returns the dtype in which its gradient travels."""
         return self.of_unit[unit].reduce or self.precision.reduce_dtype
 
     def sum_dtype(self, unit: int) -> torch.dtype | None:
-        return self._sum_dtypes[unit]
-
-    def _sum_dtype(self, group: Group) -> torch.dtype | None:
-        wire = self.wire_dtype(group.units[0])
+        """Returns the dtype in which ranks sum its gradient themselves; None if the backend does."""
+        wire = self.wire_dtype(unit)
         wide = self.precision.sum_dtype_of(wire)
         return sum_dtype(self.precision.param, wire, wide) if self.comms.deterministic else wide
 
@@ -139,26 +135,16 @@ class Placement(Generic[AnyRanks]):
         """Returns the user's container with a handle per entry on `leaves`, one per group."""
         return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
 
-    def receive_bytes(self) -> int:
-        """Returns the bytes of the buffer that receives reductions."""
-
-        def needed(group: Group) -> int:
-            unit = group.units[0]
-            numel = receive_numel(self._ranks(group), self._shard_numel(group), self.sum_dtype(unit))
-            return numel * self.wire_dtype(unit).itemsize
-
-        return max(map(needed, self._trained_here), default=0)
-
-    def staging_bytes(self) -> int:
-        """Returns the bytes of the buffer in which gradient shards travel between replicas."""
-
-        def needed(group: Group) -> int:
-            unit = group.units[0]
-            wire = self.wire_dtype(unit)
-            dtypes = self.precision.param, wire, self.sum_dtype(unit)
-            return staging_numel(self.comms, self._shard_numel(group), *dtypes) * wire.itemsize
-
-        return max(map(needed, self._trained_here), default=0)
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of the buffers that receive reductions, and in which gradient shards travel between
+        replicas."""
+        receive = staging = 0
+        for group in self._trained_here:
+            n = self._shard_numel(group)
+            wire, wide = self.wire_dtype(group.units[0]), self.sum_dtype(group.units[0])
+            receive = max(receive, receive_numel(self._ranks(group), n, wide) * wire.itemsize)
+            staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)
+        return receive, staging
 
     def largest_leaf(self, dtype: torch.dtype) -> int:
         """Returns the elements of the largest trained leaf that is gathered in `dtype`, or of all if none is: those of

@@ -177,12 +177,14 @@ NO_RANKS = (
 
 def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
     """Gathers the whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
-    owner = call.of_unit[unit][1].handle.owner
+    group, row = call.of_unit[unit]
+    owner = row.handle.owner
     wire = owner.gather_dtype(unit)
     if owner.comms.alone:
         return shard.to(wire)
-    how = wire, owner.wire_dtype(unit), owner.sum_dtype(unit), step
-    ranks = owner.comms.within(call.of_unit[unit][0].over)
+    back = group.reduce or owner.precision.reduce_dtype
+    how = wire, back, owner.precision.sum_dtype_of(back), step
+    ranks = owner.comms.within(group.over)
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -214,8 +214,8 @@ class PlainState:
         for path, leaf in named_leaves(trainable(params)):
             if getattr(leaf, "compute", None) not in (None, leaf.dtype):
                 raise ValueError(
-                    f"PlainState: {path} has compute={leaf.compute}, and blocks see plain tensors in the dtype that "
-                    f"they have, {leaf.dtype}; leave compute out, and let the loss convert it"
+                    f"PlainState: {path} is {leaf.dtype} and has compute={leaf.compute}, but blocks see plain tensors "
+                    "as they are; leave compute out, and let the loss convert it"
                 )
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
         return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)

@@ -25,7 +25,7 @@ from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.util.randomness import Replay, next_visit_seed
-from yafsdp_fn.util.torch_private import SingleLevelFunction, copy_by_dtype, foreach_copy, transforms_active
+from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, transforms_active
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
 #
@@ -321,7 +321,7 @@ def close_all(uses: Uses, places: Sequence[GradSlot], grads: Sequence[Tensor | N
                 views.append(view)
                 values.append(grad)
     if views:
-        (foreach_copy if len(places) == 1 else copy_by_dtype)(views, values)  # a unit's leaves are of one dtype
+        foreach_copy(views, values)
 
 
 # ---- Splits a visit's backward into two halves, for schedules that put other ops between them.

@@ -7,7 +7,7 @@ tensors (`_version`, `_backward_hooks`), which a name here would only hide.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -52,20 +52,7 @@ FUSED_IN_PLACE = (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_, tor
 """These kernels as dispatch modes see them: some overloads have no implementation for fake tensors."""
 
 foreach_copy = torch._foreach_copy_
-"""Copies lists in one launch, with casts: of one dtype each, else a GPU launches a kernel for each tensor."""
-
-
-def copy_by_dtype(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies lists of any dtypes, in one launch for each pair of dtypes. Leaves out what is its own source."""
-    alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        if target.dtype != source.dtype or target.data_ptr() != source.data_ptr():
-            both = alike.setdefault((target.dtype, source.dtype), ([], []))
-            both[0].append(target)
-            both[1].append(source)
-    for both in alike.values():
-        foreach_copy(*both)
-
+"""Copies lists in one launch, with casts."""
 
 foreach_norm: Any = torch._foreach_norm
 """Norms of lists in one launch; with `dtype`, a GPU adds up in that, without copies, as `vector_norm` does not."""

@@ -22,7 +22,7 @@ from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
-from yafsdp_fn.util.torch_private import copy_by_dtype
+from yafsdp_fn.util.torch_private import foreach_copy
 
 
 def write(pairs: Sequence[tuple[Tensor, Tensor]], found_inf: Scalar, on_write: OnWrite = lambda: None) -> None:
@@ -137,7 +137,7 @@ class Definition:
             yield []
         write(own, call.found_inf, call.on_write)
         if copied:
-            copy_by_dtype(copied, leaves)
+            foreach_copy(copied, leaves)
 
     def _at_owners(
         self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]

@@ -20,7 +20,7 @@ from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.tree import Param, Tree, dotted
 from yafsdp_fn.util.on_gpu import kernels_run_on
-from yafsdp_fn.util.torch_private import copy_by_dtype, fused_adam, fused_adamw, fused_sgd
+from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
 
 # ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
 #
@@ -155,7 +155,7 @@ class Fusion(NamedTuple):
             rest = [[], [step] * len(full)] if step is not None else [] if self.moments else [[]]
             self.kernel(*columns[:width], *rest, **scalars, maximize=False, **self.settings)
             for copies in columns[width:]:
-                copy_by_dtype(copies, columns[0])
+                foreach_copy(copies, columns[0])
 
         return launch
 
