@@ -122,13 +122,14 @@ GATE = "block_sparse_moe.gate.weight"
 GATE_UP, DOWN = "block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj"
 
 
-def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Parts:
+def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE, router: torch.dtype | None = None) -> Parts:
     """The parameters, described once, as those of `models.llama`; an expert's two first matrices are one, [2 F, E].
     pin_norms: all norms of the layers (`ya.Pinned`); axes: with `expert`, experts are split over it, with `tensor` also
-    each of them, heads, embedding and head"""
+    each of them, heads, embedding and head; router: the dtype that routers compute in, such as float32 in a model in
+    bfloat16; None, as in transformers: that of all"""
     E, F_, L, X = config.embed, config.ffn, config.layers, config.experts
     experts = {
-        GATE: ya.Param((L, X, E)),
+        GATE: ya.Param((L, X, E), compute=router),
         GATE_UP: ya.Param((L, X, 2 * F_, E), split=axes.of_experts(axes.split(-2, blocks=2))),
         DOWN: ya.Param((L, X, E, F_), init=layers.residual(config), split=axes.of_experts(axes.split(-1))),
     }
@@ -152,7 +153,7 @@ def experts(
 ) -> tuple[Float[Tensor, "B S E"], Routing]:
     """Computes the feed-forward network of a layer, over `tensor` a part of the sum. capacity: see `loss`"""
     axes.must_have("experts", len(w[DOWN]), config.experts, "expert")
-    logits = ya.linear(x, w[GATE]).to(torch.promote_types(x.dtype, torch.float32))
+    logits = ya.linear(x.to(w[GATE].dtype), w[GATE]).to(torch.promote_types(x.dtype, torch.float32))
     scores = logits.softmax(-1)  # [B, S, X]
     best, chosen = scores.topk(config.chosen, -1)
     best = best / best.sum(-1, keepdim=True)

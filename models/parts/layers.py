@@ -89,9 +89,9 @@ def embed(
 
 
 def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-    """Computes RMSNorm over the last axis, in fp32 inside."""
+    """Computes RMSNorm over the last axis, in fp32 inside, and times a gain of a dtype of its own in that."""
     # in bf16 Hugging Face rounds once more, before the weight
-    return F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
+    return F.rms_norm(x.to(w.dtype), (x.shape[-1],), w, config.norm_eps).to(x.dtype)
 
 
 def attention(

@@ -211,11 +211,11 @@ def reduced(
     """The gradient shard after a reduction and the sum over replicas, and what was sent for each."""
     shard = torch.full((c.n,), torch.nan, dtype=dtype) if before is None else before.clone()
     full = c.full[c.comms.world_rank].clone()
-    receive = full.new_full((receive_numel(c.comms, c.n, accumulate),), torch.nan)
+    receive = full.new_full((receive_numel(c.comms, c.n, accumulate),), torch.nan).view(torch.uint8)
     with recorded() as sent:
-        flat.reduce_into(c.comms, [shard], [full], receive, adds=[before is not None], accumulate=accumulate)
+        flat.reduce_into(c.comms, [shard], [full], receive, adds=[before is not None], accumulate=[accumulate])
     assert torch.equal(full, c.full[c.comms.world_rank]), "the gradient slot was written to"
-    staging = full.new_full((staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan)
+    staging = full.new_full((staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan).view(torch.uint8)
     with recorded() as sent_between:
         flat.all_reduce_replicas(c.comms, shard, staging, wire=full.dtype, accumulate=accumulate)
     return shard, sent, sent_between

@@ -19,7 +19,7 @@ from models import llama
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
-from tests.planner.test_footprint import held_by, tokens
+from tests.planner.test_footprint import held_by, own_gains, tokens
 from yafsdp_fn.communication import flat, micro_shards
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
@@ -55,10 +55,10 @@ def reduction(axes: dict[str, int], how: str) -> tuple[list[str], Tensor]:
         comms = communicators(mesh)
         shard = torch.ones(N, device=CUDA)
         full = torch.ones(comms.ranks * N, device=CUDA, dtype=BF16)
-        receive = full.new_empty(receive_numel(comms, N, accumulate))
-        staging = full.new_empty(staging_numel(comms, N, F32, BF16, accumulate))
+        receive = full.new_empty(receive_numel(comms, N, accumulate)).view(torch.uint8)
+        staging = full.new_empty(staging_numel(comms, N, F32, BF16, accumulate)).view(torch.uint8)
         device.launched.clear()
-        flat.reduce_into(comms, [shard], [full], receive, adds=[True], accumulate=accumulate)
+        flat.reduce_into(comms, [shard], [full], receive, adds=[True], accumulate=[accumulate])
         flat.all_reduce_replicas(comms, shard, staging, wire=BF16, accumulate=accumulate)
         return list(device.launched), shard.cpu()
 
@@ -87,11 +87,14 @@ def test_a_reduction(in_child: InChild, axes: Any, how: str, launched: list[str]
         assert torch.equal(shard, torch.full((N,), float(sizes.get("replicate", 1) * (1 + group))))
 
 
-def step(axes: dict[str, int], precision: str, microbatches: int) -> tuple[list[str], dict[str, int]]:
-    """What the third step of a Llama launches, and the bytes that it holds."""
+def step(
+    axes: dict[str, int], precision: str, microbatches: int, own: bool = False
+) -> tuple[list[str], dict[str, int]]:
+    """What the third step of a Llama launches, and the bytes that it holds. own: its gains are in float32"""
     with cluster(axes) as (device, mesh):
         tx = ya.optim.adamw(1e-3)
-        state = ya.init(llama.params(CONFIG), tx, mesh=mesh, precision=PRECISIONS[precision])
+        params = own_gains(llama.params(CONFIG)) if own else llama.params(CONFIG)
+        state = ya.init(params, tx, mesh=mesh, precision=PRECISIONS[precision])
         train = ya.train_step(llama.loss(CONFIG), tx, schedule=ya.schedules.zero3(), microbatches=microbatches)
         batch = tokens(CONFIG, device="cuda")
         for _ in range(3):
@@ -121,6 +124,18 @@ def test_buffers_are_as_planned(in_child: InChild, precision: str) -> None:
     on_cpu = predict_memory(program, device="cpu")
     assert (on_cpu.scratch > 0) == (precision == "wide products")
     assert (on_cpu.receive > planned["receive"]) == (real["receive"] > 0)
+
+
+@pytest.mark.parametrize("precision", ["wide sums", "wide products"])
+def test_buffers_are_as_planned_with_gains_in_float32(in_child: InChild, precision: str) -> None:
+    """And what is launched does not depend on the number of ranks."""
+    tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
+    how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": 2, "tx": tx}
+    program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), own_gains(llama.params(CONFIG)), given, **how))
+    planned = predict_memory(program, device="cuda").itemised()
+    few, real = in_child(step, {"shard": 2}, precision, 2, True)
+    assert {name: planned[name] for name in real} == real and real["scratch"] == 0
+    assert few == in_child(step, {"shard": 8}, precision, 2, True)[0]
 
 
 # ---- products and the early gradient

@@ -12,6 +12,8 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
+from tests.harness.oracle import by_autograd, looped
+from tests.harness.oracle import compare as near
 from tests.harness.pool import Pool
 from tests.models.theirs import draw
 
@@ -100,3 +102,53 @@ def test_a_plan_of_packed_documents(name: str) -> None:
     # no pair of a query and a key
     assert 0.93 < sum(visit.cost.flops for visit in trace.visits) / (2 * 48 * config.multiplied) <= 1.0
     assert sum(visit.cost.attention_flops for visit in trace.visits) == 3 * 4 * 48 * 24 * config.attended
+
+
+def in_float32(tree: Any) -> Any:
+    """Gains in float32, as the routers."""
+
+    def of(path: str, leaf: ya.Param) -> ya.Param:
+        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
+
+    return optree.tree_map(of, ya.params.leaf_names(tree), tree)
+
+
+def half_with_routers(mesh: Any) -> None:
+    """One rank's part: gradients of a Mixtral in bfloat16 whose routers and gains are in float32, summed in float64."""
+    F32, F64 = torch.float32, torch.float64
+    config = dataclasses.replace(SMALL["mixtral"], router_loss=False)
+    abstract = in_float32(mixtral.params(config, router=F32))
+    leaves = {path: leaf for path, leaf in flat(abstract).items() if leaf.compute is not None}
+    assert len(leaves) == 4 and any(path.endswith(mixtral.GATE) for path in leaves)
+    dtypes = optree.tree_map(lambda leaf: leaf.compute or torch.bfloat16, ya.params.without_markers(abstract))
+    plain = optree.tree_map(lambda leaf: leaf.double(), ya.materialize(abstract, seed=0))
+    loss = mixtral.loss(config)
+
+    def cast(params: Any, batch: Any) -> Any:
+        return loss(optree.tree_map(torch.Tensor.to, params, dtypes), batch)
+
+    every = [draw(2, 24, most=61, seed=rank) for rank in range(mesh.size())]
+    batches = [{"tokens": tokens, "targets": tokens.roll(-1, 1)} for tokens in every]
+    half = ya.Precision(F64, compute=torch.bfloat16, reduce=F64)
+    state = ya.init(abstract, mesh=mesh, seed=0, precision=half)
+    with by_autograd():  # a slot sums up rows of the embedding in float64, autograd in bfloat16
+        value, grads = looped(cast, plain, batches)
+        for remat in (ya.schedules.remat.every(2), ya.schedules.remat.none):
+            function = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=remat))
+            found, got = function(state.params, batches[mesh.get_rank()])
+            near(found.float(), value, 1e-6, "value")
+            near(ya.unshard(got), grads, 1e-12, "gradients")
+    without = ya.init(mixtral.params(config), mesh=mesh, seed=0, precision=half)
+    other = flat(ya.unshard(ya.value_and_grad(loss)(without.params, batches[mesh.get_rank()])[1]))
+    rounded = [path for path, leaf in leaves.items() if not torch.equal(other[path], flat(ya.unshard(got))[path])]
+    assert len(rounded) == len(leaves)
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    bare = ya.params.without_markers(tree)
+    return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_mixtral_in_bf16_with_routers_and_gains_in_float32(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(half_with_routers)

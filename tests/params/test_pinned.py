@@ -111,7 +111,7 @@ def test_the_marker_is_transparent_on_plain_trees() -> None:
         ({"a": ya.Stacked({"w": param(2, 3), "gain": ya.Pinned(param())})}, "a.gain: a leaf of a Stacked needs a lead"),
         (
             {"a": ya.Stacked({"w": ya.Pinned(param(2)), "pinned": ya.Unit(param(2)), "v": param(2)})},
-            "a.pinned: a Unit here has the name of the stack's pinned or frozen leaves; rename it",
+            "a.pinned: a Unit here has the name of other leaves of the stack: pinned, frozen, or of their own dtype",
         ),
     ],
 )

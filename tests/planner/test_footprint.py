@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import itertools
+from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,6 +57,16 @@ def frozen_embedding() -> Model:
     return model()._replace(embed=ya.frozen(model().embed, torch.float32))
 
 
+def own_dtypes() -> Model:
+    """The same with leaves that are gathered, and reduced, in dtypes of their own."""
+    made, layers = frozen_embedding(), model().layers.tree
+    bias = dataclasses.replace(layers["bias"], compute=torch.float32, reduce=torch.bfloat16)
+    down = dataclasses.replace(layers["down"], compute=torch.float32, reduce=torch.float32)
+    norm = dataclasses.replace(made.head["norm"], compute=torch.float64)
+    stack = ya.Stacked({**layers, "bias": bias, "down": down})
+    return made._replace(layers=stack, head={**made.head, "norm": norm})
+
+
 def cast_loss(p: Model, b: Any) -> ya.Mean:
     """`loss` in the dtype of the layers, whatever the embedding's is."""
     x = ya.apply(lambda w, t, like: F.embedding(t, w["weight"]), p.embed, b["tokens"], None)
@@ -63,25 +76,30 @@ def cast_loss(p: Model, b: Any) -> ya.Mean:
 
 
 def _any_dtype(x: Tensor, w: Any) -> tuple[Tensor, None]:
-    hidden = torch.tanh(F.linear(x.to(w["up"].dtype), w["up"], w["bias"]))
-    return x + F.linear(hidden, w["down"]).to(x.dtype), None
+    hidden = torch.tanh(F.linear(x.to(w["up"].dtype), w["up"], w["bias"].to(w["up"].dtype)))
+    return x + F.linear(hidden.to(w["down"].dtype), w["down"]).to(x.dtype), None
 
 
 def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
-    scores = F.linear(x.to(w["weight"].dtype) * w["norm"], w["weight"]).float()
+    dtype = w["weight"].dtype
+    scores = F.linear(x.to(dtype) * w["norm"].to(dtype), w["weight"]).float()
     return ya.Mean(F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
 
 
 # ---- what the toolkit holds
 
 
-def held(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def held(
+    mesh: Any, cases: list[tuple[str, str, int]], made: Callable[[], Model] = frozen_embedding
+) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Predicted and real bytes of what a state and its slots hold on this rank after two steps."""
-    return [_held(mesh, *case) for case in cases]
+    return [_held(mesh, made(), *case) for case in cases]
 
 
-def _held(mesh: Any, precision: str, schedule: str, microbatches: int) -> tuple[dict[str, int], dict[str, int]]:
-    state = ya.init(frozen_embedding(), TX, mesh=mesh, precision=PRECISIONS[precision])
+def _held(
+    mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    state = ya.init(abstract, TX, mesh=mesh, precision=PRECISIONS[precision])
     step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
     program = step.lower(state, batch())
     store = state.memory
@@ -165,6 +183,33 @@ def test_other_meshes_hold_what_is_predicted(
     assert same(pools[4].run(on, mesh, held, cases))[item] > 0
 
 
+OWN = [
+    ("fp32", "zero3", 1),
+    ("bf16", "zero2", 2),
+    ("bf16 wire", "zero3", 1),
+    ("bf16 wire", "zero3", 2),
+    ("wide sums", "remat", 1),
+    ("fp64 wide", "zero2", 2),
+    ("bf16 alone", "zero3", 1),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
+    real = same(pools[world].run(held, OWN, own_dtypes))
+    assert real["working_copy"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cases"),
+    [("replicate", [OWN[2], OWN[4]]), ("nodes", [("bf16 wire", "hpz", 1), OWN[4]])],
+)
+def test_leaves_of_their_own_dtype_on_other_meshes(
+    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]]
+) -> None:
+    same(pools[4].run(on, mesh, held, cases, own_dtypes))
+
+
 def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int]]) -> Any:
     """Of a model that is split over `tensor` and `expert`; predicted from the state's trace, and without any rank."""
     found = []
@@ -221,6 +266,15 @@ SMALL_HEAD = llama.Config(vocab=256, embed=128, ffn=512, layers=4, heads=4, kv_h
 BF16 = PRECISIONS["bf16"]
 
 
+def own_gains(tree: Any) -> Any:
+    """The tree of a model whose gains are in float32, whatever the rest is in."""
+
+    def of(path: str, leaf: Any) -> Any:
+        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
+
+    return optree.tree_map(of, ya.params.leaf_names(tree), tree)
+
+
 def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str, Tensor]:
     made = torch.randint(0, config.vocab, (rows, config.max_length), device=device)
     return {"tokens": made, "targets": made}
@@ -236,9 +290,8 @@ def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **h
     )
     schedule = how.get("order", lambda of_stage: of_stage)(schedule)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        state = ya.init(
-            llama.params(config, **how.get("params", {})), tx, mesh=mesh, precision=precision, stages=stages
-        )
+        params = how.get("tree", lambda tree: tree)(llama.params(config, **how.get("params", {})))
+        state = ya.init(params, tx, mesh=mesh, precision=precision, stages=stages)
         step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
         given = how.get("dealt", lambda batch: batch)(tokens(config, how.get("rows", 2)))
         program = step.lower(state, given)
@@ -265,6 +318,12 @@ def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
     real, predicted = measured(one_rank(), LARGE_HEAD, remat, microbatches)
     agree(real, predicted, 0.01)
     assert predicted.at.startswith("backward head") and predicted.logits > 0
+
+
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_the_peak_with_gains_in_float32(remat: str) -> None:
+    real, predicted = measured(one_rank(), LARGE_HEAD, remat, 1, tree=own_gains)
+    agree(real, predicted, 0.01)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -82,7 +82,15 @@ def test_every_block_runs_and_its_figures_and_refusal_are_as_shown(
     state = ya.init(llama.params(config), tx, mesh=ya.mesh(device="cpu"))
     text = torch.arange(4 * 33).reshape(4, 33) % 256
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-    names = {"ya": ya, "llama": llama, "config": config, "loss_fn": llama.loss(config), "tx": tx, "state": state}
+    names = {
+        "ya": ya,
+        "torch": torch,
+        "llama": llama,
+        "config": config,
+        "loss_fn": llama.loss(config),
+        "tx": tx,
+        "state": state,
+    }
     names |= {"batch": batch, "one_slot_less": custom(CUSTOM.replace("i % (ahead + 1)", "i % ahead"))}
     stack = {"w": torch.ones(4, 1)}
     names |= {"layer": lambda x, w: (x + w["w"], x), "x": torch.zeros(1), "params": dict.fromkeys(KINDS, stack)}
@@ -95,6 +103,8 @@ def test_every_block_runs_and_its_figures_and_refusal_are_as_shown(
     out = capsys.readouterr().out
     assert "reduce head, layers[3] <- grad slots" in out
     assert names["x"] == 13 and len(names["ys"]) == 5
+    own = [line for line in out.splitlines() if line.startswith("[('layers.compute(float32)")]
+    assert len(own) == 1 and f"    {own[0]}\n" in PAGE
     offloads = [line for line in out.splitlines() if line.startswith("| `")]
     assert len(offloads) == 5 and [line for line in offloads if f"{line}\n" not in PAGE] == []
 

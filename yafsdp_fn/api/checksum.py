@@ -96,16 +96,15 @@ class SummedValue(NamedTuple):
 def _shards(state: ShardedState) -> Iterator[SummedValue]:
     """Yields each unit's parameters, working copies and optimizer state."""
     memory = state.memory
-    precision = state.precision
     master = memory.master.rows
     working = memory.working.rows
-    has_copies = precision.param != precision.gather_dtype
     for group in memory.groups:
+        has_copies = group.trainable and memory.gather_dtype(group.units[0]) != state.precision.param
         for index, unit in enumerate(group.units):
             name = memory.units[unit].name
             stages = group.holders(index)
             yield SummedValue(name, stages, master.get(unit))
-            if group.trainable and has_copies:
+            if has_copies:
                 yield SummedValue(f"{WORKING}{name}", stages, working.get(unit))
     for at, node in handles_and_leaves(state.opt_state):
         for _, group, leaf in node.group_leaves() if is_sharded(node) else ():

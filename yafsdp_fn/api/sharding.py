@@ -257,7 +257,7 @@ def _in_place_of(like: Tree, params: Tree) -> Tree:
             raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
         give = source(path, own, 0, torch.device("cpu"))
         in_memory = isinstance(own, Tensor) or (isinstance(own, Lazy) and own.in_memory)
-        return Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory)
+        return Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory, leaf.compute, leaf.reduce)
 
     out = optree.tree_map_with_accessor(lazy, like)
     if given:
@@ -290,8 +290,10 @@ def _filled(
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:
-        split = f" split {group.splits}" if group.splits else ""
-        described |= {name: f"{len(group.units)} x {shape}{split}" for name, shape in _leaves_of(group)}
+        of_group = f" split {group.splits}" if group.splits else ""
+        of_group += f" gathered in {group.dtype}" if group.dtype else ""
+        of_group += f" reduced in {group.reduce}" if group.reduce else ""
+        described |= {name: f"{len(group.units)} x {shape}{of_group}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
     if compare is not None and not comms.alone:
         compare()

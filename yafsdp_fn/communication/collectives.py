@@ -45,7 +45,7 @@ class RankGroup:
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         """Gathers each shard [N / R] of all ranks into its `out` [N]. A shard may be this rank's slice of `out`."""
         if self._one_launch(outs):
-            self._now(ALL_GATHERS, outs, shards, AllGatherOptions())
+            self._now(ALL_GATHERS, _alike(outs), _alike(shards), AllGatherOptions())
         else:
             for out, shard in zip(outs, shards, strict=True):
                 _all_gather(out, shard, group=self.process_group)
@@ -54,7 +54,10 @@ class RankGroup:
         """Sums each `full` [N] over ranks and writes this rank's slice to `out` [N / R], which must not
         overlap `full`."""
         if self._one_launch(outs):
-            self._now(REDUCE_SCATTERS, outs, fulls, dist.ReduceScatterOptions())
+            for dtype in dict.fromkeys(full.dtype for full in fulls):  # NCCL takes one in a launch
+                alike = [pair for pair in zip(outs, fulls, strict=True) if pair[1].dtype == dtype]
+                landing, sent = zip(*alike, strict=True)
+                self._now(REDUCE_SCATTERS, landing, sent, dist.ReduceScatterOptions())
         else:
             for out, full in zip(outs, fulls, strict=True):
                 _reduce_scatter(out, full, group=self.process_group)
@@ -141,8 +144,8 @@ class GlooGroup(RankGroup):
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        rows = [whole.view(self._ranks, -1) for whole in outs]
-        mine = [shard.reshape(-1) for shard in shards]
+        rows = [whole.view(self._ranks, -1) for whole in _alike(outs)]
+        mine = [shard.reshape(-1) for shard in _alike(shards)]
         works: list[dist.Work] = []
         for piece in _pieces(mine, cut=False):
             if len(piece) == 1:
@@ -253,6 +256,12 @@ def _pieces(shards: Sequence[Tensor], *, cut: bool) -> Iterator[Piece]:
         packed += size
     if pack:
         yield pack
+
+
+def _alike(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns vectors of several dtypes as bytes, so that a gather moves them together."""
+    same = len({vector.dtype for vector in vectors}) == 1
+    return vectors if same else [vector.view(torch.uint8) for vector in vectors]
 
 
 def _cut(packed: Tensor, piece: Piece) -> Sequence[Tensor]:

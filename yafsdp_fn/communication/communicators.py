@@ -224,9 +224,9 @@ class Communicators(Groups):
         shard = out.view(-1)
         wire = full.dtype
         n = out.numel()
-        receive = full.new_empty(receive_numel(self, n, accumulate))
+        receive = full.new_empty(receive_numel(self, n, accumulate)).view(torch.uint8)
         job = partial(flat.reduce_into, self, [shard], [full.view(-1)], receive)
-        self._now("reduce", partial(job, adds=[False], accumulate=accumulate), "reduce-scatter")
+        self._now("reduce", partial(job, adds=[False], accumulate=[accumulate]), "reduce-scatter")
         if replicas and self.replicas > 1:
             staging = full.new_empty(staging_numel(self, n, out.dtype, wire, accumulate))
             work = partial(flat.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)

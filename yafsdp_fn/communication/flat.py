@@ -17,8 +17,8 @@ from yafsdp_fn.communication.sums import all_reduce_replicas_wide, reduce_in_ord
 # N flat elements (padding included), R ranks of the shard group on M nodes of K ranks (R = M K), P replicas, n = N /
 # R. Each function runs on the communicators' stream of its kind: gather, reduce or replicate.
 #
-# With a dtype `accumulate` wider than the wire's, reductions are exchanges and local sums in rank order; on a
-# deterministic mesh, exchanges and additions in the order of micro-shards: both in sums.py.
+# With a dtype to accumulate in that is wider than the wire's, reductions are exchanges and local sums in rank order; on
+# a deterministic mesh, exchanges and additions in the order of micro-shards: both in sums.py.
 
 Reduction = tuple[Tensor, Tensor, Tensor, bool]
 """`(shard, full, received, add)`; received: buffer for the sum, empty to receive in the shard itself."""
@@ -55,32 +55,32 @@ def reduce_into(
     receive: Tensor,
     *,
     adds: Sequence[bool],
-    accumulate: torch.dtype | None,
+    accumulate: Sequence[torch.dtype | None],
 ) -> None:
     """Sums each of `fulls` [N] over the shard group and writes this rank's slice to its shard [n], or adds it.
 
-    shards: in their own dtype; `fulls`, in the wire's, are not changed
-    receive: at least `receive_numel` elements of the wire's dtype, for the largest shard. As many vectors travel
-        together as it holds; those that do not need it, all
+    shards: in their own dtype; `fulls`, each in its wire's, are not changed
+    receive: bytes for `receive_numel` elements of each vector's wire dtype. As many vectors travel together as it
+        holds; those that do not need it, all
     adds: per vector, add to the shard instead of overwriting it
-    accumulate: `Precision.sum_dtype`, wider than the wire's dtype, or None for the backend's own sum
+    accumulate: per vector, a dtype wider than its wire's, `Precision.sum_dtype_of`; None: the backend's own sum
     """
     together: list[Reduction] = []
     used = 0
-    for shard, full, add in zip(shards, fulls, adds, strict=True):
+    for shard, full, add, wide in zip(shards, fulls, adds, accumulate, strict=True):
         if comms.deterministic:
-            reduce_in_order(comms, shard, full, receive, add=add)
+            reduce_in_order(comms, shard, full, receive.view(full.dtype), add=add)
         elif comms.ranks == 1:
-            local_sum(shard, full.view(1, -1), comms.reduce_scratch, add=add, dtype=accumulate)
-        elif accumulate is not None:
-            reduce_wide(comms, shard, full, receive, add=add, accumulate=accumulate)
+            local_sum(shard, full.view(1, -1), comms.reduce_scratch, add=add, dtype=wide)
+        elif wide is not None:
+            reduce_wide(comms, shard, full, receive.view(full.dtype), add=add, accumulate=wide)
         else:
-            need = 0 if shard.dtype == full.dtype and not add else shard.numel()
+            need = 0 if shard.dtype == full.dtype and not add else shard.numel() * full.itemsize
             if used + need > receive.numel():
                 _reduce_together(comms, together)
                 together = []
                 used = 0
-            together.append((shard, full, receive[used : used + need], add))
+            together.append((shard, full, receive[used : used + need].view(full.dtype), add))
             used += need
     if together:
         _reduce_together(comms, together)
@@ -98,16 +98,16 @@ def _reduce_together(comms: Groups, jobs: Sequence[Reduction]) -> None:
 def all_reduce_replicas(
     comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype | None
 ) -> None:
-    """Sums `shard` [n] over replicas, in place, to the same bits on each. staging: at least `staging_numel` elements of
-    dtype `wire`, in which shards travel"""
+    """Sums `shard` [n] over replicas, in place, to the same bits on each. staging: bytes for at least `staging_numel`
+    elements of dtype `wire`, in which shards travel"""
     if comms.replicas == 1:
         return
     if accumulate is not None:
-        all_reduce_replicas_wide(comms, shard, staging, wire=wire, accumulate=accumulate)
+        all_reduce_replicas_wide(comms, shard, staging.view(wire), wire=wire, accumulate=accumulate)
     elif shard.dtype == wire:
         dist.all_reduce(shard, group=comms.replicate_group.process_group)
     else:
-        staged = staging[: shard.numel()]
+        staged = staging.view(wire)[: shard.numel()]
         staged.copy_(shard)
         dist.all_reduce(staged, group=comms.replicate_group.process_group)
         shard.copy_(staged)

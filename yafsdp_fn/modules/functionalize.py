@@ -15,6 +15,7 @@ from yafsdp_fn.api.scan import apply, run_block
 from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.modules.tree import (
+    Computes,
     Layers,
     Place,
     Places,
@@ -47,7 +48,11 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 def functionalize(
-    module: nn.Module, layers: Layers, *, files: str | os.PathLike[str] | None = None
+    module: nn.Module,
+    layers: Layers,
+    *,
+    files: str | os.PathLike[str] | None = None,
+    compute: Computes | None = None,
 ) -> tuple[dict[str, Any], "Functionalized"]:
     """Returns `(params, model)`: the weights of `module` as a tree, and `model(params, ...)`, which computes
     `module(...)`.
@@ -64,10 +69,13 @@ def functionalize(
         call gives the function for evaluation, of the same `params`
     layers: dotted name of the `nn.ModuleList` or `nn.Sequential` that has the layers, or of several, as for an encoder
         and a decoder. Layers of several kinds in one list (dense and with experts, attention and Mamba), known by
-        names, shapes, dtypes and requires_grad of their parameters, are a stack for each kind
+        names, shapes, dtypes (also by `compute`) and requires_grad of their parameters, are a stack for each kind
     files: a directory of safetensors with the parameters and buffers of `module`, by their names in its state_dict: its
         own are not looked at, so that parameters may be on the meta device. They are read when `ya.shard` asks for
         them, a layer at a time, each rank its own: no rank holds the whole
+    compute: dtypes of parameters of their own, over `Precision.compute`, by names in which `*` stands for anything:
+        `{"*.A_log": torch.float32}`; of several that fit the last; None for none. What transformers keeps in float32
+        beside bfloat16 (`_keep_in_fp32_modules_strict`) has it without being named
 
     params: a dict of units by module name, with leaves by parameter name, so that a leaf's path is its name in
         `module.state_dict()`, in a stack without the layer's number; of several kinds in one list, each stack is named
@@ -92,7 +100,7 @@ def functionalize(
     True
     """
     found = None if files is None else ModuleFiles(files, module)
-    params, places = tree_of(module, layers, found)
+    params, places = tree_of(module, layers, found, compute)
     return params, Functionalized(without_weights(module, found), layers, places)
 
 
@@ -149,7 +157,7 @@ class Functionalized:
     def __init__(self, skeleton: nn.Module, layers: Layers, places: Places) -> None:
         self._base, self._layers, self._places = skeleton, layers, places
         self._units = {unit for part in places.visits.values() for unit, _ in part.values()}
-        self._skeletons: dict[tuple[torch.device, torch.dtype], _Skeleton] = {}
+        self._skeletons: dict[tuple[torch.device, torch.dtype, bool], _Skeleton] = {}
 
     def __repr__(self) -> str:
         return f"Functionalized({type(self._base).__name__}, layers={self._layers!r})"
@@ -164,8 +172,7 @@ class Functionalized:
         for unit, layers in stacks.items():
             rows |= zip(layers, _rows(params[unit], unit, len(layers)), strict=True)
         firsts = {layers[0] for layers in stacks.values()}
-        device, dtype = _seen_as(params[next(iter(stacks))])
-        root, own, visited = self._skeleton(device, dtype)
+        root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
         with copied(root, "", weights, may_note=True) as made:
             for of in visited:
@@ -186,12 +193,13 @@ class Functionalized:
                     return join(layer, name.removeprefix(prefix))
         return name
 
-    def _skeleton(self, device: torch.device, dtype: torch.dtype) -> _Skeleton:
-        """Returns the skeleton with buffers on `device`, for weights of `dtype`."""
-        key = device, dtype
+    def _skeleton(self, device: torch.device, dtype: torch.dtype, converted: bool) -> _Skeleton:
+        """Returns the skeleton with buffers on `device`, for weights of `dtype`. converted: those that have a dtype of
+        their own are of that"""
+        key = device, dtype, converted
         if key in self._skeletons:
             return self._skeletons[key]
-        root, real = placed(self._base, device, dtype)
+        root, real = placed(self._base, device, dtype, self._places.own if converted else {})
         visits = self._places.visits
         own = {name: places[""] for name, places in visits.items() if "" in places}
         visited = [_Visited(name, root.get_submodule(name), visits[name]) for name in visits if name not in own]
@@ -249,12 +257,12 @@ def _rows(stack: Tree, name: str, count: int) -> list[Tree]:
     return plain_layers(stack)
 
 
-def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype]:
-    """Returns the device and dtype in which blocks see the weights of a stack."""
+def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype, bool]:
+    """Returns the device and dtype in which blocks see the weights of a stack, and whether some have their own."""
     if isinstance(stack, Sharded):
-        return stack.owner.comms.device, stack.owner.precision.gather_dtype
+        return stack.owner.comms.device, stack.owner.precision.gather_dtype, True
     leaves: list[Any] = optree.tree_leaves(without_markers(stack))
-    return leaves[0].device, next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32)
+    return leaves[0].device, next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32), False
 
 
 PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)

@@ -47,7 +47,8 @@ def lora(
     where: `(dotted path, Param of one layer) -> bool` chooses. None: all matrices of stacks
     alpha: the pair counts alpha / rank times. None: once
     dtype: the chosen matrices are stored and gathered in it, one of `STORED`; everything else in `Precision.compute`.
-        None: those matrices too. torch.int8: see below
+        None: those matrices too. torch.int8: see below. A leaf's own `compute` comes first, but for torch.int8; its
+        pair has it, too
 
     Blocks see a `LowRank` in place of a weight and may use it as one; `ya.linear` does without the matrix. At first `a`
     is uniform in +-1/sqrt(in), as in peft, and `b` zero: the model starts unchanged.
@@ -86,8 +87,9 @@ def lora(
 
     def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
         *length, outs, ins = leaf.shape
-        a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)), split=_split(leaf, -1, -1))
-        b = Param((*length, outs, rank), init=zeros, split=_split(leaf, -2, -2))
+        own: dict[str, Any] = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
+        a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)), split=_split(leaf, -1, -1), **own)
+        b = Param((*length, outs, rank), init=zeros, split=_split(leaf, -2, -2), **own)
         if dtype != torch.int8:
             return LowRank(Frozen(leaf, dtype or stored), None, a, b, factor)
         return LowRank(Frozen(_in_int8(leaf, path, 0), dtype), Frozen(_in_int8(leaf, path, 1)), a, b, factor)

@@ -4,6 +4,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, NoReturn
 
 import optree
@@ -84,15 +85,18 @@ def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.M
     return made
 
 
-def placed(skeleton: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, bool]:
-    """Returns a skeleton for weights of `dtype` on `device`, with its buffers there, and whether they are real
-    tensors."""
+def placed(
+    skeleton: nn.Module, device: torch.device, dtype: torch.dtype, own: Mapping[str, torch.dtype | None]
+) -> tuple[nn.Module, bool]:
+    """Returns a skeleton for weights of `dtype`, or of their own, on `device`, with its buffers there, and whether they
+    are real tensors."""
     made, real = _copy(skeleton, {}), True
     for path, part in made.named_modules():
         parameters: dict[str, Any] = part._parameters
         for key, param in parameters.items():
             if param is not None:
-                parameters[key] = Absent.of(param, join(path, key), device, dtype)
+                name = join(path, key)
+                parameters[key] = Absent.of(param, name, device, own.get(name) or dtype)
         for key, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[key] = moved = buffer.to(device)
@@ -179,6 +183,16 @@ Place = tuple[str, str]
 Layers = str | Sequence[str]
 """The dotted name of a list of layers, or of several."""
 
+Computes = Mapping[str, torch.dtype | None]
+"""Dtypes by the names of parameters, in which `*` stands for anything; None: `Precision.compute`."""
+
+OwnDtypes = Mapping[nn.Parameter, torch.dtype | None]
+"""The dtypes that `Computes` gives, by parameter."""
+
+KEPT_IN_FLOAT32 = "_keep_in_fp32_modules_strict"
+"""The attribute in which classes of transformers list what stays in float32 where the rest is in bfloat16. The list
+without "strict" is for float16 alone."""
+
 
 class Places(NamedTuple):
     """The places of a module's parameters in its tree.
@@ -186,20 +200,25 @@ class Places(NamedTuple):
     stacks: the names of the layers of each stack, by unit
     visits: for each layer and each module beside the layers, by dotted name: the place of each parameter, by its name
         in it; for a parameter that belongs to a module around the layers, by its own name, its place by ""
+    own: dtypes of parameters of their own, by name
     """
 
     stacks: Mapping[str, Sequence[str]]
     visits: Mapping[str, Mapping[str, Place]]
+    own: Mapping[str, torch.dtype | None]
 
 
-def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None) -> tuple[dict[str, Any], Places]:
+def tree_of(
+    module: nn.Module, layers: Layers, files: ModuleFiles | None = None, compute: Computes | None = None
+) -> tuple[dict[str, Any], Places]:
     """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
     lists = [layers] if isinstance(layers, str) else list(layers)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
+    own = _own_dtypes(module, compute or {})
     stacks: dict[str, list[str]] = {}
     for name in lists:
-        stacks |= _kinds(_container(module, name, lists), name)
+        stacks |= _kinds(_container(module, name, lists), name, own)
     _refuse(module, files)
     parts = [(unit, name, dict(_all(module.get_submodule(name)))) for unit, names in stacks.items() for name in names]
     parts += [(name, name, named) for name, named in _beside(module, lists)]
@@ -223,18 +242,23 @@ def tree_of(module: nn.Module, layers: Layers, files: ModuleFiles | None = None)
 
     params: dict[str, Any] = {}
     for unit, leaves in sources.items():
-        tree = {key: _leaf(module, names, unit in stacks, read, files is None) for key, names in leaves.items()}
+        tree = {key: _leaf(module, names, unit in stacks, read, files is None, own) for key, names in leaves.items()}
         if unit in stacks:
             params[unit] = Stacked(tree)
         elif "" in tree:
             params[unit] = tree[""]
         else:  # one unit, even if some of its leaves are frozen
             params[unit] = Unit(tree) if has_marker(tree) else tree
-    return params, Places(stacks, visits)
+    return params, Places(stacks, visits, {name: own[param] for name, param in _all(module) if param in own})
 
 
 def _leaf(
-    module: nn.Module, names: Sequence[str], in_stack: bool, read: Callable[[str], Tensor], in_memory: bool
+    module: nn.Module,
+    names: Sequence[str],
+    in_stack: bool,
+    read: Callable[[str], Tensor],
+    in_memory: bool,
+    own: OwnDtypes,
 ) -> Any:
     """Returns the leaf of a parameter, or of those of each layer."""
     like = module.get_parameter(names[0])
@@ -245,16 +269,34 @@ def _leaf(
             return torch.stack([read(name) for name in names]).view(shape)
         return read(names[layer])
 
-    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory)
+    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory, compute=own.get(like))
     return leaf if like.requires_grad else frozen(leaf)
 
 
-def _kinds(container: nn.Module, name: str) -> dict[str, list[str]]:
+def _own_dtypes(module: nn.Module, compute: Computes) -> OwnDtypes:
+    """Returns the dtypes of their own in which parameters are gathered: float32 for those that transformers keeps in it
+    beside bfloat16, and what `compute` says. Raises ValueError for a pattern of `compute` that fits none."""
+    named = list(_all(module))
+    patterns = [pattern for part in module.modules() for pattern in getattr(part, KEPT_IN_FLOAT32, None) or ()]
+    found: dict[nn.Parameter, torch.dtype | None] = {}
+    for pattern in patterns:
+        kept = [param for name, param in named if fnmatchcase(name, f"*{pattern}*") and param.dtype != torch.float64]
+        found |= dict.fromkeys(kept, torch.float32)
+    for pattern, dtype in compute.items():
+        chosen = [param for name, param in named if fnmatchcase(name, pattern)]
+        if not chosen:
+            raise ValueError(f"functionalize: compute: {pattern!r} fits no parameter; the first one is {named[0][0]}")
+        found |= dict.fromkeys(chosen, dtype)
+    return found
+
+
+def _kinds(container: nn.Module, name: str, own: OwnDtypes) -> dict[str, list[str]]:
     """Returns the layers of a list that have parameters, by the name of their stack: that of the list if there is one
     kind; else a kind's first layer gives its name."""
     found: dict[Any, list[str]] = {}
     for key, layer in container.named_children():
-        form = form_of(layer), frozenset((path, param.requires_grad) for path, param in _all(layer))
+        settings = frozenset((path, param.requires_grad, own.get(param)) for path, param in _all(layer))
+        form = form_of(layer), settings
         if form[0]:
             found.setdefault(form, []).append(f"{name}.{key}")
     kinds = list(found.values())

@@ -125,8 +125,10 @@ class Group:
     """The units of one layout in an entry: one per layer of a stack, or a single one, unstacked or pinned. `Unit`,
     `frozen` and `Pinned` inside a stack make further groups.
 
-    units: ids, by layer, or the only one; leaves: positions among the entry's leaves; dtype: storage dtype of frozen
-        leaves. A shard of the group is [L, n], or [n] for a single unit.
+    units: ids, by layer, or the only one; leaves: positions among the entry's leaves. A shard of the group is [L, n],
+        or [n] for a single unit.
+    dtype: in which it is gathered, and stored if it is frozen; None: `Precision.compute`; reduce: of its gradient on
+        the wire; None: `Precision.reduce`
     splits: of each leaf, `Param.split`, over the same axes for all; axes: those that it is split over on this mesh,
         with their sizes, outermost first. `layout` is of this rank's part
     stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
@@ -141,6 +143,7 @@ class Group:
     trainable: bool
     dtype: torch.dtype | None
     pinned: bool = False
+    reduce: torch.dtype | None = None
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
     splits: tuple[LeafSplit, ...] = ()
@@ -298,7 +301,8 @@ class Entry:
         kind = Param if self.length is None else LayerParam
         splits = group.splits or ((),) * len(group.layer_shapes)
         found = zip(group.layer_shapes, splits, strict=True)
-        return [kind(shape, group.dtype or torch.float32, split=split) for shape, split in found]
+        dtype = torch.float32 if group.trainable or group.dtype is None else group.dtype
+        return [kind(shape, dtype, split=split) for shape, split in found]
 
     def stacked(self, group: Group) -> bool:
         """Returns whether `group` has a unit per layer: shards [L, n]."""
@@ -406,7 +410,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
             if not node.dtype.is_floating_point:
                 raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
             if not isinstance(node, Tensor):  # which has a method of this name
-                kind = kind._replace(over=tuple(name for name, _ in getattr(node, "split", ())))
+                kind = kind.of(node)
             members.setdefault(kind, []).append((seen, path, node))
             seen += 1
         else:
@@ -429,29 +433,45 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         layout = FlatLayout(paths, shapes)
         name_of = kind.name(alone=len(kinds) == 1)
         if name_of in (group.name for group in groups):
-            raise ValueError(f"{name_of}: a Unit here has the name of the stack's pinned or frozen leaves; rename it")
+            raise ValueError(
+                f"{name_of}: a Unit here has the name of other leaves of the stack: pinned, frozen, or of their own "
+                "dtype; rename it"
+            )
         splits = tuple(leaf.split for leaf in nodes) if kind.over else ()
-        group = Group(name_of, layout, ids, positions, kind.trainable, kind.dtype, kind.pinned, splits=splits)
+        own = kind.trainable, kind.dtype, kind.pinned, kind.reduce
+        group = Group(name_of, layout, ids, positions, *own, splits=splits)
         groups.append(group)
     members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
     return Entry(name, spec, tuple(groups), length), leaves
 
 
 class _Kind(NamedTuple):
-    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; over: the axes that
-    they are split over"""
+    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; dtype, reduce: as of a
+    `Group`; over: the axes that they are split over"""
 
     unit: str
     trainable: bool
     dtype: torch.dtype | None
     pinned: bool
     over: tuple[str, ...] = ()
+    reduce: torch.dtype | None = None
+
+    def of(self, leaf: Any) -> "_Kind":
+        """Returns the kind of an abstract leaf below these markers."""
+        over = tuple(name for name, _ in getattr(leaf, "split", ()))
+        reduce = getattr(leaf, "reduce", None) if self.trainable else None
+        return self._replace(dtype=getattr(leaf, "compute", None) or self.dtype, over=over, reduce=reduce)
 
     def name(self, alone: bool) -> str:
         """Returns the name of the group; `alone`: it is the only one of its entry."""
-        frozen = "frozen" if self.dtype is None else f"frozen({str(self.dtype).removeprefix('torch.')})"
-        split = "" if alone or not self.over else f"split({', '.join(self.over)})"
-        return join(self.unit, "" if self.trainable or alone else frozen, split, "pinned" if self.pinned else "")
+        words = ["" if self.trainable or self.dtype is not None else "frozen"]
+        words.append(_in_word("compute" if self.trainable else "frozen", self.dtype))
+        words += [_in_word("reduce", self.reduce), f"split({', '.join(self.over)})" if self.over else ""]
+        return join(self.unit, *words[: 0 if alone else None], "pinned" if self.pinned else "")
+
+
+def _in_word(what: str, dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else f"{what}({str(dtype).removeprefix('torch.')})"
 
 
 def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, Group, TreeLayout
-from yafsdp_fn.params.tree import Frozen, Tree, register_node, shape_of
+from yafsdp_fn.params.tree import Frozen, Tree, checked_dtype, register_node, shape_of
 
 # ---- The dtypes of a state's buffers.
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The dtypes of a sharded state, fixed when it is built.
+    """The dtypes of a sharded state, fixed when it is built. A leaf may have a `compute` and a `reduce` of its own: see
+    `Param`.
 
     param: master shards, gradient shards and optimizer state
     compute: gathered weights, as blocks see them; if it differs from `param`, a working copy of the shards is kept
@@ -42,12 +43,9 @@ class Precision:
         object.__setattr__(self, "compute", self.compute or self.param)
         object.__setattr__(self, "reduce", self.reduce or self.param)
         for name, dtype in vars(self).items():
-            known = dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-            if not known and not (name == "accumulate" and dtype is None):
-                raise TypeError(f"Precision.{name}: expected a 16, 32 or 64-bit floating dtype, got {dtype!r}")
-            if name != "param" and dtype == torch.float16:
-                why = "float16 overflows, since gradients of sums are scaled only after their reduction"
-                raise TypeError(f"Precision.{name}: {why}; use bfloat16")
+            may_be = dtype is None if name == "accumulate" else name == "param" and dtype == torch.float16
+            if not may_be:
+                checked_dtype(f"Precision.{name}", dtype)
         if self.accumulate is not None and self.accumulate.itemsize < self.reduce_dtype.itemsize:
             raise TypeError(
                 f"Precision.accumulate: {self.accumulate} is narrower than reduce={self.reduce}: sums over ranks would "
@@ -67,7 +65,11 @@ class Precision:
     @property
     def sum_dtype(self) -> torch.dtype | None:
         """The dtype in which ranks sum themselves, in rank order; None if the backend sums, in `reduce`."""
-        wide = self.accumulate is not None and self.accumulate.itemsize > self.reduce_dtype.itemsize
+        return self.sum_dtype_of(self.reduce_dtype)
+
+    def sum_dtype_of(self, wire: torch.dtype) -> torch.dtype | None:
+        """Returns `sum_dtype` for gradients whose dtype on the wire is `wire`."""
+        wide = self.accumulate is not None and self.accumulate.itemsize > wire.itemsize
         return self.accumulate if wide else None
 
     @property

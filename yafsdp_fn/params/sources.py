@@ -17,6 +17,7 @@ from yafsdp_fn.params.tree import (
     Frozen,
     Param,
     Tree,
+    check_own_dtypes,
     checked_split,
     dotted,
     in_stack,
@@ -42,7 +43,8 @@ class Lazy:
     """A leaf that is loaded on demand.
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
-    split: as of a `Param`; in_memory: loading costs nothing, so that `ya.shard` compares the values of all ranks
+    split, compute, reduce: as of a `Param`; in_memory: loading costs nothing, so that `ya.shard` compares the values of
+        all ranks
 
     >>> leaf = ya.Lazy((2, 3), torch.float32, lambda layer: torch.full((3,), float(layer)))    # reads one layer
     >>> ya.unshard(ya.shard({"layers": ya.Stacked({"gain": leaf})}, mesh=mesh).params)["layers"]["gain"]
@@ -55,10 +57,13 @@ class Lazy:
     load: Source = dataclasses.field(repr=False)
     split: Any = ()
     in_memory: bool = False
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "split", checked_split(self.split, self.shape))
+        check_own_dtypes(self)
 
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
@@ -146,7 +151,7 @@ def whole_leaf(give: Source, length: int | None) -> Tensor:
 
 def materialize(tree: Tree, *, seed: int = 0, device: torch.device | str = "cpu") -> Tree:
     """A plain tree of tensors, without markers: the counterpart of `init`, to the same bits on one kind of device. On
-    "meta" it has shapes and dtypes alone.
+    "meta" it has shapes and dtypes alone. As in a state, a leaf's own `compute` does not change what is trained.
 
     >>> ya.materialize({"w": ya.Param((2, 2), init=ya.params.initializers.constant(0.5))})
     {'w': tensor([[0.5000, 0.5000],
@@ -166,14 +171,19 @@ def with_values(tree: Tree, seed: int, device: torch.device | str) -> Tree:
         return whole_leaf(give, leaf.shape[0] if in_stack(accessor) else None).to(device)
 
     values = optree.tree_map_with_accessor(value, tree)
-    return optree.tree_map(_stored, values, is_leaf=lambda node: isinstance(node, Frozen))
+    return optree.tree_map(_stored, tree, values, is_leaf=lambda node: isinstance(node, Frozen))
 
 
-def _stored(node: Any) -> Any:
-    """Converts a frozen subtree to its own dtype, if it has one."""
-    if not isinstance(node, Frozen) or node.dtype is None:
-        return node
-    return Frozen(optree.tree_map(lambda leaf: leaf.to(node.dtype), node.tree), node.dtype)
+def _stored(node: Any, values: Any) -> Any:
+    """Converts the values of a frozen subtree to the dtypes in which they are stored."""
+    if not isinstance(node, Frozen):
+        return values
+
+    def stored(leaf: Any, value: Tensor) -> Tensor:
+        dtype = getattr(leaf, "compute", None) or node.dtype
+        return value if dtype is None else value.to(dtype)
+
+    return Frozen(optree.tree_map(stored, node.tree, values.tree), node.dtype)
 
 
 # ---- Gathers sharded trees into whole ones, and cuts whole ones into shards.

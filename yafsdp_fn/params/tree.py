@@ -95,7 +95,8 @@ class Frozen(Marker):
 
 
 def frozen(tree: Any, dtype: torch.dtype | None = None) -> Frozen:
-    """Marks `tree` as not trained. `dtype`: in which it is stored and gathered (default: `Precision.compute`).
+    """Marks `tree` as not trained. `dtype`: in which it is stored and gathered (default: `Precision.compute`); a leaf's
+    own `compute` comes first.
 
     >>> tree = {**params, "embed": ya.frozen(params["embed"])}
     >>> trace = ya.planner.trace(loss_fn, tree, batch)
@@ -163,6 +164,23 @@ def checked_split(split: Any, shape: tuple[int, ...]) -> LeafSplit:
     return pairs
 
 
+def checked_dtype(what: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns a dtype of gathered weights or of gradients on the wire. Raises TypeError, naming `what`, for others."""
+    if dtype == torch.float16:
+        why = "float16 overflows, since gradients of sums are scaled only after their reduction"
+        raise TypeError(f"{what}: {why}; use bfloat16")
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise TypeError(f"{what}: expected a 16, 32 or 64-bit floating dtype, got {dtype!r}")
+    return dtype
+
+
+def check_own_dtypes(leaf: "Param | Any") -> None:
+    """Raises TypeError unless `compute` and `reduce` of a leaf are dtypes that it may have."""
+    for field in ("compute", "reduce"):
+        if (dtype := getattr(leaf, field)) is not None:
+            checked_dtype(f"{type(leaf).__name__}.{field}", dtype)
+
+
 # ---- one parameter
 
 
@@ -176,16 +194,25 @@ class Param:
     split: axes of the mesh that it is split over, and the dimension that each cuts, counted from the end:
         `{"tensor": -2}`; `(dimension, blocks)` cuts each of so many equal blocks, of matrices that are one: queries,
         keys and values. A block sees its own part; where the mesh has no such axis, all of it (docs/axes.md)
+    compute: dtype in which it is gathered and blocks see it, in place of `Precision.compute`: a router, a gain or an
+        `A_log` in float32 in a layer in bfloat16. A frozen leaf is stored in it, too
+    reduce: dtype of its gradient on the wire, in place of `Precision.reduce`
 
     >>> gain = ya.Param((3,), torch.bfloat16, init=ya.params.initializers.ones)
     >>> ya.materialize({"gain": gain})
     {'gain': tensor([1., 1., 1.], dtype=torch.bfloat16)}
+    >>> tree = {"gate": ya.Param((3,), compute=torch.float32), "up": ya.Param((3,))}
+    >>> state = ya.init(tree, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
+    >>> ya.apply(lambda w: (w["gate"].dtype, w["up"].dtype), state.params)
+    (torch.float32, torch.bfloat16)
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     init: Initializer = DEFAULT_INIT
     split: Any = ()
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, int):
@@ -201,6 +228,7 @@ class Param:
                 f"Param(init={self.init!r}): expected a function (generator, shape, dtype) -> Tensor, such as "
                 "ya.params.initializers.normal(0.02)"
             )
+        check_own_dtypes(self)
 
     @property
     def ndim(self) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from typing import NamedTuple
 
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
@@ -196,11 +197,14 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
     ranks = trace.ranks
+    scratch = 0
+    if not all(own.compute == own.reduce or own.multiplied_wider(device) for own in dtypes.values()):
+        scratch = max((visit.cost.scratch_bytes for visit in trace.visits), default=0)
     slots = sum(program.slot_bytes(alias).values())
     grad_slots = sum(program.grad_slot_bytes(grads_alias).values())
     secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
-    wider = dtypes.multiplied_wider(device)
+    exchanges = any(own.wide is not None for own in dtypes.values())
     return Memory(
         **state_bytes(trace),
         weight_slots=slots,
@@ -209,30 +213,39 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
-        scratch=0 if wider else max((visit.cost.scratch_bytes for visit in trace.visits), default=0),
+        scratch=scratch,
         **peak._asdict(),
         at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
         ranks=ranks,
         aliased=all_slots - slots - grad_slots,
         host=sum(program.host_bytes().values()),
-        communicators=communicator_bytes(program, comms, dtypes.wide is not None) if device == "cuda" else 0,
+        communicators=communicator_bytes(program, comms, exchanges) if device == "cuda" else 0,
     )
 
 
 def state_bytes(trace: Trace) -> dict[str, int]:
     """Returns the items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
-    param, gathered, *_ = _dtypes(trace)
-    trained = sum(shard_numel(trace, unit) for unit in trace.units if unit.trainable)
-    frozen = sum(unit.gather_bytes // trace.ranks_of(unit) for unit in trace.units if not unit.trainable)
+    dtypes = _dtypes(trace)
+    trained = frozen = copies = 0
+    for unit in trace.units:
+        gathered = unit.gather_bytes // trace.ranks_of(unit)
+        if unit.id not in dtypes:
+            frozen += gathered
+            continue
+        own = dtypes[unit.id]
+        trained += shard_numel(trace, unit) * own.param.itemsize
+        copies += gathered if own.compute != own.param else 0
     return {
-        "master": trained * param.itemsize + frozen,
+        "master": trained + frozen,
         "optimizer": trace.optimizer.nbytes(trace.ranks),
-        "working_copy": 0 if gathered == param else trained * gathered.itemsize,
-        "grad_shards": trained * param.itemsize,
+        "working_copy": copies,
+        "grad_shards": trained,
     }
 
 
 ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BY_SIZE = {8: "float64", 4: "float32", 2: "bfloat16"}
+"""The dtypes in which units are gathered and reduced, by their size: float16 is none of them."""
 
 
 class NamedDtype(NamedTuple):
@@ -252,7 +265,7 @@ class NamedDtype(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of a `Precision`. wide: of sums that ranks make themselves, `Precision.sum_dtype`"""
+    """The dtypes of a trained unit. wide: of sums that ranks make themselves, `Precision.sum_dtype_of`"""
 
     param: NamedDtype
     compute: NamedDtype
@@ -264,49 +277,59 @@ class Dtypes(NamedTuple):
         return device == "cuda" and self.reduce.name == "float32" and self.compute.itemsize == 2
 
 
-def _dtypes(trace: Trace) -> Dtypes:
+def _dtypes(trace: Trace) -> dict[int, Dtypes]:
+    """Returns the dtypes of each trained unit. Raises ValueError for a precision that is none."""
     *needed, last = trace.precision
     if len(needed) != 3 or not {*needed, last or "float32"} <= ITEMSIZES.keys():
         raise ValueError(f"trace.precision: expected 3 or 4 of {', '.join(ITEMSIZES)}, got {trace.precision!r:.200}")
     param, compute, reduce, accumulate = map(NamedDtype, trace.precision)
-    wide = accumulate if accumulate.name and accumulate.itemsize > reduce.itemsize else None
-    return Dtypes(param, compute, reduce, wide)
+    found: dict[int, Dtypes] = {}
+    for unit in trace.units:
+        if unit.trainable:
+            numel = max(shard_numel(trace, unit) * trace.ranks_of(unit), 1)
+            gathered = NamedDtype(BY_SIZE.get(unit.gather_bytes // numel, compute.name))
+            wire = NamedDtype(BY_SIZE.get(unit.reduce_bytes // numel, reduce.name))
+            wide = accumulate if accumulate.name and accumulate.itemsize > wire.itemsize else None
+            found[unit.id] = Dtypes(param, gathered, wire, wide)
+    return found
 
 
-def _aliases(trace: Trace, dtypes: Dtypes) -> tuple[frozenset[int], frozenset[int]]:
+def _aliases(trace: Trace, dtypes: dict[int, Dtypes]) -> tuple[frozenset[int], frozenset[int]]:
     """Returns `Placement.weights_alias` and `grads_alias`: units whose slots are the shards, since one rank has all of
     their vector."""
     whole = frozenset(unit.id for unit in trace.units if trace.ranks_of(unit) == 1 and not trace.ordered)
-    return whole, whole if dtypes.reduce == dtypes.param else frozenset()
+    return whole, frozenset(unit for unit in whole if unit in dtypes and dtypes[unit].reduce == dtypes[unit].param)
 
 
-def _buffers(program: Program, dtypes: Dtypes, comms: Ranks, device: str) -> tuple[int, int]:
+def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: str) -> tuple[int, int]:
     """Returns the bytes of what reductions over shards and over replicas go through: see `Memory.receive`."""
     trace = program.trace
-    (param, _, wire, wide) = dtypes
-    if comms.deterministic:
-        wide = param.promoted(wire)
-    trained = [(comms.without(unit.over), shard_numel(trace, unit)) for unit in trace.units if unit.trainable]
-    n = max((numel for _, numel in trained), default=0)
     _, alias = _aliases(trace, dtypes)
-    reduced = [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units if unit not in alias]
-    added = len(set(reduced)) < len(reduced)
+    reduced = Counter(unit for op in program.ops if isinstance(op, Reduce) for unit in op.units if unit not in alias)
+    scratch: set[NamedDtype] = set()  # of sums
+    replicated: set[NamedDtype] = set()  # of sums over replicas
     receive = staging = 0
-    if reduced:
-        if added or wide is not None or wire != param:
-            most = [receive_numel(ranks, numel, wide) for ranks, numel in trained]
-            receive = max(most, default=0) * wire.itemsize
-        if added or comms.deterministic or (wide is not None and comms.ranks > 1):
-            receive += _scratch(wide or wire.promoted(param), device)
-    if comms.replicas > 1 and any(isinstance(op, AllReduce) for op in program.ops):
-        staging = staging_numel(comms, n, param, wire, wide) * wire.itemsize
-        staging += 0 if wide is None else _scratch(wide, device)
-    return receive, staging
+    straight = True
+    for unit, (param, _, wire, summed) in dtypes.items():
+        wide = param.promoted(wire) if comms.deterministic else summed
+        spec, times = trace.units[unit], reduced[unit]
+        numel = shard_numel(trace, spec)
+        receive = max(receive, receive_numel(comms.without(spec.over), numel, wide) * wire.itemsize)
+        staging = max(staging, staging_numel(comms, numel, param, wire, wide) * wire.itemsize)
+        if times > 1 or (times and wide is not None and (comms.deterministic or comms.ranks > 1)):
+            scratch.add(wide or wire.promoted(param))
+        straight &= times == 0 or (times == 1 and wide is None and wire == param)
+        if wide is not None:
+            replicated.add(wide)
+    receive = _scratch(scratch, device) + (0 if straight else receive)
+    if comms.replicas == 1 or not any(isinstance(op, AllReduce) for op in program.ops):
+        return receive, 0
+    return receive, staging + _scratch(replicated, device)
 
 
-def _scratch(dtype: NamedDtype, device: str) -> int:
-    """Returns the bytes of scratch of a sum, which a kernel of Triton's does without."""
-    return 0 if device == "cuda" else 2 * CHUNK[device] * dtype.itemsize
+def _scratch(dtypes: set[NamedDtype], device: str) -> int:
+    """Returns the bytes of scratch of sums in these dtypes, which a kernel of Triton's does without."""
+    return 0 if device == "cuda" else 2 * CHUNK[device] * sum(dtype.itemsize for dtype in dtypes)
 
 
 def words(item: str) -> str:

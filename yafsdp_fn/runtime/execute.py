@@ -480,13 +480,14 @@ class Session(VisitRunner):
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
         wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
         # a sum lands in its shard where it need not be converted or added
-        straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
-        receive, wide = memory.nothing if straight else memory.receive(), memory.sum_dtype
+        sums = [memory.sum_dtype(unit) for unit in units]
+        straight = not any(adds) and not any(sums) and all(whole.dtype == shards[0].dtype for whole in wholes)
+        receive = memory.nothing if straight else memory.receive()
 
-        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any) -> None:
-            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=wide)
+        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any, sums: Any) -> None:
+            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=sums)
 
-        return self._by_ranks(units, reduce, shards, wholes, adds)
+        return self._by_ranks(units, reduce, shards, wholes, adds, sums)
 
     def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
         """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks; None without units."""
@@ -530,11 +531,11 @@ class Session(VisitRunner):
             return partial(comms.sharing(memory.holders[unit]).all_reduce, grads.rows[unit], ReduceOp.SUM)
         if comms.replicas == 1:
             return None
-        staging, rows = memory.staging(), [grads.rows[unit] for unit in op.units]
-        wire, wide = memory.wire_dtype, memory.sum_dtype
+        staging = memory.staging()
+        rows = [(grads.rows[unit], memory.wire_dtype(unit), memory.sum_dtype(unit)) for unit in op.units]
 
         def work() -> None:
-            for shard in rows:
+            for shard, wire, wide in rows:
                 flat.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
 
         return work

@@ -118,10 +118,11 @@ class _TracedDestination(Destination):
     bytes of a gradient that it would form in its first half
     """
 
-    __slots__ = ("_held", "_lives", "factors", "formed", "scratch_bytes")
+    __slots__ = ("_held", "_lives", "factors", "formed", "scratch_dtype")
 
     def __init__(self, lives: LiveBytes, leaf: Tensor, reduce: torch.dtype) -> None:
-        self.scratch_bytes, self._lives = 0, lives
+        self.scratch_dtype: torch.dtype | None = None
+        self._lives = lives
         self.factors: list[tuple[Any, int]] = []
         self.formed = 0
         self._held = [torch.empty_like(leaf, dtype=reduce)]
@@ -134,7 +135,7 @@ class _TracedDestination(Destination):
         self._held.append(torch.empty(shape, dtype=dtype, device=self._held[0].device))
         self._lives.ignore(self._held[-1:])
         self._lives.paused = paused
-        self.scratch_bytes = dtype.itemsize
+        self.scratch_dtype = dtype
         return self._held[-1]
 
     @staticmethod
@@ -230,10 +231,12 @@ def measure(
     weights, inputs = _own(call, trained, track, placement)
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
-    large = [leaf for leaf in leaves if leaf.requires_grad and leaf.numel() >= LARGE]
-    destinations = [_TracedDestination(lives, leaf, placement.precision.reduce_dtype) for leaf in large]
-    for leaf, to in zip(large, destinations, strict=True):
-        setattr(leaf, DESTINATION, to)
+    destinations: list[_TracedDestination] = []
+    for unit, of_unit in zip(call.units, weights, strict=True):
+        for leaf in of_unit:
+            if leaf.requires_grad and leaf.numel() >= LARGE:
+                destinations.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
+                setattr(leaf, DESTINATION, destinations[-1])
     slots = [held for to in destinations for held in to._held]
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
@@ -258,6 +261,7 @@ def measure(
         fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
         bwd_moved = backward.moved()
         del found
+    scratch = {to.scratch_dtype for to in destinations if to.scratch_dtype is not None}
     factors = {of if isinstance(of, int) else id(of): nbytes for to in destinations for of, nbytes in to.factors}
     cost = Cost(
         flops=matmul,
@@ -271,7 +275,7 @@ def measure(
         peak_bytes=top,
         bwd_peak_bytes=lives.peak - sum(own.values()),
         between_bytes=sum(factors.values()) + fresh + sum(to.formed for to in destinations),
-        scratch_bytes=placement.largest_leaf * max((to.scratch_bytes for to in destinations), default=0),
+        scratch_bytes=sum(placement.largest_leaf(dtype) * dtype.itemsize for dtype in scratch),
         moved=moved,
         bwd_moved=bwd_moved,
     )

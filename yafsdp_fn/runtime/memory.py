@@ -96,12 +96,13 @@ class StateMemory(Placement[Communicators]):
         self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
-        if self.sum_dtype is not None:
-            for ranks in dict.fromkeys(self.ranks_of.values()):
-                ranks.connect_sums(precision.param, self.wire_dtype, self.sum_dtype)
+        for unit, ranks in self.ranks_of.items():
+            wide = self.sum_dtype(unit)
+            if wide is not None:
+                ranks.connect_sums(precision.param, self.wire_dtype(unit), wide)
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
-            working = [self._working_copy(g.trainable, m) for g, m in zip(self.groups, masters, strict=True)]
+            working = [self._working_copy(group, m) for group, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
         self.versions: Counter[int] = Counter()
         self.board: Scoreboard[Event] = Scoreboard()
@@ -112,7 +113,7 @@ class StateMemory(Placement[Communicators]):
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.idle: list[Any] = []
         self._written = [master._version for master in masters]
-        self.nothing = self._wire_buffer(0)  # what receives reductions that go straight into their shards
+        self.nothing = self._buffer(0)  # what receives reductions that go straight into their shards
         self.made([("shard", unit) for unit in self.of_unit])
         for tensor in (*self.master.present, *self.working.present):
             self.comms.mark_used(tensor)  # gathers for a step that never comes may still read them
@@ -124,9 +125,8 @@ class StateMemory(Placement[Communicators]):
         number = zlib.crc32(f"{self.number} {next(self._copies)}".encode())  # one rank alone may make a copy
         return StateMemory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
 
-    def _working_copy(self, trainable: bool, master: Tensor) -> Tensor:
-        same = not trainable or master.dtype == self.precision.gather_dtype
-        return master if same else master.to(self.precision.gather_dtype)
+    def _working_copy(self, group: Group, master: Tensor) -> Tensor:
+        return master.to(self.gather_dtype(group.units[0])) if group.trainable else master
 
     # ---- generations
 
@@ -159,8 +159,9 @@ class StateMemory(Placement[Communicators]):
         return list(self.master.present)
 
     def copies(self, seed: int, step: int) -> Tree | None:
-        """Returns `params` on the working copies; None if the masters themselves are gathered."""
-        same = self.precision.gather_dtype == self.precision.param
+        """Returns `params` on the working copies, which may be masters; None if all are."""
+        pairs = zip(self.master.present, self.working.present, strict=True)
+        same = all(working is master for master, working in pairs)
         return None if same else self.handles(self.working.tensors, seed, step)
 
     def ready(self) -> None:
@@ -211,23 +212,23 @@ class StateMemory(Placement[Communicators]):
         return self._grads
 
     def receive(self) -> Tensor:
-        """The buffer that receives reductions, in the reduce dtype."""
+        """The buffer that receives reductions, in bytes."""
         if self._receive is None:
-            self._receive = self._wire_buffer(self.receive_numel())
+            self._receive = self._buffer(self.buffer_bytes()[0])
             self.made([("receive",)])
         return self._receive
 
     def staging(self) -> Tensor:
-        """Returns the buffer in which gradient shards travel between replicas, in the reduce dtype."""
+        """Returns the buffer in which gradient shards travel between replicas, in bytes."""
         if self._staging is None:
-            self._staging = self._wire_buffer(self.staging_numel())
+            self._staging = self._buffer(self.buffer_bytes()[1])
             self.made([("replicate",)])
         return self._staging
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns memory for one fresh gradient of a leaf, on the compute stream; the next caller overwrites it."""
         if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(self.largest_leaf, dtype=dtype, device=self.comms.device)
+            self._scratch[dtype] = torch.empty(self.largest_leaf(dtype), dtype=dtype, device=self.comms.device)
         return self._scratch[dtype][: shape.numel()].view(shape)
 
     @property
@@ -235,8 +236,8 @@ class StateMemory(Placement[Communicators]):
         """The tensors that `scratch` has allocated so far."""
         return list(self._scratch.values())
 
-    def _wire_buffer(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=self.precision.reduce_dtype, device=self.comms.device)
+    def _buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.comms.device)
 
     # ---- ordering
 

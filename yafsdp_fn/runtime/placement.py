@@ -34,7 +34,6 @@ class Placement(Generic[AnyRanks]):
     weights_alias, grads_alias: units whose slots are the shards themselves, since one rank has all of their vector; not
         on a deterministic mesh, where one rank adds up as several do, from weights aligned alike
     key: a text, equal for states that can share programs
-    wire_dtype, sum_dtype: dtypes of reduced gradients, and of sums that ranks make themselves
     """
 
     def __init__(
@@ -49,9 +48,6 @@ class Placement(Generic[AnyRanks]):
         check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
         holders = None if assignment is None or comms.stages == 1 else assignment.holders
         self.layout = layout.on(holders, comms.stage, comms.axes)
-        self.wire_dtype, self.sum_dtype = precision.reduce_dtype, precision.sum_dtype
-        if comms.deterministic:
-            self.sum_dtype = sum_dtype(precision.param, self.wire_dtype, self.sum_dtype)
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
         self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
@@ -61,15 +57,16 @@ class Placement(Generic[AnyRanks]):
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         whole = (unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1)
         self.weights_alias = frozenset(() if comms.deterministic else whole)
-        self.grads_alias = self.weights_alias if precision.reduce_dtype == precision.param else frozenset[int]()
+        converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
+        self.grads_alias = self.weights_alias - converted
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
         units: list[UnitSpec] = []
         for entry, group in self.layout.groups:
             padded = group.layout.padded_numel(self._ranks(group).ranks)
-            gather, reduce = self.gather_dtype(group.units[0]), self.precision.reduce_dtype
-            wide = self.sum_dtype
+            first = group.units[0]
+            gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sum_dtype(first)
             for layer, unit in enumerate(group.units):
                 stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
                 units.append(
@@ -113,8 +110,17 @@ class Placement(Generic[AnyRanks]):
         return self.of_unit[unit].layout
 
     def gather_dtype(self, unit: int) -> torch.dtype:
-        group = self.of_unit[unit]
-        return self.precision.gather_dtype if group.trainable else group.dtype or self.precision.gather_dtype
+        return self.of_unit[unit].dtype or self.precision.gather_dtype
+
+    def wire_dtype(self, unit: int) -> torch.dtype:
+        """Returns the dtype in which its gradient travels."""
+        return self.of_unit[unit].reduce or self.precision.reduce_dtype
+
+    def sum_dtype(self, unit: int) -> torch.dtype | None:
+        """Returns the dtype in which ranks sum its gradient themselves; None if the backend does."""
+        wire = self.wire_dtype(unit)
+        wide = self.precision.sum_dtype_of(wire)
+        return sum_dtype(self.precision.param, wire, wide) if self.comms.deterministic else wide
 
     # ---- shards, and handles on them
 
@@ -135,24 +141,24 @@ class Placement(Generic[AnyRanks]):
 
     # ---- sizes of the buffers that a state needs besides
 
-    def receive_numel(self) -> int:
-        """Returns the elements, in the reduce dtype, of the buffer that receives reductions."""
-        found = [(self._ranks(group), self._shard_numel(group)) for group in self._trained_here]
-        return max((receive_numel(ranks, n, self.sum_dtype) for ranks, n in found), default=0)
+    def buffer_bytes(self) -> tuple[int, int]:
+        """Returns the bytes of the buffers that receive reductions, and in which gradient shards travel between
+        replicas."""
+        receive = staging = 0
+        for group in self._trained_here:
+            n = self._shard_numel(group)
+            wire, wide = self.wire_dtype(group.units[0]), self.sum_dtype(group.units[0])
+            receive = max(receive, receive_numel(self._ranks(group), n, wide) * wire.itemsize)
+            staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)
+        return receive, staging
 
-    def staging_numel(self) -> int:
-        """Returns the elements, in the reduce dtype, of the buffer in which gradient shards travel between replicas."""
-        p = self.precision
-        return staging_numel(self.comms, self._largest(), p.param, p.reduce_dtype, p.sum_dtype)
-
-    @property
-    def largest_leaf(self) -> int:
-        """Elements of the largest trained leaf, and of the scratch memory for gradients."""
-        shapes = [shape for group in self._trained_here for shape in group.layout.shapes]
+    def largest_leaf(self, dtype: torch.dtype) -> int:
+        """Returns the elements of the largest trained leaf that is gathered in `dtype`, or of all if none is: those of
+        the scratch memory for gradients in it."""
+        trained = self._trained_here
+        alike = [group for group in trained if self.gather_dtype(group.units[0]) == dtype]
+        shapes = [shape for group in alike or trained for shape in group.layout.shapes]
         return max(map(math.prod, shapes), default=0)
-
-    def _largest(self) -> int:
-        return max(map(self._shard_numel, self._trained_here), default=0)
 
     def _ranks(self, group: Group) -> AnyRanks:
         return self.comms.without(group.over)

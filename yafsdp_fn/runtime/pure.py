@@ -183,13 +183,14 @@ NO_RANKS = (
 
 def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor:
     """Gathers the whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
-    owner = call.of_unit[unit][1].handle.owner
+    group, row = call.of_unit[unit]
+    owner = row.handle.owner
     wire = owner.gather_dtype(unit)
     if owner.comms.alone:
         return shard.to(wire)
-    precision = owner.precision
-    how = wire, precision.reduce_dtype, precision.sum_dtype, step
-    ranks = owner.comms.without(call.of_unit[unit][0].over)
+    back = group.reduce or owner.precision.reduce_dtype
+    how = wire, back, owner.precision.sum_dtype_of(back), step
+    ranks = owner.comms.without(group.over)
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 

@@ -1,7 +1,7 @@
 """Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
 
 weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype
-gradient slot s holds unit u:  view [padded numel of u] in the reduce dtype
+gradient slot s holds unit u:  view [padded numel of u] in u's reduce dtype
 secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
 
 A slot is raw bytes, as large as its largest unit. If one rank has all of a unit, its shard is the whole vector: slots
@@ -167,7 +167,7 @@ class Slots:
         found: GradViews | None = self._grad_views.get((slot, unit))
         if found is None:
             layout = memory.layout_of(unit)
-            flat = self._flat(self._grads[slot], memory.units[unit].reduce_bytes, memory.precision.reduce_dtype)
+            flat = self._flat(self._grads[slot], memory.units[unit].reduce_bytes, memory.wire_dtype(unit))
             found = self._grad_views[slot, unit] = GradViews(flat, layout.split(flat), layout.gaps(flat))
         return found
 

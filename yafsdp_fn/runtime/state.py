@@ -223,7 +223,13 @@ class PlainState:
     @staticmethod
     def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0, rank: int = 0) -> "PlainState":
         """Makes a state from a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such
-        as frozen."""
+        as frozen. Raises ValueError for a leaf that a sharded state would gather in another dtype than its own."""
+        for path, leaf in named_leaves(trainable(params)):
+            if getattr(leaf, "compute", None) not in (None, leaf.dtype):
+                raise ValueError(
+                    f"PlainState: {path} is {leaf.dtype} and has compute={leaf.compute}, but blocks see plain tensors "
+                    "as they are; leave compute out, and let the loss convert it"
+                )
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
         return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
 

@@ -109,8 +109,9 @@ def fsdp2(
 
 # ---- groups
 
-SPLIT = re.compile(r"\.split\(.*\)")
-"""The part of a unit's name that says over which axes inside of blocks it is split."""
+PART = re.compile(r"\.(split|compute|reduce)\([^)]*\)")
+"""The parts of a unit's name that say over which axes inside of blocks it is split, and which dtypes of its own it
+has."""
 
 
 def _visited(trace: Trace) -> list[int]:
@@ -121,9 +122,9 @@ def groups_of(
     trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None
 ) -> list[WrappedUnits]:
     """Returns the groups that settings make of a trace's units, in the order of their visits."""
-    modules: dict[str, list[int]] = {}  # what is split over an axis inside of blocks is a unit of the same module
+    modules: dict[str, list[int]] = {}  # such parts are units of the same module
     for unit in _visited(trace):
-        modules.setdefault(SPLIT.sub("", trace.units[unit].name), []).append(unit)
+        modules.setdefault(PART.sub("", trace.units[unit].name), []).append(unit)
     each = [*map(tuple, modules.values())]
     outside = [units for units in each if trace.units[units[0]].stack is None]
     if wrap == "layers":
@@ -152,7 +153,7 @@ def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[WrappedUnits]:
     of = {name: number for number, group in enumerate(found) for name in group.parameters}
     units: dict[int, list[int]] = {}
     for unit in _visited(trace):
-        prefix = re.sub(r"\[(\d+)\]$", r".\1", trace.units[unit].name)
+        prefix = re.sub(r"\[(\d+)\]$", r".\1", PART.sub("", trace.units[unit].name))
         inside = {number for name, number in of.items() if name == prefix or name.startswith(f"{prefix}.")}
         if len(inside) != 1:
             some = (

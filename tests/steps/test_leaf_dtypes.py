@@ -1,0 +1,440 @@
+"""Leaves of a dtype of their own (`Param(compute=, reduce=)`), against the plain loop with the same casts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import MESHES, made
+from tests.harness.oracle import batch_of, by_autograd, compare, joined, looped
+from tests.harness.pool import Pool
+from tests.harness.problems import Batch, E, V, masked_loss
+from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.params.layout import tree_layout
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
+LAYERS, X = 3, 4
+HALF = ya.Precision(F64, compute=BF16, reduce=F64)
+"""Sums in float64: what is off by more than 1e-12 was rounded in another place."""
+
+Own = Callable[..., ya.Param]
+
+
+def normal(*shape: int, **own: Any) -> ya.Param:
+    return ya.Param(shape, init=ya.params.initializers.normal(0.5), **own)
+
+
+def tree(kind: str = "plain", *, compute: torch.dtype = F32, reduce: torch.dtype | None = None) -> dict[str, Any]:
+    """A router, a gain, a decay and a head's gain of a dtype of their own."""
+    own: Own = functools.partial(normal, compute=compute, reduce=reduce)
+    L = LAYERS
+    layer: dict[str, Any] = {
+        "up": normal(L, X, E),
+        "router": own(L, X, E),
+        "decay": own(L, X),
+        "down": normal(L, E, X),
+        "gain": own(L, E),
+    }
+    if kind == "marked":
+        layer["gain"] = ya.Pinned(layer["gain"])
+        layer["decay"] = ya.Unit({"rate": layer["decay"], "shift": normal(L, X)})
+        layer["down"] = ya.frozen(layer["down"])
+        layer["router"] = ya.frozen(layer["router"])
+    embed = own(V, E) if kind == "tied" else normal(V, E)
+    out = {} if kind == "tied" else {"out": normal(V, E)}
+    return {"embed": embed, "layers": ya.Stacked(layer), "head": {"scale": own(E), **out}}
+
+
+def block(x: Tensor, w: dict[str, Any]) -> tuple[Tensor, None]:
+    decay = w["decay"]
+    if isinstance(decay, dict):
+        decay = decay["rate"] + decay["shift"].to(decay["rate"].dtype)
+    scores = ya.linear(x.to(w["router"].dtype), w["router"]).softmax(-1)
+    kept = scores * torch.exp(-torch.exp(decay))
+    y = torch.tanh(ya.linear(x, w["up"])) * kept.to(x.dtype)
+    more = ya.linear(y, w["down"])
+    return x + (more.to(w["gain"].dtype) * w["gain"]).to(x.dtype), None
+
+
+def embed(table: Tensor, tokens: Tensor) -> Tensor:
+    """torch's: a slot sums up rows in the reduce dtype, autograd in the compute dtype."""
+    return F.embedding(tokens, table).to(BF16)
+
+
+def head(w: dict[str, Tensor], table: Tensor, x: Tensor, targets: Tensor) -> ya.Mean:
+    x = (x.to(w["scale"].dtype) * w["scale"]).to(table.dtype)
+    return masked_loss(F.linear(x, table), targets)
+
+
+def loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params["embed"], batch["tokens"])
+    x, _ = ya.scan(block, x, params["layers"])
+    tables = params["embed"] if "out" not in whole_names(params["head"]) else None
+    if tables is None:
+        mean: ya.Mean = ya.apply(lambda w, x, t: head(w, w["out"], x, t), params["head"], x, batch["targets"])
+    else:
+        both = params["head"], tables
+        mean = ya.apply(lambda w, x, t: head(w[0], w[1], x, t), both, x, batch["targets"])
+    return mean
+
+
+def whole_names(node: Any) -> Sequence[str]:
+    if isinstance(node, dict):
+        return list(node)
+    return [path.rpartition(".")[2] for path, _, _ in node.wholes()]
+
+
+def casts(abstract: Any, compute: torch.dtype = BF16) -> Any:
+    """What a leaf is converted to: its own dtype, or that of all."""
+    bare = ya.params.without_markers(abstract)
+    return optree.tree_map(lambda leaf: leaf.compute or compute, bare)
+
+
+def cast_loss(abstract: Any, compute: torch.dtype = BF16) -> Callable[[Any, Batch], ya.Mean]:
+    dtypes = casts(abstract, compute)
+    return lambda params, batch: loss(optree.tree_map(Tensor.to, params, dtypes), batch)
+
+
+def frozen_names(abstract: Any) -> set[str]:
+    groups = [group for _, group in tree_layout(abstract)[0].groups if not group.trainable]
+    return {name for group in groups for name in group.layout.names}
+
+
+def schedules_for(mesh: Any) -> Iterator[tuple[str, Any]]:
+    s = ya.schedules
+    yield "zero1", s.zero1()
+    yield "zero2", s.zero2()
+    yield "zero3, recomputed", s.zero3(remat=s.remat.all)
+    yield "zero3, far", s.zero3(prefetch=3)
+    yield "fsdp2", s.fsdp2()
+    if "local" in (mesh.mesh_dim_names or ()):
+        yield "hpz", s.hpz(2 * LAYERS)
+
+
+def exact(_: Any, name: str, kind: str, parts: int) -> None:
+    """One rank's part: gradients and three steps."""
+    mesh = made(name)
+    ranks = mesh.size()
+    abstract = tree(kind)
+    cast, frozen = cast_loss(abstract), frozen_names(abstract)
+    tolerance = 1e-6 if kind == "tied" else 1e-12  # two uses: added up in float64 in a slot, by autograd in float32
+    batches = [batch_of(rank) for rank in range(ranks)]
+    mine = batches[mesh.get_rank()]
+    for schedule, build in schedules_for(mesh):
+        what = f"{name}, {kind}, {parts} microbatches, {schedule}"
+        state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+        params = optree.tree_map(Tensor.double, ya.unshard(state))
+        value, grads = looped(cast, params, batches, parts=parts)
+        got, found = ya.value_and_grad(loss, schedule=build, microbatches=parts)(state.params, mine)
+        compare(got.float(), value, 1e-6, f"{what}: value")
+        trained(found, grads, frozen, tolerance, f"{what}: gradients")
+        step = ya.train_step(loss, TX, schedule=build, microbatches=parts)
+        oracle = ya.PlainState.create(without(params, frozen), TX)
+        for number in range(3):
+            now = [batch_of(rank, seed=number) for rank in range(ranks)]
+            whole = {**flat(params), **flat(oracle.params)}
+            _, grads = looped(
+                cast, optree.tree_unflatten(optree.tree_structure(params), whole.values()), now, parts=parts
+            )
+            oracle = oracle.apply_gradients(without(grads, frozen), TX)
+            state, _ = step(state, now[mesh.get_rank()])
+        whole = flat(ya.unshard(state))
+        for path, leaf in flat(oracle.params).items():
+            off = float((whole[path] - leaf).norm() / leaf.norm())
+            assert off <= 10 * tolerance, f"{what}: {path} after three steps: {off}"
+
+
+def flat(params: Any) -> dict[str, Tensor]:
+    bare = ya.params.without_markers(params)
+    return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
+
+
+def without(params: Any, names: set[str]) -> dict[str, Tensor]:
+    return {path: leaf for path, leaf in flat(params).items() if path not in names}
+
+
+def trained(got: Any, expected: Any, frozen: set[str], tolerance: float, what: str) -> None:
+    found, wanted = without(ya.unshard(got), frozen), without(expected, frozen)
+    compare(found, wanted, tolerance, what)
+
+
+@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_and_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, kind: str) -> None:
+    for parts in (1, 3):
+        pools[world].run(exact, "shard", kind, parts)
+
+
+def to_the_bit(mesh: Any) -> None:
+    precisions = ya.Precision(compute=BF16), ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
+    for precision in precisions:
+        abstract = tree(reduce=F32)
+        state = ya.init(abstract, TX, mesh=mesh, precision=precision)
+        params = ya.unshard(state)
+        with by_autograd():
+            expected = ya.value_and_grad(cast_loss(abstract))(params, batch_of(0))
+            for _, schedule in schedules_for(mesh):
+                value, grads = ya.value_and_grad(loss, schedule=schedule)(state.params, batch_of(0))
+                compare((value, ya.unshard(grads)), expected, 0.0 if precision.reduce == F32 else 1e-2, "bits")
+                own = [("layers", "router"), ("layers", "gain"), ("head", "scale")]
+                for unit, leaf in own:  # never rounded
+                    assert torch.equal(ya.unshard(grads)[unit][leaf], expected[1][unit][leaf]), (unit, leaf)
+
+
+def test_bits_at_one_rank(pools: dict[int, Pool]) -> None:
+    pools[1].run(to_the_bit)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_every_mesh(pools: dict[int, Pool], mesh: str) -> None:
+    pools[4].run(exact, mesh, "marked", 1)
+
+
+# ---- what travels
+
+
+def sent(mesh: Any, precision: ya.Precision) -> list[tuple[int, int]]:
+    """Bytes that this rank sends in a step to gather and to reduce, as counted and as a program says; and the largest
+    number of vectors that are gathered together."""
+    state = ya.init(tree(reduce=F32), TX, mesh=mesh, precision=precision)
+    step, batch, counted = ya.train_step(loss, TX), batch_of(mesh.get_rank()), {"gather": 0, "reduce": 0}
+    state, _ = step(state, batch)
+    gathers, comms = [0], state.memory.comms
+
+    def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
+        real = getattr(GlooGroup, name)
+
+        def call(group: Any, outs: Any, ins: Any) -> None:
+            counted[what] += sizes(outs, ins)
+            gathers.append(len(ins) if what == "gather" else 0)
+            real(group, outs, ins)
+
+        patch.setattr(GlooGroup, name, call)
+
+    others = mesh.size() - 1
+    with pytest.MonkeyPatch.context() as patch:
+        watched("all_gathers", "gather", lambda outs, ins: sum(shard.nbytes for shard in ins) * others)
+        watched("reduce_scatters", "reduce", lambda outs, ins: sum(x.nbytes for x in ins) // mesh.size() * others)
+        watched("all_to_all", "reduce", lambda out, full: full.nbytes // mesh.size() * others)
+        state, _ = step(state, batch)
+        comms.drain()
+    said = step.program(state).wire_bytes()
+    return [(counted["gather"], said["gather"]), (counted["reduce"], said["reduce"]), (max(gathers), 2)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
+    for accumulate in (None, F32):
+        precision = ya.Precision(compute=BF16, reduce=BF16, accumulate=accumulate)
+        for found in pools[world].run(sent, precision):
+            for counted, said in found:
+                assert counted == said > 0, found
+
+
+def together(mesh: Any) -> None:
+    """A gather of several dtypes packs them into one message to each rank, with their bits."""
+    group, rank, ranks = communicators(mesh).gather_group, mesh.get_rank(), mesh.size()
+    dtypes = [BF16, F32, BF16, F64]
+    shards = [torch.arange(8).mul(rank + 1).to(dtype) for dtype in dtypes]
+    outs = [torch.empty(8 * ranks, dtype=dtype) for dtype in dtypes]
+    posted, real = [], GlooGroup._post
+
+    def post(self: Any, sent: Any, received: Any) -> Any:
+        posted.append(len(sent))
+        return real(self, sent, received)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooGroup, "_post", post)
+        group.all_gathers(outs, shards)
+    assert posted == [ranks - 1]
+    for out, dtype in zip(outs, dtypes, strict=True):
+        every = torch.cat([torch.arange(8).mul(other + 1) for other in range(ranks)])
+        assert torch.equal(out, every.to(dtype))
+
+
+def test_a_gather_of_several_dtypes_is_one_message(pools: dict[int, Pool]) -> None:
+    pools[3].run(together)
+
+
+# ---- with what else there is
+
+
+def off_by(got: Any, expected: Any, tolerance: float, what: str) -> None:
+    compare(ya.unshard(got), expected, tolerance, what)
+
+
+def under_transforms(mesh: Any) -> None:
+    abstract = tree()
+    state = ya.init(abstract, mesh=mesh, precision=HALF)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    _, grads = looped(cast_loss(abstract), params, batches)
+    weight = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
+
+    def total(params: Any) -> Tensor:
+        mean = loss(params, batches[mesh.get_rank()])
+        return mean.total.double() * mesh.size() / weight
+
+    expected = optree.tree_map(lambda grad: grad, grads)
+    off_by(torch.func.grad(total)(state.params), expected, 2e-2, "torch.func.grad")  # bf16: scaled before, not behind
+    tangents = optree.tree_map(torch.ones_like, state.params)
+    whole = optree.tree_map(torch.ones_like, params)
+    with torch.no_grad():
+        _, along = torch.func.jvp(total, (state.params,), (tangents,))
+    dot = sum((a * b).sum() for a, b in zip(optree.tree_leaves(grads), optree.tree_leaves(whole), strict=True))
+    if mesh.size() == 1:
+        assert abs(float(along - dot)) < 5e-2 * abs(float(dot))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_derivatives_by_torch(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(under_transforms)
+
+
+def reproduced(_: Any, micro_shards: int) -> int:
+    mesh = ya.mesh(device="cpu", deterministic=micro_shards)
+    state = ya.init(tree(reduce=F32), TX, mesh=mesh, precision=ya.Precision(compute=BF16, reduce=BF16))
+    step = ya.train_step(loss, TX)
+    for number in range(2):
+        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
+    return ya.checksum(state)
+
+
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+
+
+def over_stages(_: Any, kind: str) -> None:
+    mesh = ya.mesh(device="cpu", stage=2)
+    abstract = tree(kind, reduce=F64)
+    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
+    part = {key: value[:2] for key, value in batches[0].items()}
+    mine = ya.shard_batch(joined(batches), mesh)
+    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=HALF), 2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF, stages=assignment)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
+        schedule = order(ya.schedules.zero3())
+        _, grads = looped(cast_loss(abstract), params, batches, parts=3)
+        _, found = ya.value_and_grad(loss, schedule=schedule, microbatches=3)(state.params, mine)
+        trained(found, grads, frozen_names(abstract), 1e-6 if kind == "tied" else 1e-12, f"{kind}, {schedule}")
+    step = ya.train_step(loss, TX, schedule=ya.schedules.one_f_one_b(ya.schedules.zero2()), microbatches=3)
+    oracle = ya.PlainState.create(without(params, frozen_names(abstract)), TX)
+    oracle = oracle.apply_gradients(without(grads, frozen_names(abstract)), TX)
+    state, _ = step(state, mine)
+    compare(without(ya.unshard(state), frozen_names(abstract)), oracle.params, 1e-5, kind)
+
+
+@pytest.mark.parametrize("kind", ["marked", "tied"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
+    pools[world].run(over_stages, kind)
+
+
+def whole_leaves_updated(mesh: Any) -> None:
+    """Muon lends matrices of both kinds to their owners."""
+    tx = ya.optim.muon(0.02, dtype=F64)
+    abstract = tree()
+    state = ya.init(abstract, tx, mesh=mesh, precision=HALF)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    _, grads = looped(cast_loss(abstract), params, batches)
+    marked = {**params, "layers": ya.Stacked(params["layers"])}
+    oracle = ya.PlainState.create(marked, tx).apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
+    state, _ = ya.train_step(loss, tx)(state, batches[mesh.get_rank()])
+    compare(ya.unshard(state), oracle.params, 1e-10, "muon")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_whole_leaves_go_to_their_owners(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(whole_leaves_updated)
+
+
+def adapted(mesh: Any) -> None:
+    """Adapters are of the dtype of their matrix."""
+    abstract = ya.lora(tree(), 2, lambda path, _: path.endswith(("router", "up")))
+    router = abstract["layers"].tree["router"]
+    assert router.a.compute == router.b.compute == F32 and abstract["layers"].tree["up"].a.compute is None
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    stored = {g.name: leaf.dtype for _, g, leaf in state.params["layers"].group_leaves()}
+    assert stored["layers.frozen(float32)"] == F32 and stored["layers.frozen"] == BF16
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    for _ in range(2):
+        params = optree.tree_map(Tensor.double, ya.unshard(state))
+        _, grads = looped(cast_loss(abstract), params, batches)
+        _, found = ya.value_and_grad(loss)(state.params, batches[mesh.get_rank()])
+        trained(found, grads, frozen_names(abstract), 1e-12, "adapters")
+        state, _ = ya.train_step(loss, TX)(state, batches[mesh.get_rank()])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(adapted)
+
+
+def over_tensor(_: Any) -> None:
+    """Leaves in float32 that are split, and that are not; all else in float64."""
+    draw = functools.partial(normal, 2)
+    layer = {
+        "up": draw(8, E, split={"tensor": -2}),
+        "scale": draw(8, split={"tensor": -1}, compute=F32),
+        "down": draw(E, 8, split={"tensor": -1}, compute=F32, reduce=F32),
+        "gain": draw(E, compute=F32),
+    }
+    abstract = {"embed": normal(V, E), "layers": ya.Stacked(layer)}
+
+    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
+        y = torch.tanh(ya.linear(x, w["up"])) * w["scale"]
+        return x + ya.psum(ya.linear(y, w["down"].to(x.dtype)), "tensor") * w["gain"], None
+
+    def over(params: Any, batch: Batch) -> ya.Mean:
+        x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
+        x, _ = ya.scan(block, x, params["layers"])
+        return ya.Mean(x.square().sum(), x.numel())
+
+    mesh = ya.mesh(device="cpu", tensor=2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=ya.Precision(F64))
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    batch = batch_of(0, rows=4)
+    dtypes = casts(abstract, F64)
+    plain = ya.value_and_grad(lambda params, batch: over(optree.tree_map(Tensor.to, params, dtypes), batch))
+    expected = plain(params, batch)
+    mine = ya.shard_batch(batch, mesh)
+    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
+        value, grads = ya.value_and_grad(over, schedule=schedule)(state.params, mine)
+        compare(value, expected[0], 1e-12, "value")
+        off_by(grads, expected[1], 1e-6, "gradients")
+        compare(ya.unshard(grads)["embed"], expected[1]["embed"], 1e-12, "gradients in float64")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(over_tensor)
+
+
+def planned(mesh: Any) -> None:
+    """A trace without ranks is that of the state."""
+    abstract = tree("marked", reduce=BF16)
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    step = ya.train_step(loss, TX)
+    program = step.lower(state, batch_of(0))
+    ranks = {"mesh": program.trace.mesh, "precision": HALF, "tx": TX, "device": "cpu"}
+    assert ya.planner.trace(loss, abstract, batch_of(0), **ranks) == program.trace
+    again = type(program).from_json(program.to_json())
+    assert again.ops == program.ops and again.trace == program.trace
+    state, _ = step(state, batch_of(mesh.get_rank()))
+    assert step.program(state).ops == program.ops
+
+
+def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:
+    pools[2].run(planned)
