@@ -219,8 +219,8 @@ def predicted(run: Run, cluster: str | None) -> Predicted | None:
     rows = side_by_side(made, run.timeline)
     table = []
     for name, one, two in rows:
-        error = f"{one / two - 1:+.0%}" if two else ""
-        table.append((name, seconds(one), seconds(two), error))
+        off = f"{one / two - 1:+.0%}" if two else ""
+        table.append((name, seconds(one), seconds(two), off))
     on = f"the figures of {cluster}" if cluster else "figures that the run measured of its machine after its last step"
     return Predicted(made, on, plan.least.against(made.seconds), table)
 
