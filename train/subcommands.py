@@ -13,7 +13,7 @@ SUBCOMMANDS = {
     "eval": ("train.evaluate", "perplexity of text, multiple choice, lm-eval's tasks, of such a model"),
     "export": ("train.export", "write a checkpoint as a Hugging Face directory"),
     "launch": ("train.launch.command", "start one of these on several ranks of this machine"),
-    "plan": ("train.plan", "time, memory and money of a model on a cluster, before it runs"),
+    "plan": ("train.plan", "time and memory of a model on a cluster, before it runs"),
 }
 """The subcommands by name: (module with `main(argv) -> int`, what it does)."""
 

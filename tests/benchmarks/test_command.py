@@ -105,6 +105,12 @@ def test_table_at_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
     assert "python -m benchmarks --config tiny" in out
 
 
+def test_a_model_of_as_many_layers_as_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["--layers", "5", "--ranks", "1", "--peers", "plain", "--no-counts"]
+    found = run_json(capfd, *argv)
+    assert found["shape"]["layers"] == 5 and found["contenders"]["zero3"]["program"]["ops"]["Forward"] == 5 + 2
+
+
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
     bench = Bench(config="tiny", ranks=1, steps=2, peers=("plain",))
     with pytest.raises(harness.RankFailed, match=r"rank 0 of the time run of hsdp ended with code 1(?s:.*)replicate=2"):

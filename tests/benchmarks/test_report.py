@@ -58,6 +58,7 @@ from train import schedule_names
         ({"schedules": ("zero3-compile-compile",)}, "does not take -compile here; it takes each of"),
         ({"schedules": ("zero3-unroll1",)}, "zero3-unroll1: expected two or more layers per visit"),
         ({"schedules": ("zero3-unroll9",)}, "zero3-unroll9: there are 8 layers to unroll"),
+        ({"schedules": ("zero3-unroll8",), "layers": 4}, "zero3-unroll8: there are 4 layers to unroll"),
         ({"warmup": 1}, "--warmup 1"),
         ({"steps": 1}, "--steps 1"),
     ],
@@ -121,6 +122,7 @@ def test_names_of_contenders() -> None:
         ({"config": "B", "ranks": 1, "peers": ("plain",)}, "torch-plain", 0.92),
         ({"config": "B", "ranks": 4}, "torch-ddp", None),
         ({"batch": 4}, "torch-fsdp2", None),
+        ({"layers": 16}, "torch-fsdp2", None),
         ({"batch": 2}, "torch-fsdp2", 0.80),  # the config's own
         ({"config": "tiny"}, "torch-fsdp2", None),
     ],

@@ -157,7 +157,10 @@ def _datatroves(content: Path) -> Store:
         if len(raw) % 8:
             raise ValueError(f"{index}: expected ends of documents, of 8 bytes each, got {len(raw)} bytes")
         last = int(ends[-1]) if len(ends) else 0
-        width = int(about.read_text().partition("\n")[0].rpartition("|")[2]) if about.exists() else size // max(1, last)
+        width = size // max(1, last)
+        if about.exists():
+            first_line = about.read_text().partition("\n")[0]
+            width = int(first_line.rpartition("|")[2])
         if (size and width not in (2, 4)) or size != width * last:
             raise ValueError(f"it has {size:,} bytes for {last:,} tokens of {width} bytes each: expected 2 or 4")
         if mask.exists():
@@ -273,7 +276,8 @@ class Pipeline:
             not any(each.is_floating_point() or each.is_complex() for each in given.values()),
             f"it gives {', '.join(str(each.dtype) for each in given.values())}: expected integers",
         )
-        wrong = (tokens < 0) | (tokens >= self.vocab) | ((targets < 0) & (targets != -100)) | (targets >= self.vocab)
+        wrong = (tokens < 0) | (tokens >= self.vocab)
+        wrong |= (targets >= self.vocab) | ((targets < 0) & (targets != -100))
         require(
             not bool(wrong.any()),
             f"it gives tokens {tokens.min()} to {tokens.max()}, targets {targets.min()} to {targets.max()}: those of "

@@ -130,7 +130,9 @@ def single(run: Run, cluster: str | None) -> str:
 
 def compared(a: Run, b: Run) -> str:
     both = (a, b)
-    names = (a.name, b.name) if a.name != b.name else (str(a.folder), str(b.folder))
+    names = a.name, b.name
+    if a.name == b.name:
+        names = str(a.folder), str(b.folder)
     alike = a.counts_as(b)
     drawn = [Drawn(*each) for each in zip(both, names, "ab", "cd", strict=True)]
     steps = [
@@ -154,7 +156,8 @@ def compared(a: Run, b: Run) -> str:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    return {name: facts.shown(value) for name, value in flat(run.config).items() if name not in facts.NOT_SETTINGS}
+    every = flat(run.config)
+    return {name: facts.shown(value) for name, value in every.items() if name not in facts.NOT_SETTINGS}
 
 
 def _differences(one: dict[str, str], two: dict[str, str]) -> list[tuple[str, str, str]]:

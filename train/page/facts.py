@@ -112,7 +112,8 @@ def figures(run: Run) -> Figures:
 
 def tiles(run: Run) -> list[Tile]:
     of, held = figures(run), run.series("eval_loss")
-    found = [Tile("steps", f"{run.steps[-1]['step'] if run.steps else 0:,}", f"of {run.config.steps:,}")]
+    last_step = run.steps[-1]["step"] if run.steps else 0
+    found = [Tile("steps", f"{last_step:,}", f"of {run.config.steps:,}")]
     if of.loss is not None:
         last = f"median of the last {min(LAST, len(run.steps))} steps"
         found.append(Tile("loss", f"{of.loss:.4f}", f"{nats(run)}; {last}"))
@@ -216,7 +217,10 @@ def predicted(run: Run, cluster: str | None) -> Predicted | None:
         raise ConfigError(f"--cluster {cluster}: {error}" if cluster else f"{run.folder}: {error}") from None
     made = plan.timeline
     rows = side_by_side(made, run.timeline)
-    table = [(name, seconds(one), seconds(two), f"{one / two - 1:+.0%}" if two else "") for name, one, two in rows]
+    table = []
+    for name, one, two in rows:
+        off = f"{one / two - 1:+.0%}" if two else ""
+        table.append((name, seconds(one), seconds(two), off))
     on = f"the figures of {cluster}" if cluster else "figures that the run measured of its machine after its last step"
     return Predicted(made, on, plan.least.against(made.seconds), table)
 
@@ -245,7 +249,8 @@ def memory(run: Run) -> tuple[list[tuple[str, str, float]], str] | None:
         return None
     found = ya.planner.predict_memory(run.program, device=run.start.get("kind", "cpu"))
     peak = max(1, found.peak_bytes)
-    rows = [(words(name), size(held), held / peak) for name, held in found.itemised().items() if held >= 2**10]
+    items = {name: held for name, held in found.itemised().items() if held >= 2**10}
+    rows = [(words(name), size(held), held / peak) for name, held in items.items()]
     return [*rows, ("peak", size(found.peak_bytes), 1.0)], f"op {found.op}: {found.at}"
 
 

@@ -1,4 +1,4 @@
-"""`python -m train plan`: what a Llama would take on a cluster: time, memory, money, and the timeline as a picture."""
+"""`python -m train plan`: what a Llama would take on a cluster: time, memory, and the timeline as a picture."""
 
 from train.plan.command import main
 

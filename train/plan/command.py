@@ -145,10 +145,9 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         plan = self.plan
-        gpus = self.options.gpus
         return {
             "model": self.options.model,
-            "gpus": gpus,
+            "gpus": self.options.gpus,
             "cluster": plan.cluster.name,
             "seq_len": self.options.seq_len,
             "batch": self.options.batch,
@@ -167,8 +166,7 @@ class Result:
             "least_by": plan.least.by,
             "tokens_per_step": self.tokens,
             "tokens_per_second": self.tokens / plan.step_s,
-            "gpus_saved": {other: gpus * self.saved(other) for other in ("fsdp", "fsdp2")},
-            "dollars_saved_per_day": {other: self._dollars(other) for other in ("fsdp", "fsdp2")},
+            "saved": {other: self.saved(other) for other in self.others},
             "peak_bytes": plan.memory.peak_bytes,
             "budget_bytes": plan.budget,
             "fits": plan.fits,
@@ -208,22 +206,13 @@ class Result:
     def _others(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         table.add_column(f"others, {counted(self.recomputed, 'layer')} recomputed")
-        rented = () if self.plan.cluster.host_computes else ("GPUs", "$ a day")
-        for heading in ("step, s", "tokens/s", "saved", *rented):
+        for heading in ("step, s", "tokens/s", "saved"):
             table.add_column(heading, justify="right")
         for other, timeline in self.others.items():
-            part = self.saved(other)
-            spared = [f"{100 * part:.1f}%"]
-            if rented:
-                spared += [f"{round(part * self.options.gpus)}", f"{round(self._dollars(other)):,}"]
             doubt = f", {timeline.overhead:.2f} s unexplained" if timeline.overhead else ""
             rate = f"{self.flat_tokens / timeline.seconds:,.0f}"
-            table.add_row(OTHERS[other] + doubt, f"{timeline.seconds:.3f}", rate, *spared)
+            table.add_row(OTHERS[other] + doubt, f"{timeline.seconds:.3f}", rate, f"{self.saved(other):.1%}")
         return table
-
-    def _dollars(self, other: str) -> float:
-        """Dollars that a day of the same tokens costs less."""
-        return self.saved(other) * self.options.gpus * 24 * self.options.gpu_hour_price
 
 
 def _device(where: Cluster) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -104,8 +103,6 @@ class Options:
     """Dtype of gradients on the wire."""
     memory_gib: float | None = None
     """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
-    gpu_hour_price: float = 2.0
-    """Dollars."""
     timeline: Path | None = Path("plan.png")
     """File to draw the step to: .png, .svg or .pdf. `None`: nowhere."""
     perfetto: Path | None = None
@@ -135,8 +132,6 @@ class Options:
                 f"--memory-gib {self.memory_gib}: expected a number above 0, and at most the {card:.0f} that a GPU of "
                 f"{self.cluster} has"
             )
-        if not 0 <= self.gpu_hour_price < math.inf:
-            raise ValueError(f"--gpu-hour-price {self.gpu_hour_price}: expected a number of dollars, at least 0")
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= config.layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {config.layers} layers")
         if self.synthesize < 0:

@@ -46,7 +46,8 @@ def likelihoods(loaded: Loaded, parts: Sequence[Part], batch: int) -> list[Likel
         require(len(part.context) > 0 and len(part.targets) > 0, "a part without context, or without targets")
         most, got = loaded.most, len(part.targets)
         require(got <= most, f"{got} tokens are to be scored at once: {loaded.named} was made for {most}")
-    order = sorted(range(len(parts)), key=lambda index: -len(parts[index].context) - len(parts[index].targets))
+    lengths = [len(part.context) + len(part.targets) for part in parts]
+    order = sorted(range(len(parts)), key=lambda index: -lengths[index])
     batches = [order[at : at + batch] for at in range(0, len(order), batch)]
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mine: dict[int, Likelihood] = {}
@@ -67,8 +68,9 @@ def _of_batch(loaded: Loaded, parts: Sequence[Part]) -> Iterator[Likelihood]:
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
     targets = torch.full((len(rows), longest), -100)
     for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
-        tokens[index, : len(row) - 1] = torch.tensor(row[:-1])
-        targets[index, len(row) - 1 - len(part.targets) : len(row) - 1] = torch.tensor(row[-len(part.targets) :])
+        end, count = len(row) - 1, len(part.targets)
+        tokens[index, :end] = torch.tensor(row[:-1])
+        targets[index, end - count : end] = torch.tensor(row[-count:])
     family: Any = models.of(loaded.model)
     found = family.score(loaded.model, loaded.params, tokens.to(loaded.device), targets.to(loaded.device))
     sums, best = found.log_probability.double().sum(1).tolist(), found.best.all(1).tolist()
@@ -79,7 +81,8 @@ def of_texts(loaded: Loaded, texts: Sequence[str], batch: int) -> list[tuple[int
     """The number of each text's tokens, and the sum of their log-probabilities. The token that stands before a text,
     what the tokenizer puts there, else what ends one, is given, not predicted. All ranks together, as `likelihoods`."""
     before, *encoded = (list(map(int, each)) for each in loaded.tokenizer.encode(["", *texts]))
-    rows, first = [row[len(before) :] for row in encoded], before[-1] if before else loaded.tokenizer.end
+    rows = [row[len(before) :] for row in encoded]
+    first = before[-1] if before else loaded.tokenizer.end
     cut = [list(windows(row, first, loaded.most)) for row in rows]
     found = iter(likelihoods(loaded, [part for parts in cut for part in parts], batch))
     return [(len(row), sum(next(found).nats for _ in parts)) for row, parts in zip(rows, cut, strict=True)]
