@@ -167,19 +167,15 @@ def test_what_is_large_prints_in_a_line() -> None:
     step = re.escape(repr(plan)[5:].partition(" a step")[0])
     for printed, pattern in {
         repr(plan.timeline): rf"Timeline\('simulated on a100-80g, 8 ranks': {step}, \d+ ops\)",
-        repr(both): rf"Comparison\(zero3 {step}, again {step}\)",
+        repr(both): r"Comparison\(zero3, again\)",
         repr(found): rf"Found\({re.escape(str(found).splitlines()[0])}\)",
         repr(lazy): r"Lazy\(shape=\(2, 3\), dtype=torch\.float32, split=\(\), in_memory=False\)",
         repr(trace.visits[0].cost): r"Cost\(flops=\d+, bwd_flops=\d+, kept_bytes=\d+, \.\.\.\)",
-        repr(trace.visits[0]._replace(cost=type(trace.visits[0].cost)())): r"Visit\(.* cost=Cost\(\), .*\)",
     }.items():
         assert re.fullmatch(pattern, printed), printed
     assert len(repr([plan, plan.program, plan.timeline, trace, both, found])) < 1200
-    assert repr(ya.PlainState.create(weights, ya.optim.adamw(1e-3))).splitlines() == [
-        "PlainState(step=0, seed=0)",
-        "  layers.w: torch.float32 (2, 16, 16)",
-        "  parameters: 2,048 bytes; optimizer: 4,100",
-    ]
+    plain = ya.PlainState.create(weights, ya.optim.adamw(1e-3))
+    assert repr(plain) == "PlainState(step=0, seed=0: layers.w (2, 16, 16))"
 
 
 def test_a_printed_proof_ends_with_what_was_proved() -> None:

@@ -29,7 +29,7 @@ def test_the_code_runs_and_the_program_is_as_shown() -> None:
     state = ya.init(llama.params(config), names["tx"], mesh=names["mesh"])
     batch = {"tokens": names["text"][:, :-1], "targets": names["text"][:, 1:]}
     program = ya.train_step(llama.loss(config), names["tx"]).lower(state, batch)
-    assert str(program) in README
+    assert str(program.with_ops(program.ops)) in README  # as its schedule made it: not proved yet
     with pytest.raises(ya.errors.Refused) as refusal:
         ya.verify(program.with_ops(program.ops[:14] + program.ops[15:]))
     assert str(refusal.value) in README

@@ -61,7 +61,7 @@ def plan(options: argparse.Namespace) -> None:
         _made(options.batch),
         tx=_named(options.tx) if options.tx else ya.optim.adamw(1e-3),
         ranks=options.ranks,
-        cluster=_cluster(options.cluster, options.loss),
+        cluster=options.cluster,
         schedule=_named(schedule) if ":" in schedule else getattr(ya.schedules, schedule)(),
         microbatches=options.microbatches,
         **dict(options.mesh),
@@ -79,13 +79,12 @@ def verify(options: argparse.Namespace) -> None:
 
 def draw(options: argparse.Namespace) -> None:
     """Draws a saved program, simulated, or a recorded timeline."""
-    ya.planner.compare({options.file: _on(options.file, options.cluster)}, options.cluster).save(options.out)
+    ya.planner.compare({options.file: _read(options.file)}, options.cluster).save(options.out)
 
 
 def compare(options: argparse.Namespace) -> None:
     """Programs and timelines of one step in a table, the fastest first."""
-    both = {file: _on(file, options.cluster) for file in options.files}
-    found = ya.planner.compare(both, options.cluster).ranked()
+    found = ya.planner.compare({file: _read(file) for file in options.files}, options.cluster).ranked()
     print(found)
     if options.draw:
         found.save(options.draw)
@@ -123,20 +122,6 @@ def _read(file: str) -> Any:
         raise ValueError(f"{file}: {error}") from error
 
 
-def _on(file: str, cluster: str | None) -> Any:
-    """Returns what is in a file. A program needs a cluster."""
-    found = _read(file)
-    if isinstance(found, ya.Program):
-        _cluster(cluster, file)
-    return found
-
-
-def _cluster(cluster: str | None, what: str) -> str:
-    if cluster is None:
-        raise ValueError(f"{what}: --cluster says what to simulate it on, one of {', '.join(ya.planner.CLUSTERS)}")
-    return cluster
-
-
 # ---- The arguments: name -> kind, and after two spaces what it is for.
 
 ARGUMENTS = {
@@ -145,7 +130,7 @@ ARGUMENTS = {
         "params": "MODULE:NAME  the tree of ya.Param, or a function that makes it",
         "batch": "MODULE:NAME  one rank's batch, or a function that makes it",
         "--ranks": "RANKS  how many GPUs",
-        "--cluster": "CLUSTER  of which GPUs",
+        "--cluster": "GPUS  of which kind: a CLUSTER",
         "--tx": "MODULE:NAME  the optimizer; AdamW if it is left out",
         "--schedule": "SCHEDULE  zero3 (if it is left out), zero2, ...; or MODULE:NAME, from a trace to a program",
         "--microbatches": "NUMBER  of a step; 1 if it is left out",
@@ -168,6 +153,7 @@ ARGUMENTS = {
 
 KINDS: dict[str, Any] = {
     "RANKS": {"type": int, "required": True},
+    "GPUS": {"required": True},
     "NUMBER": {"type": int, "default": 1},
     "SCHEDULE": {"default": "zero3"},
     "AXIS=RANKS": {"type": axis, "action": "append", "default": []},

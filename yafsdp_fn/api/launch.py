@@ -24,14 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Never, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from yafsdp_fn.communication.store import rendezvous_store
 from yafsdp_fn.util import local_ranks
-from yafsdp_fn.util.foreign_names import OF_LAUNCHERS, with_hints
 from yafsdp_fn.util.torch_private import cuda_is_lost, forget_groups
 
 Result = TypeVar("Result")
@@ -77,8 +76,7 @@ class Answer(NamedTuple):
     text: str = ""
 
 
-@with_hints(OF_LAUNCHERS, "the function's own: ya.launch(functools.partial(train, lr=1e-3), ranks=2)")
-def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[Result]:
+def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others: Never) -> list[Result]:
     """Calls `function(*args)` on `ranks` ranks of this machine, and returns what each returned, by rank.
 
         losses = ya.launch(train, ranks=2)           # def train(): mesh = ya.mesh(); ...; return float(loss)
@@ -100,6 +98,11 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int) -> list[R
     >>> ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2)
     [2, 2]
     """
+    for name in others:
+        raise TypeError(
+            f"launch({name}=...): its only keyword is ranks=, of forks of this process; those of the function go into "
+            "it: ya.launch(functools.partial(train, lr=1e-3), ranks=2)"
+        )
     if not callable(function):
         raise TypeError(f"launch: expected a function, got {type(function).__name__}")
     if type(ranks) is not int or ranks < 1:

@@ -91,9 +91,7 @@ def scan(
     layers = [optree.tree_unflatten(spec, row) for row in by_layer]
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
     if not stacks and isinstance(init, Sharded) and init.entry.length is not None:
-        raise TypeError(
-            f"scan(f, carry, xs): the carry is {init.entry.name or 'params'!r}, a stack of layers: those are xs"
-        )
+        raise TypeError(f"scan(f, carry, xs): the carry is the stack {init.entry.name}: layers are xs")
     visits = list(enumerate(places))[:: -1 if reverse else 1]
     carry, ys = init, [None] * len(places)
     for at in range(0, len(visits), unroll):

@@ -283,8 +283,6 @@ def _filled(
 ) -> StateMemory:
     """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
     once shapes are known to agree"""
-    if not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r:.80}: expected an integer")
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r:.80}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
     comms = communicators(mesh)

@@ -242,7 +242,8 @@ class StepFunction:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
         the step."""
         comms = memory.comms
-        arguments.check_rest(self.track)
+        if self.track:
+            arguments.check_rest()
         recording = CallRecording(memory, seed.step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {seed.step}"):

@@ -184,10 +184,9 @@ def load_params(
 
 def _copied(like: ShardedState | None, donate: bool) -> ShardedState:
     if not isinstance(like, ShardedState):
-        given = "missing" if like is None else f"a {type(like).__name__}"
         raise TypeError(
-            f"like= is {given}: a checkpoint is read into a state of this mesh, such as like=ya.init(params, tx, "
-            "mesh=mesh), or, for load_params, like=ya.init(params, mesh=mesh)"
+            "like= is missing, or no state: a checkpoint is read into a state of this mesh, such as like=ya.init("
+            "params, tx, mesh=mesh), or, for load_params, like=ya.init(params, mesh=mesh)"
         )
     return like if donate else like.copy()
 

@@ -301,11 +301,10 @@ def _states(tree: Tree, kind: Any) -> list[Any]:
 def _adam(opt_state: Tree) -> ScaleByAdamState:
     found = _states(opt_state, ScaleByAdamState)
     parts = _states(opt_state, PartitionState | MaskedState)
-    some = any(_states(tuple(part), ScaleByAdamState) for part in parts)
-    if len(found) != 1 or some:
+    if len(found) != 1 or any(_states(tuple(part), ScaleByAdamState) for part in parts):
         raise TypeError(
             f"expected an optimizer with one Adam for all parameters, such as adamw, got {len(found)} of them"
-            f"{' in a partition or mask' * some}: their moments have no place in torch.optim.AdamW's state"
+            f"{' in a partition or mask' if found else ''}: their moments have no place in torch.optim.AdamW's state"
         )
     adam: ScaleByAdamState = found[0]
     return adam

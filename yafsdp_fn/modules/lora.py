@@ -25,13 +25,13 @@ from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
 from yafsdp_fn.params.tree import Frozen, Param, Tree, Unit, dotted, is_marker, join, without_markers
-from yafsdp_fn.util.foreign_names import OF_LORA, with_hints
+from yafsdp_fn.util.foreign_names import with_hints
 
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
 """The dtypes in which a base may be stored."""
 
 
-@with_hints(OF_LORA)
+@with_hints
 def lora(
     params: Tree,
     rank: int,

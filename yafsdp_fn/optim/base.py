@@ -373,19 +373,13 @@ def must_be_state_of(tx: Any, params: Tree, opt_state: State) -> None:
         expected = tx.init(params)
     except RuntimeError:  # a foreign one reads values, which there are none of
         return
-    made, here = (optree.tree_structure(state, is_leaf=is_sharded) for state in (expected, opt_state))
-    if made != here:
+    if optree.tree_structure(expected, is_leaf=is_sharded) != optree.tree_structure(opt_state, is_leaf=is_sharded):
+        parts = optree.tree_leaves(opt_state, is_leaf=lambda node: hasattr(node, "_fields"))
+        has = ", ".join(type(part).__name__ for part in parts)
         raise TypeError(
-            f"the optimizer's state was made by another optimizer: it has {_kinds(opt_state)}, and {tx!r} makes "
-            f"{_kinds(expected)}. Give the step the optimizer that ya.init was given; ya.shard(state, tx) makes a "
-            "state for this one, with all that both have"
+            f"the optimizer's state ({has}) is none of {tx!r}: give the step the optimizer that ya.init was given, or "
+            "take ya.shard(state, tx), a state for this one, with all that both have"
         )
-
-
-def _kinds(state: State) -> str:
-    """Names the parts of an optimizer state."""
-    parts = optree.tree_leaves(state, is_leaf=lambda node: hasattr(node, "_fields"))
-    return ", ".join(type(part).__name__ for part in parts) or "nothing"
 
 
 def name(tx: GradientTransformation) -> str:

@@ -17,7 +17,7 @@ from yafsdp_fn.optim.partition import add_decayed_weights
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.util.foreign_names import OF_OPTIMIZERS, with_hints
+from yafsdp_fn.util.foreign_names import with_hints
 
 
 class ScaleByAdamState(NamedTuple):
@@ -78,7 +78,7 @@ def scale_by_adam(
     return GradientTransformation(init, update, elementwise=True, rule=rule if plain else None)
 
 
-@with_hints(OF_OPTIMIZERS)
+@with_hints
 def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """Adam (Kingma and Ba, 2014).
 
@@ -93,7 +93,7 @@ def adam(learning_rate: float | Rate, b1: float = 0.9, b2: float = 0.999, eps: f
     return chain(scale_by_adam(b1, b2, eps), scale_by_learning_rate(learning_rate))
 
 
-@with_hints(OF_OPTIMIZERS)
+@with_hints
 def adamw(
     learning_rate: float | Rate,
     b1: float = 0.9,
@@ -152,7 +152,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     return GradientTransformation(init, update, elementwise=True, rule=Momentum(decay, nesterov))
 
 
-@with_hints(OF_OPTIMIZERS)
+@with_hints
 def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bool = False) -> GradientTransformation:
     """SGD, with `trace(momentum, nesterov)` if a momentum is given.
 
@@ -303,7 +303,7 @@ def _over_spread(
     return GradientTransformation(init, update, elementwise=True)
 
 
-@with_hints(OF_OPTIMIZERS)
+@with_hints
 def rmsprop(
     learning_rate: float | Rate,
     decay: float = 0.9,
@@ -383,7 +383,7 @@ def scale_by_lion(
     return GradientTransformation(init, update, elementwise=True)
 
 
-@with_hints(OF_OPTIMIZERS)
+@with_hints
 def lion(
     learning_rate: float | Rate,
     b1: float = 0.9,

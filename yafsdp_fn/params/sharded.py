@@ -276,10 +276,9 @@ class Sharded(NotATensor):
     def of(self, numbers: Iterable[int]) -> "Sharded":
         """Returns the handle with these groups only."""
         only = frozenset(numbers)
-        if len(only) == len(self.leaves):  # all: as equal as before to trees that are like it
-            return Sharded(self.leaves, dataclasses.replace(self.context, runner=None))
         leaves = tuple(leaf for number, _, leaf in self.group_leaves() if number in only)
-        return Sharded(leaves, dataclasses.replace(self.context, only=only, runner=None))
+        some = only if len(leaves) < len(self.entry.groups) else None  # all: equal to handles of the whole tree
+        return Sharded(leaves, dataclasses.replace(self.context, only=some, runner=None))
 
     # ---- generations of memory
 

@@ -223,11 +223,6 @@ class Param:
             raise ValueError(f"Param shape {self.shape}: expected non-negative integers")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"Param dtype {self.dtype}: parameters are floating point; pass integers in the batch")
-        if not callable(self.init):
-            raise TypeError(
-                f"Param(init={self.init!r}): expected a function (generator, shape, dtype) -> Tensor, such as "
-                "ya.params.initializers.normal(0.02)"
-            )
         check_own_dtypes(self)
 
     @property

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, with_picture
+from yafsdp_fn.planner.simulate import proved
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
@@ -193,8 +193,7 @@ class Comparison(NamedTuple):
         return "\n".join(["  ".join(cells).rstrip() for cells in justified] + [*self.notes, *self.words])
 
     def __repr__(self) -> str:
-        each = [f"{name} {shown(timeline.seconds, 4)}" for name, timeline in self.timelines.items()]
-        return f"Comparison({', '.join(each)})"
+        return f"Comparison({', '.join(self.timelines)})"
 
     def _repr_html_(self) -> str:
         """Shown by a notebook: the table, and the picture where matplotlib is there."""
@@ -278,11 +277,9 @@ def in_one_unit(nbytes: float) -> tuple[float, str]:
 def _planned(name: str, program: Program, cluster: str | Cluster | None, memory: int | None) -> Plan:
     if cluster is None:
         raise TypeError(f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g")')
+    proved(program)
     try:
         return Plan.of(program, cluster, memory)
-    except Refused as refused:
-        refused.add_note(f"compare: it is {name!r}")
-        raise
     except ValueError as error:
         raise ValueError(f"compare: {name!r}: {error}") from error
 

@@ -107,8 +107,7 @@ class Cost(NamedTuple):
     last_flops: int = 0
 
     def __repr__(self) -> str:
-        first = f"flops={self.flops}, bwd_flops={self.bwd_flops}, kept_bytes={self.kept_bytes}, ..."
-        return "Cost()" if self == Cost() else f"Cost({first})"
+        return f"Cost(flops={self.flops}, bwd_flops={self.bwd_flops}, kept_bytes={self.kept_bytes}, ...)"
 
     @property
     def carry_slot_bytes(self) -> int:

@@ -349,15 +349,14 @@ class Program:
         return f"<{head}{self._proved}>"
 
     def __str__(self) -> str:
-        proof = [self._proved.removeprefix("; ")] if self._proved else []
+        proof = self._proved.replace("; ", "\n", 1)
         if len(self.stages) != 1:
-            each = [f"stage {number}: {part}" for number, part in enumerate(self.by_stage)]
-            return "\n\n".join([*each, *proof])
+            return "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(self.by_stage)) + proof
         try:
             head = self._summary()
         except (IndexError, TypeError, ValueError):  # it is printed because it is wrong
             head = f"program of {len(self.ops)} ops, not all in form: verify says which"
-        return "\n".join([head, *text.table(self.ops, self.trace), *proof])
+        return "\n".join([head, *text.table(self.ops, self.trace)]) + proof
 
     def _repr_html_(self) -> str:
         """Shown by a notebook."""

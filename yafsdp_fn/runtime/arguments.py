@@ -99,15 +99,14 @@ class Arguments:
         """The arguments that are not differentiated, positional and keyword."""
         return self._rest
 
-    def check_rest(self, track: bool) -> None:
-        """Raises TypeError for tensors from which nothing can be computed: asked before the first call."""
-        for accessor, leaf in zip(*optree.tree_flatten_with_accessor(self._rest, is_leaf=is_sharded)[:2], strict=True):
-            if isinstance(leaf, Tensor) and leaf.is_meta:
-                raise TypeError(f"{argument_name(accessor)} is on the meta device, where it has no values")
-            if track and isinstance(leaf, Tensor) and leaf.is_inference():
+    def check_rest(self) -> None:
+        """Raises TypeError for a tensor that nothing can be learnt from: asked before the first call."""
+        accessors, leaves, _ = optree.tree_flatten_with_accessor(self._rest, is_leaf=is_sharded)
+        for accessor, leaf in zip(accessors, leaves, strict=True):
+            if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.is_inference()):
                 raise TypeError(
-                    f"{argument_name(accessor)} was made under torch.inference_mode: no gradient passes it. Make it "
-                    "outside, or clone it there"
+                    f"{argument_name(accessor)} was made on the meta device, where it has no values, or under "
+                    "torch.inference_mode, where no gradient passes it"
                 )
 
     @cached_property

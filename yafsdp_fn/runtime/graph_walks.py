@@ -110,16 +110,13 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> list[int]:
-    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded."""
-    nodes = _nodes([total], ends=lambda node: hasattr(node, "recorded"))
+def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool]:
+    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, and
+    whether it depends on one of these."""
+    nodes = list(_nodes([total], ends=lambda node: hasattr(node, "recorded")))
     ends = {id(getattr(node, "variable", None)) for node in nodes}
-    return [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-
-
-def reads_visits(total: Tensor) -> bool:
-    """Returns whether `total` depends on a visit that is recorded."""
-    return any(hasattr(node, "recorded") for node in _nodes([total]))
+    read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
+    return read, any(hasattr(node, "recorded") for node in nodes)
 
 
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.

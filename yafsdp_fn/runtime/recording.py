@@ -18,7 +18,7 @@ from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
-from yafsdp_fn.runtime.graph_walks import read_beside_visits, reads_visits
+from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import is_smooth
 from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import SingleLevelFunction
@@ -50,18 +50,17 @@ class CallRecording(VisitRunner):
         total: of the loss; result: its outline; plain: the differentiated tensors that are not sharded
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
-        read = read_beside_visits(total, [*self.leaves, *plain])
+        read, visited = read_beside_visits(total, [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
-        depends = bool(read) or reads_visits(total)
         found = {
             "op": self.position,
             "leaves read outside visits": str(read),
-            "whether the loss depends on parameters": str(depends),
+            "whether the loss depends on visits": str(visited),
             "what the function returns": result,
         }
         self.memory.comms.must_agree(SAME_VISITS, found, self.position)
-        if self._trained and not depends:
+        if self._trained and not (read or visited):
             raise ValueError(INDEPENDENT)
 
     def trace(self, microbatches: int) -> Trace:

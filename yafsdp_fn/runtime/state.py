@@ -19,10 +19,9 @@ from yafsdp_fn import optim
 from yafsdp_fn.optim.base import checked_update, must_be_state_of
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
-from yafsdp_fn.params.tree import Tree, named_leaves, register_node, shape_of, tensors_in
+from yafsdp_fn.params.tree import Tree, named_leaves, register_node, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.trace import shortened
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
 
@@ -234,9 +233,8 @@ class PlainState:
         return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
 
     def __repr__(self) -> str:
-        rows = [f"  {path or 'params'}: {shape_of(leaf)}" for path, leaf in named_leaves(self.params)]
-        last = f"  parameters: {_bytes(self.params):,} bytes; optimizer: {_bytes(self.opt_state):,}"
-        return "\n".join([f"PlainState(step={self.step}, seed={self.seed})", *shortened(rows), last])
+        leaves = [f"{path or 'params'} {tuple(leaf.shape)}" for path, leaf in named_leaves(self.params)]
+        return f"PlainState(step={self.step}, seed={self.seed}: {', '.join(leaves):.500})"
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
         """Returns the state after one optimizer step, out of place."""

@@ -15,7 +15,6 @@ from yafsdp_fn.timeline import paint, perfetto, text
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
 from yafsdp_fn.util.schema import Limits, typed_at
-from yafsdp_fn.util.words import counted
 
 # ---- What a timeline in JSON consists of, beside its program: it was measured on one machine, kept, and is shown on
 # another.
@@ -99,7 +98,7 @@ class Timeline(Spans):
     """
 
     def __repr__(self) -> str:
-        return f"Timeline({self.title!r}: {text.shown(self.seconds, 4)}, {counted(len(self.spans), 'op')})"
+        return f"Timeline({self.title!r}: {text.shown(self.seconds, 4)}, {len(self.spans)} ops)"
 
     def __str__(self) -> str:
         return text.render(self)

@@ -3,13 +3,10 @@
 docs/coming_from has more, a table for each.
 """
 
-import inspect
-from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
-T = TypeVar("T")
+Function = TypeVar("Function", bound=Any)
 
 _FUNCTIONS = "torch.func.{0}: it takes a loss with a sharded scan, too (docs/transforms.md)"
 _WRAPPER = (
@@ -73,30 +70,18 @@ def hint(name: str) -> str:
     return f"; it is here: {MEANT[name].format(name)}" if name in MEANT else ""
 
 
-OF_OPTIMIZERS = {"lr": "learning_rate=", "betas": "b1= and b2="}
-OF_LORA = {"r": "rank=", "lora_alpha": "alpha=", "target_modules": "where=, a function of a leaf's path and Param"}
-OF_LAUNCHERS = {
-    **dict.fromkeys(("nprocs", "nproc_per_node", "num_processes", "world_size"), "ranks="),
-    "start_method": "nothing, since ranks are forks; torchrun starts a script in new processes",
-}
+KEYWORDS = {"lr": "learning_rate", "betas": "b1", "r": "rank", "lora_alpha": "alpha", "target_modules": "where"}
+"""Keywords of torch's optimizers and of peft's LoraConfig."""
 
 
-def with_hints(keywords: Mapping[str, str], others: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates a function, which then says of keywords of other libraries what each is here.
+def with_hints(function: Function) -> Function:
+    """Decorates a function, which then says what a keyword of another library is here."""
 
-    others: what is said of any other keyword that it does not have
-    """
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in KEYWORDS.keys() & kwargs:
+            if KEYWORDS[name] in function.__annotations__:
+                raise TypeError(f"{function.__name__}({name}=...): it is here {KEYWORDS[name]}=; help() says more")
+        return function(*args, **kwargs)
 
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = inspect.signature(function).parameters
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name in kwargs:
-                if name not in known and (meant := keywords.get(name, others)):
-                    raise TypeError(f"{function.__name__}({name}=...): it is here {meant}")
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
+    return call  # type: ignore[return-value]
