@@ -125,6 +125,17 @@ def test_checkpoints_and_states_carry_over(pools: dict[int, Pool], world: int, t
     pools[world].run(carried_over, tmp_path)
 
 
+def test_torchs_checkpoints_keep_it(tmp_path: Path) -> None:
+    def name(path: str, layer: int | None) -> str:
+        return path if layer is None else f"{path}.{layer}"
+
+    state = ya.init(tree(reduce=BF16), TX, mesh=one_rank(), precision=HALF)
+    ya.checkpoint.save_named(tmp_path / "theirs", state.params, name)
+    again = ya.checkpoint.load_named(tmp_path / "theirs", tree(reduce=BF16), name)
+    assert names(again) == names(tree(reduce=BF16))
+    assert_equal(ya.shard(again, mesh=one_rank()).params, state.params)
+
+
 def unlike(mesh: Any) -> None:
     ya.init(tree(compute=F32 if mesh.get_rank() else BF16), mesh=mesh)
 

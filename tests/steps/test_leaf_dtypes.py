@@ -110,6 +110,10 @@ def frozen_names(abstract: Any) -> set[str]:
     return {name for group in groups for name in group.layout.names}
 
 
+STEPS = ("zero2", "zero3, recomputed", "hpz")
+"""The schedules that take three steps, as well."""
+
+
 def schedules_for(mesh: Any) -> Iterator[tuple[str, Any]]:
     s = ya.schedules
     yield "zero1", s.zero1()
@@ -138,6 +142,8 @@ def exact(_: Any, name: str, kind: str, parts: int) -> None:
         got, found = ya.value_and_grad(loss, schedule=build, microbatches=parts)(state.params, mine)
         compare(got.float(), value, 1e-6, f"{what}: value")
         trained(found, grads, frozen, tolerance, f"{what}: gradients")
+        if schedule not in STEPS:
+            continue
         step = ya.train_step(loss, TX, schedule=build, microbatches=parts)
         oracle = ya.PlainState.create(without(params, frozen), TX)
         for number in range(3):
@@ -168,8 +174,9 @@ def trained(got: Any, expected: Any, frozen: set[str], tolerance: float, what: s
     compare(found, wanted, tolerance, what)
 
 
-@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "kind"), [(1, "plain"), (1, "marked"), (1, "tied"), (2, "plain"), (2, "tied"), (3, "marked")]
+)
 def test_gradients_and_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, kind: str) -> None:
     for parts in (1, 3):
         pools[world].run(exact, "shard", kind, parts)

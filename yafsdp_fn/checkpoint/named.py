@@ -15,6 +15,7 @@ def moments(path, layer):           # "layers.wq", 3 -> "optim.state.layers.3.wq
     return name(path, layer).replace("model.", "optim.state.")
 """
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable
@@ -68,7 +69,9 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     find = _finder(Path(directory), name)
 
     def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
-        return _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
+        found = _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
+        own = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
+        return dataclasses.replace(found, **own)
 
     return optree.tree_map_with_accessor(lazy, params)
 

@@ -180,8 +180,7 @@ def _stored(node: Any, values: Any) -> Any:
         return values
 
     def stored(leaf: Any, value: Tensor) -> Tensor:
-        dtype = getattr(leaf, "compute", None) or node.dtype
-        return value if dtype is None else value.to(dtype)
+        return value.to(getattr(leaf, "compute", None) or node.dtype or value.dtype)
 
     return Frozen(optree.tree_map(stored, node.tree, values.tree), node.dtype)
 
