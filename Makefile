@@ -1,6 +1,6 @@
 # make train      a Llama on a rank for each GPU here, or on two on the CPU, on the source text of Python's standard
 #                 library; ends with a page about the run, and a sample. RANKS=4 for so many
-# make test       the tests                    make check   formatter, linters, first sentences, type checker
+# make test       the tests                    make check   formatter, linters, first sentences, words, type checker
 # make test TORCH=2.11.0     the same on another torch, in .venv-2.11.0; so other targets
 # make quick      the inner loop's: units, and exactness at one and two ranks, in under two minutes
 # make nightly    the tests, with the long and exhaustive ones that are marked `nightly`
