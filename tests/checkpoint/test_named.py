@@ -274,3 +274,11 @@ def test_what_does_not_fit_is_named(pools: Pools, tmp_path: Path) -> None:
         checkpoint.load_named(source, other, name)
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot be read as torch's checkpoint: FileNotFoundError"):
         checkpoint.load_named(tmp_path, params(), name)
+
+
+def test_leaves_keep_what_their_params_say(pools: Pools, tmp_path: Path) -> None:
+    source = str(tmp_path / "theirs")
+    pools[1].run(saved_by_fsdp2, source)
+    own = ya.Param((11, EMBED), split={"tensor": -1}, compute=torch.bfloat16, reduce=torch.float64)
+    leaf = checkpoint.load_named(source, params() | {"embed": {"weight": own}}, name)["embed"]["weight"]
+    assert (leaf.split, leaf.compute, leaf.reduce) == (own.split, own.compute, own.reduce)

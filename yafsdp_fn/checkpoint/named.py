@@ -41,7 +41,7 @@ from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
-from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, without_markers
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
@@ -70,8 +70,9 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
 
     def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
         found = _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
-        own = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
-        return dataclasses.replace(found, **own)
+        if not isinstance(leaf, Param | Lazy):
+            return found
+        return dataclasses.replace(found, split=leaf.split, compute=leaf.compute, reduce=leaf.reduce)
 
     return optree.tree_map_with_accessor(lazy, params)
 
