@@ -70,7 +70,7 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
 
     def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
         found = _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
-        own = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
+        own: dict[str, Any] = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
         return dataclasses.replace(found, **own)
 
     return optree.tree_map_with_accessor(lazy, params)
