@@ -51,13 +51,10 @@ class RankGroup:
                 _all_gather(out, shard, group=self.process_group)
 
     def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
-        """Sums each `full` [N] over ranks and writes this rank's slice to `out` [N / R], which must not
-        overlap `full`."""
+        """Sums each `full` [N], all of one dtype, over ranks and writes this rank's slice to `out` [N / R], which must
+        not overlap `full`."""
         if self._one_launch(outs):
-            for dtype in dict.fromkeys(full.dtype for full in fulls):  # NCCL takes one in a launch
-                alike = [pair for pair in zip(outs, fulls, strict=True) if pair[1].dtype == dtype]
-                landing, sent = zip(*alike, strict=True)
-                self._now(REDUCE_SCATTERS, landing, sent, dist.ReduceScatterOptions())
+            self._now(REDUCE_SCATTERS, outs, fulls, dist.ReduceScatterOptions())
         else:
             for out, full in zip(outs, fulls, strict=True):
                 _reduce_scatter(out, full, group=self.process_group)

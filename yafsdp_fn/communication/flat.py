@@ -60,8 +60,8 @@ def reduce_into(
     """Sums each of `fulls` [N] over the shard group and writes this rank's slice to its shard [n], or adds it.
 
     shards: in their own dtype; `fulls`, each in its wire's, are not changed
-    receive: bytes for `receive_numel` elements of each vector's wire dtype. As many vectors travel together as it
-        holds; those that do not need it, all
+    receive: bytes for `receive_numel` elements of each vector's wire dtype. As many vectors of one dtype travel
+        together as it holds; those that do not need it, all: NCCL reduces one dtype in a launch
     adds: per vector, add to the shard instead of overwriting it
     accumulate: per vector, a dtype wider than its wire's, `Precision.sum_dtype_of`; None: the backend's own sum
     """
@@ -76,7 +76,7 @@ def reduce_into(
             reduce_wide(comms, shard, full, receive.view(full.dtype), add=add, accumulate=wide)
         else:
             need = 0 if shard.dtype == full.dtype and not add else shard.numel() * full.itemsize
-            if used + need > receive.numel():
+            if used + need > receive.numel() or (together and together[0][1].dtype != full.dtype):
                 _reduce_together(comms, together)
                 together = []
                 used = 0

@@ -187,7 +187,7 @@ Computes = Mapping[str, torch.dtype | None]
 """Dtypes by the names of parameters, in which `*` stands for anything; None: `Precision.compute`."""
 
 OwnDtypes = Mapping[nn.Parameter, torch.dtype | None]
-"""The dtypes that `Computes` gives, by parameter."""
+"""The dtypes of parameters that have one of their own; None: `Precision.compute` after all."""
 
 KEPT_IN_FLOAT32 = "_keep_in_fp32_modules_strict"
 """The attribute in which classes of transformers list what stays in float32 where the rest is in bfloat16. The list
