@@ -63,12 +63,6 @@ def test_a_name_of_another_library_says_what_it_is_here(name: str) -> None:
         assert callable(getattr(torch.func, path))
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "Muon"])
-def test_a_class_of_torchs_optimizers_says_which_function_it_is(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"a function makes it: ya\.optim\.{name.lower()}\(learning_rate\)"):
-        getattr(ya.optim, name)
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [

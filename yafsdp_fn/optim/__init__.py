@@ -145,8 +145,6 @@ def __getattr__(name: str) -> Any:
     if name == "contrib":
         return contrib
     moved = f"; it is ya.optim.contrib.{name}" if name in contrib.__all__ else hint(f"optim.{name}")
-    if name.lower() in __all__:
-        moved = f"; a function makes it: ya.optim.{name.lower()}(learning_rate)"
     raise AttributeError(f"module 'yafsdp_fn.optim' has no attribute {name!r}{moved}")
 
 

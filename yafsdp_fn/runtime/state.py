@@ -233,8 +233,7 @@ class PlainState:
         return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
 
     def __repr__(self) -> str:
-        leaves = [f"{path or 'params'} {tuple(leaf.shape)}" for path, leaf in named_leaves(self.params)]
-        return f"PlainState(step={self.step}, seed={self.seed}: {', '.join(leaves):.500})"
+        return f"PlainState(step={self.step}, seed={self.seed}: {', '.join(dict(named_leaves(self.params)))})"
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
         """Returns the state after one optimizer step, out of place."""

@@ -51,6 +51,9 @@ MEANT = {
     "TrainState": "ya.init(params, tx, mesh=mesh): state.step, state.params, state.opt_state",
     "get_peft_model": "ya.lora(params, rank)",
     # optimizers
+    "optim.Adam": "ya.optim.adam(learning_rate), a function that makes it",
+    "optim.AdamW": "ya.optim.adamw(learning_rate, weight_decay=0.01), a function that makes it",
+    "optim.SGD": "ya.optim.sgd(learning_rate, momentum=0.9), a function that makes it",
     "optim.MultiSteps": "ya.train_step(loss_fn, tx, microbatches=4), or ya.optim.contrib.multi_steps over steps",
     "optim.multi_transform": "ya.optim.partition(transforms, labels)",
     "optim.lr_scheduler": "a function of the count: ya.optim.adamw(ya.optim.warmup_cosine_decay_schedule(...))",

@@ -342,7 +342,7 @@ def _check_shapes(params: Tree, grads: Tree) -> None:
     except ValueError as error:
         raise TypeError(
             "optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad beside "
-            f"the value: {str(error).partition('; value')[0]:.300}"
+            f"the value: {error!s:.300}"
         ) from error
     for (path, p), g in zip(named_leaves(params), found, strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
