@@ -121,7 +121,8 @@ def _first_order(
 
 def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
     """Gives `leaf`, a new leaf for `weight`, the destination of `weight` if that takes a gradient now."""
-    if (found := destination(weight)) is not None and leaf.requires_grad and found.takes:
+    found = destination(weight)
+    if found is not None and leaf.requires_grad and found.takes and found.later is None:
         setattr(leaf, DESTINATION, found)
     return leaf
 
