@@ -24,7 +24,6 @@ from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import GradSlot, GradViews
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
@@ -334,26 +333,26 @@ class Session(Visits):
                 self.collectives.begin(kind_of(op), visit.id, run)
             comms = self.memory.comms
             event = comms.event() if comms.streams else None
-            use = Use(self.memory.board, event, bound.reads, bound.writes, run)
-            use.__enter__()
+            self.memory.board.begin(event, bound.reads, bound.writes, run)
         except BaseException as error:
             self._failure = self.place, error
             raise
-        self._running = op, visit, use
+        self._running = op, visit, event, run
         return op
 
     def end_compute(self, error: BaseException | None = None) -> None:
         """Ends the compute under way. error: that it has raised; else what may follow is issued"""
         assert self._running is not None
-        (op, visit, use), self._running = self._running, None
+        (op, visit, event, run), self._running = self._running, None
+        board = self.memory.board
         if self.collectives is not None and error is None:
             try:
                 self.collectives.end()
             except BaseException as left:
-                use.__exit__(type(left))
+                board.end(event)
                 self._failure = (self.place, left)
                 raise
-        use.__exit__(None if error is None else type(error))
+        board.end(event, run if error is None else None)
         if error is not None:
             self._failure = (self.place, error)
             return

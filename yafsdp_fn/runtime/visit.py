@@ -7,6 +7,7 @@ path (pure.py).
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +25,17 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, check_graph, depends_again
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
-from yafsdp_fn.util.randomness import Replay, next_visit_seed
+from yafsdp_fn.util.randomness import (
+    States,
+    Unnumbered,
+    VisitCounter,
+    counting,
+    drawing_from,
+    generators,
+    next_visit_seed,
+    run_visit,
+    states,
+)
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, transforms_active
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
@@ -58,13 +69,12 @@ class Rows:
 
 
 class HandleWeights:
-    """The weights of one visit to a handle. units: `(id, group)` pairs"""
+    """The weights of one visit to a handle. units: ids, one for each group of its rows"""
 
     __slots__ = ("handle", "layer", "rows", "units")
 
-    def __init__(self, rows: Rows, layer: int) -> None:
-        self.rows, self.handle, self.layer = rows, rows.handle, layer
-        self.units = [(group.units[0 if group.pinned else layer], group) for group in rows.groups]
+    def __init__(self, rows: Rows, layer: int, units: tuple[int, ...]) -> None:
+        self.rows, self.handle, self.layer, self.units = rows, rows.handle, layer, units
 
     def shard(self, group: Group, n: int) -> Any:
         """Returns this rank's shard [n] of one of the row's groups, or uninitialised memory of its size if another
@@ -79,45 +89,56 @@ class HandleWeights:
         gradient is zero but at this layer, and the gradient slot adds up all visits."""
         entry = self.handle.context.entry
         if len(entry.groups) == 1 and not entry.groups[0].pinned:  # all that it usually is
-            return entry.spec.unflatten(by_unit[self.units[0][0]])
-        return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in self.units})
+            return entry.spec.unflatten(by_unit[self.units[0]])
+        pairs = zip(self.units, self.rows.groups, strict=True)
+        return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in pairs})
 
 
 def rows_of(handle: Sharded) -> list[HandleWeights]:
     """Returns the weights of each layer, for the visits of one scan; of one visit, if the handle is no stack."""
-    rows = Rows(handle)
-    return [HandleWeights(rows, layer) for layer in range(handle.entry.length or 1)]
+    rows, layers = Rows(handle), handle.entry.length or 1
+    columns = [group.units * layers if group.pinned else group.units for group in rows.groups]
+    return [HandleWeights(rows, layer, units) for layer, units in enumerate(zip(*columns, strict=True))]
 
 
-class ArgumentPosition:
-    """Marks a tensor's position among the arguments."""
-
-
-ARGUMENT: Any = ArgumentPosition()
-
-
-def split_tensors(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Splits `leaves` into its tensors, and the leaves with a mark at each tensor's position."""
-    tensors: list[Tensor] = []
-    template: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-            leaf = ARGUMENT
-        template.append(leaf)
-    return tensors, template
+ARGUMENT: Any = object()
+"""Marks the position of a tensor among the arguments, or the outputs, of a function."""
 
 
 class TensorCall:
     """A call of a function as one of its tensors alone: arguments and outputs are taken apart, and put together again.
 
     tensors: those among the arguments; structure: of the outputs, known once it has run, or set instead
+    seed: of the random numbers of every run; None: the default generators go on, and later runs draw as the first
+    ranks: those that its collectives act over
+    autocast: (device type, enabled, dtype) of the CPU and of the device when the call was made
     """
 
-    def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+        device: torch.device,
+        seed: int | None,
+        ranks: Any,
+    ) -> None:
         self._function, self._spec = function, spec
-        self.tensors, self._template = split_tensors(leaves)
+        self._device, self.seed, self.ranks = device, seed, ranks
+        self.tensors: list[Tensor] = []
+        self._template: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self.tensors.append(leaf)
+                leaf = ARGUMENT
+            self._template.append(leaf)
         self.structure: tuple[Any, list[Any]] = None, []
+        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
+        self.autocast = tuple(zip(kinds, enabled, dtypes, strict=True))
+        # without a seed of its own, the number of what is inside, and the generators' states
+        self._inside = next_visit_seed() if seed is None else None
+        self._states: States | None = None
 
     def run(self, tensors: Sequence[Tensor], by_unit: Mapping[int, Sequence[Tensor]] | None = None) -> list[Tensor]:
         """Runs the function; returns its tensor outputs. by_unit: the leaves of the units of its rows"""
@@ -131,9 +152,35 @@ class TensorCall:
                 leaf = leaf.weights(by_unit)
             args.append(leaf)
         leaves, spec = optree.tree_flatten(self._function(*self._spec.unflatten(args)))
-        outs, template = split_tensors(leaves)
+        outs: list[Tensor] = []
+        template: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                outs.append(leaf)
+                leaf = ARGUMENT
+            template.append(leaf)
         self.structure = spec, template
         return outs
+
+    def replay(self, tensors: Sequence[Tensor], by_unit: Mapping[int, Sequence[Tensor]] | None = None) -> list[Tensor]:
+        """Runs the function as every time, in a backward or under a transform too: under the random numbers and the
+        autocast of the call, over its ranks."""
+        with ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if self.seed is not None:
+                return run_visit(self.seed, self._device, self.ranks, self.run, tensors, by_unit)
+            around: VisitCounter | Unnumbered = Unnumbered(self.ranks)
+            if self._inside is not None:
+                around = VisitCounter(self._inside, 0, inside=True, ranks=self.ranks)
+            stack.enter_context(counting(around))
+            if self._states is None:  # 5 kB on the CPU, 16 bytes on a GPU
+                self._states = states(generators(self._device))
+            else:
+                stack.enter_context(drawing_from(self._states))
+            return self.run(tensors, by_unit)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Rebuilds the output, with `tensors` in place of its tensors."""
@@ -146,7 +193,7 @@ class BlockCall(TensorCall):
     """A call of a block on sharded weights: rows, which stand for them, are among its arguments.
 
     first: this is the first visit of its scan or apply; signature: equal for calls that run the same code
-    carries: the first argument is a scan's carry; replay: runs it under the random numbers and autocast of the call
+    carries: the first argument is a scan's carry
     """
 
     def __init__(
@@ -160,7 +207,6 @@ class BlockCall(TensorCall):
         carries: bool = False,
     ) -> None:
         leaves, spec = optree.tree_flatten(args)
-        super().__init__(block, leaves, spec)
         self.name, self.block, self.first = name, block, first
         self._carries, self._code = carries, signature
         self.rows: list[HandleWeights] = []
@@ -168,12 +214,11 @@ class BlockCall(TensorCall):
         for leaf in leaves:
             if isinstance(leaf, HandleWeights):
                 self.rows.append(leaf)
-                for unit, group in leaf.units:
+                for unit, group in zip(leaf.units, leaf.rows.groups, strict=True):
                     self.of_unit.setdefault(unit, (group, leaf))
         self.units = tuple(self.of_unit)
-        self.seed = next_visit_seed()
         ranks = self.rows[0].handle.context.origin.owner.comms
-        self.replay = Replay(ranks.device, self.seed, ranks)
+        super().__init__(block, leaves, spec, ranks.device, next_visit_seed(), ranks)
 
     @property
     def carried(self) -> int:
@@ -183,7 +228,7 @@ class BlockCall(TensorCall):
 
     def run_on(self, weights: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Runs the block on the leaves of each unit (in the order of `units`), as in every run of it."""
-        return self.replay.run(self.run, tensors, dict(zip(self.units, weights, strict=True)))
+        return self.replay(tensors, dict(zip(self.units, weights, strict=True)))
 
     @property
     def given(self) -> Hashable:
@@ -199,17 +244,14 @@ class BlockCall(TensorCall):
     @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
-        others = tuple(
-            repr(leaf) for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights)
-        )
-        return self._code, self._spec, others
+        code, *others = self.code
+        return code, self._spec, tuple(map(repr, others))
 
     @property
     def code(self) -> tuple[Any, ...]:
         """The block and its arguments, without tensors and weights."""
-        return self._code, *(
-            leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights)
-        )
+        others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
+        return self._code, *others
 
     @property
     def form(self) -> Hashable:
@@ -217,14 +259,14 @@ class BlockCall(TensorCall):
         rows = [
             (self.units.index(unit), row.handle.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
             for row in self.rows
-            for unit, g in row.units
+            for unit, g in zip(row.units, row.rows.groups, strict=True)
         ]
-        return self._spec, tuple(rows), self.replay.autocast
+        return self._spec, tuple(rows), self.autocast
 
     def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises if an output is a view of the weights, whose memory will hold other values."""
         for out in outs:
-            address = address_of(out)
+            address = out.untyped_storage().data_ptr()
             if address in storages and address and out.numel():  # 0: no memory, or a fake tensor
                 raise errors.view_of_weights(self.name, out)
 
