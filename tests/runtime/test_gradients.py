@@ -15,7 +15,8 @@ from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
 from yafsdp_fn.nn.linear import AutogradRun, GradSlot, GradViews, weight_leaf
-from yafsdp_fn.runtime.visit import Later, uses_of
+from yafsdp_fn.runtime.pipeline import Later
+from yafsdp_fn.runtime.visit import ToSlots, uses_of
 
 ROWS = 6
 Block = Callable[[Tensor, Layer], Tensor]
@@ -164,7 +165,7 @@ def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
     later.open(uses_of([[w]]), AutogradRun([out]))
     later.close(torch.autograd.grad([out], [w], [torch.ones(3, 4)], allow_unused=True))
     between()
-    later.write([GradSlot(GradViews(grad.flatten(), [grad], []), add=False)])
+    later.write(ToSlots([GradSlot(GradViews(grad.flatten(), [grad], []), add=False)]))
     return grad
 
 

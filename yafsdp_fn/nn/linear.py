@@ -193,8 +193,14 @@ def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> T
     """
     if isinstance(weight, LowRank):
         return weight.times(x, bias, linear)
-    found = _direct(weight)
-    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)
+    found: Destination | None = getattr(weight, DESTINATION, None)
+    # `_direct`, without a call: a layer has many products
+    if found is None or not weight.requires_grad or transforms_active() or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(weight.device.type):
+        return F.linear(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight, bias, found)
+    return out
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ is recorded (recording.py). What stages add is in pipeline.py.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import BoundOp, acquire, fills_of
-from yafsdp_fn.runtime.visit import BlockCall, Running
+from yafsdp_fn.runtime.visit import BlockCall, Running, ToSlots
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -112,7 +113,8 @@ class Visits:
 
     def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
         """Begins a visit of this microbatch."""
-        self._may_begin(name)
+        if self._failure is not None or self._running is not None:
+            self._may_begin(name)
         trained = tuple(filter(self._trained.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
@@ -240,17 +242,6 @@ class Session(Visits):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
         self.follow()
 
-    def plan(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
-        """Returns the op of this compute, which must be the next one of the program."""
-        trace = self.verified.program.trace
-        op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
-        if isinstance(op, Forward if kind == "forward" else Backward):
-            planned = trace.visits[op.visit]
-            same = planned.units == visit.units and planned.trained == visit.trained
-            if same and (op.visit, op.microbatch) == (visit.id, microbatch):
-                return op
-        raise errors.visit_differs_from_program(self.place, op, trace)
-
     def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
         and updates come only when `ending`."""
@@ -295,31 +286,34 @@ class Session(Visits):
         """Runs a visit of the loss."""
         if self.differentiates and not torch.is_grad_enabled():
             return call.outputs(self.without_grad(call))
-        running = Running(self, call, self.new_visit(call.name, call.units))
-        return call.outputs(running.forward() if self.differentiates else running.evaluated())
+        visit = self.new_visit(call.name, call.units)
+        op = self.begin_compute("forward", visit, self.microbatch)
+        try:
+            outs = Running(self, call, visit).forward(op)
+        except BaseException as error:
+            self.end_compute(error)
+            raise
+        self.end_compute()
+        return call.outputs(outs)
 
     def named(self, call: Call) -> str:
         """Names a call, for errors."""
         return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
 
-    @contextmanager
-    def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
-        """Issues a compute's op and waits until it may run; after the block, issues what may follow."""
-        op = self.begin_compute(kind, visit, microbatch)
-        try:
-            yield op
-        except BaseException as error:
-            self.end_compute(error)
-            raise
-        self.end_compute()
-
     def begin_compute(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
-        """Issues a compute's op, and waits until it may run. `end_compute` ends it: the backward of a visit that keeps
-        its graph begins and ends in two nodes of autograd. Where an error comes between them, the step is aborted."""
+        """Issues a compute's op, which must be the next one of the program, and waits until it may run. `end_compute`
+        ends it: the backward of a visit that keeps its graph begins and ends in two nodes of autograd. Where an error
+        comes between them, the step is aborted."""
         if self._failure is not None:
             self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
-        op = self.plan(kind, visit, microbatch)
+        trace = self.verified.program.trace
+        op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
+        if not isinstance(op, Forward if kind == "forward" else Backward):
+            raise errors.visit_differs_from_program(self.place, op, trace)
+        planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
+        if (op.visit, op.microbatch, planned.units, planned.trained) != here:
+            raise errors.visit_differs_from_program(self.place, op, trace)
         observer = self.step_hooks.observer
         try:
             if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
@@ -361,9 +355,9 @@ class Session(Visits):
         if self.collectives is not None:
             self.collectives.after(kind_of(op), visit.id)
 
-    def places(self, op: Backward, trained: Sequence[int]) -> list[GradSlot]:
-        """Returns the gradient slots of the trained units, and records that they will hold gradients."""
-        bound, out = self.slots.bound.get((type(op), op)), list[GradSlot]()
+    def target(self, op: Backward, visit: Visit) -> Any:
+        """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
+        trained, bound, out = visit.trained, self.slots.bound.get((type(op), op)), list[GradSlot]()
         all_views: Sequence[GradViews] = () if bound is None else bound.grads
         if not all_views and self.grads is not None:
             pairs = zip(trained, op.grad_slots, strict=True)
@@ -376,10 +370,10 @@ class Session(Visits):
                 add = self._unreduced.get(slot) == unit
                 self._unreduced[slot] = unit
             out.append(GradSlot(views, add))
-        return out
+        return ToSlots(out)
 
     def early_places(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
-        """The slots that `places` will return for the backward of `op`, if `op` may write there already; else none."""
+        """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         alias = self.memory.grads_alias
         if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
@@ -463,7 +457,7 @@ class Session(Visits):
         units = op.units
         if not memory.grads_alias.isdisjoint(units):
             units = tuple(unit for unit in units if unit not in memory.grads_alias)
-        adds = [unit in self.touched for unit in units]
+        adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
         if not units:
             return None
@@ -473,7 +467,7 @@ class Session(Visits):
         if not all_views:  # some units alias
             pairs = zip(op.units, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
-        wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
+        wholes, shards = list(map(attrgetter("flat"), all_views)), list(map(grads.rows.__getitem__, units))
         # a sum lands in its shard where it need not be converted or added
         straight = not any(adds) and memory.wire_dtype == shards[0].dtype and memory.sum_dtype is None
         receive, wide = memory.nothing if straight else memory.receive(), memory.sum_dtype

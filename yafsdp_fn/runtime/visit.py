@@ -8,7 +8,7 @@ path (pure.py).
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -185,8 +185,11 @@ class TensorCall:
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Rebuilds the output, with `tensors` in place of its tensors."""
         spec, template = self.structure
-        results = iter(tensors)
-        return spec.unflatten([next(results) if leaf is ARGUMENT else leaf for leaf in template])
+        leaves, results = list(template), iter(tensors)
+        for position, leaf in enumerate(template):
+            if leaf is ARGUMENT:
+                leaves[position] = next(results)
+        return spec.unflatten(leaves)
 
 
 class BlockCall(TensorCall):
@@ -328,110 +331,52 @@ def uses_of(leaves: Sequence[Sequence[Tensor]]) -> Uses:
     return found
 
 
-def open_all(uses: Uses, places: Sequence[GradSlot], task: AutogradRun) -> None:
-    """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    for unit, place in zip(uses, places, strict=True):
-        for gap in () if place.add else place.views.gaps:
-            gap.zero_()
-        for use, view in zip(unit, place.views.leaves, strict=True):
-            if use is not None:
-                found, direct = use
-                found.view, found._early = view, None
-                found.task = task if direct else None
-                if found.state != "early":
-                    found.state = "written" if place.add else "free"
+class ToSlots:
+    """Takes the gradients of a visit to its gradient slots, where blocks write them, or autograd's are copied.
 
+    places: the slots, by trained unit
+    """
 
-def close_all(uses: Uses, places: Sequence[GradSlot], grads: Sequence[Tensor | None]) -> None:
-    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
-    found_grads = iter(grads)
-    views: list[Tensor] = []
-    values: list[Tensor] = []
-    for unit, place in zip(uses, places, strict=True):
-        for use, view in zip(unit, place.views.leaves, strict=True):
-            written, grad = place.add, next(found_grads)
-            if use is not None:
-                found = use[0]
-                written = found.state == "written"
-                found.view, found.task, found.state = None, None, "free"
-            if grad is None:
-                if not written:
-                    view.zero_()
-            elif written:
-                view.add_(grad)
-            else:
-                views.append(view)
-                values.append(grad)
-    if views:
-        foreach_copy(views, values)
-
-
-# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
-#
-#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
-#     weights    slot = grad_y^T x       when nobody waits
-#
-# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
-# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
-# another unit by then.
-
-
-class Later:
-    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
-
-    def __init__(self, slots: Collection[int]) -> None:
-        self._slots = slots
+    def __init__(self, places: Sequence[GradSlot]) -> None:
+        self.places = places
         self._uses: Uses = ()
-        self._writes: list[Callable[[], None]] = []
-        self._fresh: Sequence[Tensor | None] = ()
 
     def open(self, uses: Uses, task: AutogradRun) -> None:
-        """Starts keeping the products that are gradients of leaves, in `task`."""
+        """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
         self._uses = uses
-        keep = partial(_keep, self._writes, self._slots)
-        for found, direct in self._all():
-            found.later, found.task = keep, task if direct else None
+        for unit, place in zip(uses, self.places, strict=True):
+            for gap in () if place.add else place.views.gaps:
+                gap.zero_()
+            for use, view in zip(unit, place.views.leaves, strict=True):
+                if use is not None:
+                    found, direct = use
+                    found.view, found._early = view, None
+                    found.task = task if direct else None
+                    if found.state != "early":
+                        found.state = "written" if place.add else "free"
 
-    def close(self, fresh: Sequence[Tensor | None]) -> None:
-        """Ends the first half. fresh: autograd's gradients of all leaves"""
-        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
-        for found, _ in self._all():
-            found.later = found.task = None
-
-    def write(self, places: Sequence[GradSlot]) -> None:
-        """Runs the second half: writes the gradients to `places`."""
-        open_all(self._uses, places, AutogradRun(()))
-        for write in self._writes:
-            write()
-        close_all(self._uses, places, self._fresh)
-
-    def _all(self) -> list[Use]:
-        return [use for unit in self._uses for use in unit if use is not None]
-
-
-def _keep(writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor) -> None:
-    factors = [_own(factor, slots) for factor in given]
-    versions = [factor._version for factor in factors]
-
-    def later() -> None:
-        for factor, before in zip(factors, versions, strict=True):
-            if factor._version != before:
-                raise _factor_written(factor)
-        write(*factors)
-
-    writes.append(later)
-
-
-def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
-    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
-
-
-def _factor_written(factor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
-        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
-        "of calls without halves (one_f_one_b)"
-    )
+    def close(self, grads: Sequence[Tensor | None]) -> None:
+        """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
+        found_grads = iter(grads)
+        views: list[Tensor] = []
+        values: list[Tensor] = []
+        for unit, place in zip(self._uses, self.places, strict=True):
+            for use, view in zip(unit, place.views.leaves, strict=True):
+                written, grad = place.add, next(found_grads)
+                if use is not None:
+                    found = use[0]
+                    written = found.state == "written"
+                    found.view, found.task, found.state = None, None, "free"
+                if grad is None:
+                    if not written:
+                        view.zero_()
+                elif written:
+                    view.add_(grad)
+                else:
+                    views.append(view)
+                    values.append(grad)
+        if views:
+            foreach_copy(views, values)
 
 
 # ---- A visit in a session: one block on the weights in its slots, and its backward.
@@ -459,33 +404,28 @@ class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
 
     uses: where the gradients of a kept graph's weights go
+    target: takes them there while its backward runs: `ToSlots`, or what keeps them for the later half
     """
 
     def __init__(self, session: Any, call: BlockCall, visit: Visit) -> None:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
         self.asked: Asked | None = None
         self.uses: Uses = ()
+        self.target: Any = None
         self._done = False
-        self._places: Sequence[GradSlot] = ()
-        self._later: Later | None = None
 
-    def forward(self) -> list[Tensor]:
-        """Runs the block, and returns its outputs in the graph of the loss."""
-        session, call = self.session, self.call
-        with session.compute("forward", self.visit, self.microbatch) as op:
-            assert isinstance(op, Forward)
-            tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
-            versions = [tensor._version for tensor in tensors]
-            outs = self._keep(op, tensors) if op.keep else self._recompute_later(op, tensors)
-            for tensor, before in zip(tensors, versions, strict=True):
-                if tensor._version != before:
-                    raise errors.argument_written(self.visit.name, tensor)
+    def forward(self, op: Any) -> list[Tensor]:
+        """Runs the block, and returns its outputs: in the graph of the loss, in a step with a backward."""
+        call = self.call
+        if not self.session.differentiates:
+            return self.outputs(op, call.tensors)
+        tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
+        versions = [tensor._version for tensor in tensors]
+        outs = self._keep(op, tensors) if op.keep else self._recompute_later(op, tensors)
+        for tensor, before in zip(tensors, versions, strict=True):
+            if tensor._version != before:
+                raise errors.argument_written(self.visit.name, tensor)
         return outs
-
-    def evaluated(self) -> list[Tensor]:
-        """Runs the block in a step without a backward, and returns its outputs."""
-        with self.session.compute("forward", self.visit, self.microbatch) as op:
-            return self.outputs(op, self.call.tensors)
 
     def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, visit = self.session, self.visit
@@ -560,16 +500,10 @@ class Running:
         return outs
 
     def gradients(
-        self,
-        op: Backward,
-        places: Sequence[GradSlot],
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-        grads: Sequence[Tensor | None],
+        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> Outs:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none."""
-        self._places = places
         return self._differentiate(self._again(op, tensors, needs), grads)
 
     def _again(self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool]) -> LocalGraph:
@@ -578,7 +512,7 @@ class Running:
         calls = self.session.collectives
         if calls is not None:
             calls.again("forward")
-        local = self.run(op, inputs, track=True, early=self._places)
+        local = self.run(op, inputs, track=True, early=self.target.places)
         if calls is not None:
             calls.end()
             calls.again("backward")
@@ -601,19 +535,19 @@ class Running:
         smooth = len(wanted)
         for unit_leaves in trained:
             wanted += unit_leaves
-        self.open(AutogradRun(roots))
+        self.target.open(self.uses, AutogradRun(roots))
         fresh: Outs = [None] * len(wanted)
         if roots and wanted:
             fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-        self.close(fresh[smooth:])
+        self.target.close(fresh[smooth:])
         results = iter(fresh)
         return [next(results) if tensor.requires_grad else None for tensor in inputs]
 
     # ---- backward
 
     def begin_backward(self) -> Backward:
-        """Begins the compute of the backward, and finds where gradients of the weights go: to gradient slots, or to the
-        other half, which the session has in its turn. Raises where it is not the step's own, or comes twice."""
+        """Begins the compute of the backward, and learns where gradients of the weights go. Raises where it is not the
+        step's own, or comes twice."""
         if self._done:
             raise errors.second_backward(self.visit.name)
         session = self.session
@@ -624,10 +558,7 @@ class Running:
         self._done = True
         op = session.begin_compute("backward", self.visit, self.microbatch)
         assert isinstance(op, Backward)
-        if op.half == "inputs":
-            self._later = session.later_half(self.visit, self.microbatch)
-        else:
-            self._places = session.places(op, self.visit.trained)
+        self.target = session.target(op, self.visit)
         return op
 
     def recomputed(
@@ -638,27 +569,15 @@ class Running:
             tensors = self.session.slots.carries.restore(self.visit.id, op.carry_slot, tensors)
         if not self.visit.trained and not any(needs):
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
-        if self._later is not None:
-            return self._differentiate(self._again(op, tensors, needs), grads)
         replays: Replays | None = self.session.replays
-        if replays is not None:
-            return replays.gradients(self, op, self._places, tensors, needs, grads)
-        return self.gradients(op, self._places, tensors, needs, grads)
+        if replays is not None and isinstance(self.target, ToSlots):
+            return replays.gradients(self, op, tensors, needs, grads)
+        return self.gradients(op, tensors, needs, grads)
 
-    def open(self, task: AutogradRun) -> None:
-        """Opens the destinations of the weights' gradients, in the run of autograd `task`."""
-        if self._later is not None:
-            self._later.open(self.uses, task)
-        else:
-            open_all(self.uses, self._places, task)
-
-    def close(self, fresh: Sequence[Tensor | None]) -> None:
-        """Closes the destinations. fresh: autograd's gradients of the weights"""
-        later, self._later = self._later, None  # the graph may outlive what is left for later
-        if later is not None:
-            later.close(fresh)
-        else:
-            close_all(self.uses, self._places, fresh)
+    def end_backward(self) -> None:
+        """Ends the compute of the backward."""
+        self.target = None  # the graph may outlive what is left for later
+        self.session.end_compute()
 
 
 def _offer(leaves: Sequence[Sequence[Tensor]], places: Sequence[GradSlot]) -> None:
@@ -702,8 +621,8 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.opens
-        running.close(grads[ctx.arguments :])
-        running.session.end_compute()
+        running.target.close(grads[ctx.arguments :])
+        running.end_backward()
         return None, None, None, *grads[: ctx.arguments]
 
 
@@ -719,7 +638,7 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.closes
         running.begin_backward()
-        running.open(AutogradRun((), now=True))
+        running.target.open(running.uses, AutogradRun((), now=True))
         return None, None, *grads
 
 
@@ -744,5 +663,5 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         running: Running = ctx.running
         op = running.begin_backward()
         input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
-        running.session.end_compute()
+        running.end_backward()
         return None, None, None, *input_grads
