@@ -162,7 +162,9 @@ def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
     """The gradient of a weight that `x` was multiplied with, made in a later half, after what is done between them."""
     w, grad = weight_leaf(torch.ones(4, 5), lambda size, dtype: torch.empty(size, dtype=dtype)), torch.empty(4, 5)
     out, later = ya.linear(x, w), Later(())
-    later.open(uses_of([[w]]), AutogradRun([out]))
+    run = AutogradRun()
+    run.begins_with([out])
+    later.open(uses_of([[w]]), run)
     later.close(torch.autograd.grad([out], [w], [torch.ones(3, 4)], allow_unused=True))
     between()
     later.write(ToSlots([GradSlot(GradViews(grad.flatten(), [grad], []), add=False)]))

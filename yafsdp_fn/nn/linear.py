@@ -57,13 +57,13 @@ class GradSlot(NamedTuple):
 
 
 class AutogradRun:
-    """One run of autograd: from `roots`, which begins soon, or the one that runs `now`. Another may run inside it: a
-    block that asks for a gradient of its own in its backward must not find that in the slot."""
+    """One run of autograd. Another may run inside it: a block that asks for a gradient of its own in its backward must
+    not find that in the slot. number: None until it begins"""
 
-    __slots__ = ("number",)
+    number: int | None = None
 
-    def __init__(self, roots: Sequence[Tensor], *, now: bool = False) -> None:
-        self.number: int | None = graph_task_id() if now else None  # until it begins
+    def begins_with(self, roots: Sequence[Tensor]) -> None:
+        """Numbers the run once it has begun, from `roots`."""
         for root in roots:
             if (node := root.grad_fn) is not None:
                 node.register_prehook(self._begins)

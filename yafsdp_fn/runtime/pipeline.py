@@ -71,7 +71,7 @@ class Later:
 
     def write(self, target: ToSlots) -> None:
         """Runs the second half: writes the gradients to `target`."""
-        target.open(self._uses, AutogradRun(()))
+        target.open(self._uses, AutogradRun())
         for write in self._writes:
             write()
         target.close(self._fresh)

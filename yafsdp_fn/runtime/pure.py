@@ -132,7 +132,9 @@ def _within(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]
     """Makes writes to the destinations of `leaves` count in the run of autograd from `roots` that follows."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
-    task = AutogradRun(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    task = AutogradRun() if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    if task is not None:
+        task.begins_with(roots)
     for here in found:
         here.task = task
     try:

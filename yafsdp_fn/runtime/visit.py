@@ -36,7 +36,7 @@ from yafsdp_fn.util.randomness import (
     run_visit,
     states,
 )
-from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, transforms_active
+from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id, transforms_active
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
 #
@@ -434,12 +434,18 @@ class Running:
         own: list[list[Tensor]] = []
         weights: list[Tensor] = []
         for unit, slot in zip(visit.units, op.slots, strict=True):
-            if unit in trained:
-                leaves.append(slots.kept_leaves(slot, unit))
-                own.append(leaves[-1])
-                weights += leaves[-1]
-            else:
+            if unit not in trained:
                 leaves.append(slots.leaves(slot, unit, False))
+                continue
+            fresh = list[Tensor]()
+            for view, found in slots.kept.get((slot, unit)) or slots.keep(slot, unit):
+                leaf = view.data  # not `detach`: see `weight_leaf`
+                if found is not None:
+                    setattr(leaf, DESTINATION, found)
+                fresh.append(leaf)
+            leaves.append(fresh)
+            own.append(fresh)
+            weights += fresh
         if op.early:
             _offer(own, session.early_places(op, trained))
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
@@ -535,7 +541,9 @@ class Running:
         smooth = len(wanted)
         for unit_leaves in trained:
             wanted += unit_leaves
-        self.target.open(self.uses, AutogradRun(roots))
+        run = AutogradRun()
+        run.begins_with(roots)
+        self.target.open(self.uses, run)
         fresh: Outs = [None] * len(wanted)
         if roots and wanted:
             fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
@@ -638,7 +646,9 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.closes
         running.begin_backward()
-        running.target.open(running.uses, AutogradRun((), now=True))
+        run = AutogradRun()
+        run.number = graph_task_id()
+        running.target.open(running.uses, run)
         return None, None, *grads
 
 
