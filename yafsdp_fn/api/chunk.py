@@ -81,8 +81,7 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         tree: Any = args
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
         rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
-        device, around = device_of_leaves(leaves), ranks_around()
-        ranks = None if around is None else around.ranks
+        device, ranks = device_of_leaves(leaves), getattr(ranks_around(), "ranks", None)
         parts = [_Part(name, TensorCall(f, row, spec, device, None, ranks)) for row in rows]
         return _joined(name, _run(parts), out_axes)
 

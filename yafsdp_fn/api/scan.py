@@ -32,7 +32,7 @@ from yafsdp_fn.params.tree import (
 )
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, rows_of
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, ranks_around, run_visit
+from yafsdp_fn.util.randomness import device_of_leaves, run_plain_visit
 
 
 def scan(
@@ -85,28 +85,27 @@ def scan(
     if odd := [i for i in places if type(i) is not int or not 0 <= i < count]:
         raise ValueError(f"scan(order=...): {odd[0]!r} is no layer of {count}; expected integers from 0 to {count - 1}")
     columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
-    by_layer = zip(*columns, strict=True) if leaves else [()] * count
-    layers = [optree.tree_unflatten(spec, row) for row in by_layer]
+    by_layer = list(zip(*columns, strict=True)) if leaves else [()] * count
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
-    turns = list(range(len(places)))[:: -1 if reverse else 1]
-    numbers = [places[turn] for turn in turns]
-    visited = [layers[number] for number in numbers]
+    if reverse:
+        places.reverse()
+    layers = [optree.tree_unflatten(spec, by_layer[i]) for i in places]
     of = "+".join(stacks) or "layer"
-    blocks = [slice(at, at + unroll) for at in range(0, len(turns), unroll)]
-    names = [f"{of}[{_numbers(numbers[block])}]" for block in blocks]
-    carry, ys, gives = init, [None] * len(places), False
+    blocks = [slice(at, at + unroll) for at in range(0, len(places), unroll)]
+    names = [f"{of}[{_numbers(places[block])}]" for block in blocks]
+    carry, ys = init, list[Tree]()
     for block, name in zip(blocks, names, strict=True):
-        body, args = partial(_several, f, name), (carry, visited[block], extra)
+        body, args = partial(_several, f, name), (carry, layers[block], extra)
         if stacks:
-            signature = f, len(visited[block])
+            signature = f, len(layers[block])
             call = BlockCall(name, body, args, first=block.start == 0, signature=signature, carries=True)
             carry, found = (call.runner() or pure).visit(call)
         else:
-            carry, found = _unsharded(device_of_leaves((carry, layers)), body, *args)
-        for turn, y in zip(turns[block], found, strict=True):
-            ys[turn] = y
-            gives = gives or y is not None
-    return carry, stacked(ys) if gives else None
+            carry, found = run_plain_visit(device_of_leaves((carry, layers)), body, *args)
+        ys += found
+    if reverse:
+        ys.reverse()
+    return carry, None if set(map(type, ys)) == {type(None)} else stacked(ys)
 
 
 def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
@@ -124,7 +123,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
         unit = optree.tree_unflatten(spec, nodes)
-        return _unsharded(device_of_leaves((unit, args)), f, unit, *args)
+        return run_plain_visit(device_of_leaves((unit, args)), f, unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
@@ -137,12 +136,6 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
 def run_block(call: BlockCall) -> Any:
     """Runs a visit: in the session or tracer that owns its leaves, else on the pure path."""
     return (call.runner() or pure).visit(call)
-
-
-def _unsharded(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a visit on plain tensors, under its own random numbers in a step."""
-    seed, around = next_visit_seed(), ranks_around()
-    return function(*args) if seed is None else run_visit(seed, device, around.ranks, function, *args)
 
 
 def _numbers(block: list[int]) -> str:

@@ -169,6 +169,11 @@ class Visits:
         """Returns the position in the step, for the watchdog's thread."""
         return RankPosition(self.place)
 
+    def close(self) -> None:
+        """Ends it, after success: its parameters are of no use any more."""
+        self.closed = True
+        self.token, self.collectives = self.leaf_token, None  # which hold this object, and so a session's slots
+
     def abort(self, error: BaseException) -> None:
         """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
         if self.closed:
@@ -264,18 +269,16 @@ class Session(Visits):
                 self.optimize(following)
             self._cursor += 1
 
-    def to_sum(self) -> set[int]:
-        """Returns the units whose gradient an op will still sum over replicas."""
-        left = self._ops[self._cursor :]
-        return {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
-
     def finish(self) -> None:
         """Runs what is left: the optimizer's step, if there is one."""
         self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
-        if self.step_hooks.updates is not None:
-            self.optimize_all(self.verified.tail)
+        for op in self.verified.tail if self.step_hooks.updates is not None else ():
+            if isinstance(op, Norm | Update):
+                self.optimize(op)
+            else:
+                self.issue(op)
 
     def sight(self) -> RankPosition:
         return RankPosition(self.place, self._cursor, self.verified.whole)
@@ -559,18 +562,17 @@ class Session(Visits):
             raise RuntimeError(errors.ORDERED)
         if self.grads is None:
             return
-        to_sum = self.to_sum()
         with torch.no_grad(), self.memory.using([], [("grad shard", unit) for unit in self.grads.rows]):
             self.zero_untouched(self.grads.rows)
             if uses_leaves:
-                self._add(leaf_grads, to_sum)
+                self._add(leaf_grads)
 
-    def _add(self, leaf_grads: Sequence[Tensor | None], to_sum: set[int]) -> None:
-        """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits.
-
-        to_sum: units that an op still sums over replicas; they get this rank's part, others the whole
-        """
+    def _add(self, leaf_grads: Sequence[Tensor | None]) -> None:
+        """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits. Units that an
+        op still sums over replicas get this rank's part, others the whole."""
         assert self.grads is not None
+        left = self._ops[self._cursor :]
+        to_sum = {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
         for group, extra in zip(self.memory.groups, leaf_grads, strict=True):
             if extra is not None:
                 whole = Shards([group], [self.memory.comms.sum_over_replicas(extra.contiguous())])
@@ -578,27 +580,19 @@ class Session(Visits):
                     self.grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])
 
     def optimize(self, op: Norm | Update) -> None:
-        """Computes the norm of the gradient, or the optimizer's step on some units."""
+        """Computes the norm of the gradient, or the optimizer's step on some units, on the compute stream when it may;
+        an untouched gradient counts as zero."""
         updates = self.step_hooks.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
         self.place = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
-        self.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, *op))
-
-    def optimize_all(self, ops: Iterable[Op]) -> None:
-        """Runs all ops of the optimizer after the program, its exchanges included."""
-        for op in ops:
-            if isinstance(op, Norm | Update):
-                self.optimize(op)
-            else:
-                self.issue(op)
-
-    def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
-        """Runs `work`, the content of `op`, on the compute stream when it may; an untouched gradient counts as zero."""
         run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op)
         bound = self.slots.bound.get((type(op), op)) or self.bind(op)
         with self.memory.using(bound.reads, bound.writes, run), torch.no_grad():
             self.zero_untouched(op.units)
-            work()
+            if isinstance(op, Norm):
+                updates.norm()
+            else:
+                updates.update(*op)
 
     def zero_untouched(self, units: Iterable[int]) -> None:
         """Zeroes the gradient shards of `units` that nothing has written."""
@@ -610,8 +604,7 @@ class Session(Visits):
 
     def close(self) -> None:
         """Ends a successful step. After an error slots are dropped, not given back: what they hold is of no use."""
-        self.closed = True
-        self.token, self.collectives = self.leaf_token, None  # which holds this session, and so its slots
+        super().close()
         self.slots.release()
 
 

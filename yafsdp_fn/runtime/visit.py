@@ -421,7 +421,10 @@ class Running:
             return self.outputs(op, call.tensors)
         tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
         versions = [tensor._version for tensor in tensors]
-        outs = self._keep(op, tensors) if op.keep else self._recompute_later(op, tensors)
+        if op.keep:
+            outs = self._keep(op, tensors)
+        else:
+            self.session.token, *outs = _Recomputed.apply(self, op, self.session.token, *tensors)
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:
                 raise errors.argument_written(self.visit.name, tensor)
@@ -456,11 +459,6 @@ class Running:
         self.call.refuse_views(outs, slots.storages)
         results: list[Tensor]
         session.token, *results = _Close.apply(self, token, *outs)
-        return results
-
-    def _recompute_later(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        results: list[Tensor]
-        self.session.token, *results = _Recomputed.apply(self, op, self.session.token, *tensors)
         return results
 
     def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
@@ -536,14 +534,13 @@ class Running:
                 roots.append(out)
                 root_grads.append(grad)
         trained = self._trained(leaves)
-        self.uses = uses_of(trained)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         smooth = len(wanted)
         for unit_leaves in trained:
             wanted += unit_leaves
         run = AutogradRun()
         run.begins_with(roots)
-        self.target.open(self.uses, run)
+        self.target.open(uses_of(trained), run)
         fresh: Outs = [None] * len(wanted)
         if roots and wanted:
             fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))

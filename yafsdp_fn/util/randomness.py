@@ -210,3 +210,11 @@ def run_visit(seed: int, device: torch.device, ranks: Any, function: Callable[..
     finally:
         _restore(before)
         _leave(token)
+
+
+def run_plain_visit(device: torch.device, function: Callable[..., T], *args: Any) -> T:
+    """Returns `function(*args)`, a visit on plain tensors: in a step under random numbers of its own."""
+    counter = _counter.get()
+    if not isinstance(counter, VisitCounter):
+        return function(*args)
+    return run_visit(counter.next_seed(), device, counter.ranks, function, *args)
