@@ -62,9 +62,9 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
         sleep("compute")
         return begin(self, *args)
 
-    def late_end(self: Session, *args: Any) -> None:
+    def late_end(self: Session) -> None:
         sleep("compute")
-        end(self, *args)
+        end(self)
 
     def late_write(self: StateMemory) -> None:
         sleep("update")

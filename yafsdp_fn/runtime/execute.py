@@ -113,15 +113,14 @@ class Visits:
 
     def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
         """Begins a visit of this microbatch."""
-        if self._failure is not None or self._running is not None:
+        if self._failure or self._running:
             self._may_begin(name)
         trained = tuple(filter(self._trained.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
 
     def _may_begin(self, name: str) -> None:
-        if self._failure is not None:
-            self.raise_failure()
+        self.raise_failure()
         if self._running is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise errors.nested_visit(here, self.place)
@@ -178,9 +177,9 @@ class Visits:
         """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
         if self.closed:
             return
-        self.closed = True
+        Visits.close(self)
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self.token, self._failure, self._running, self.collectives = self.leaf_token, None, None, None
+        self._failure = self._running = None
         try:
             self.memory.comms.abort(self.place, error)
         finally:
@@ -293,10 +292,10 @@ class Session(Visits):
         op = self.begin_compute("forward", visit, self.microbatch)
         try:
             outs = Running(self, call, visit).forward(op)
+            self.end_compute()
         except BaseException as error:
-            self.end_compute(error)
+            self._failure = self.place, error
             raise
-        self.end_compute()
         return call.outputs(outs)
 
     def named(self, call: Call) -> str:
@@ -307,8 +306,6 @@ class Session(Visits):
         """Issues a compute's op, which must be the next one of the program, and waits until it may run. `end_compute`
         ends it: the backward of a visit that keeps its graph begins and ends in two nodes of autograd. Where an error
         comes between them, the step is aborted."""
-        if self._failure is not None:
-            self.raise_failure()
         self.place = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
         trace = self.verified.program.trace
         op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
@@ -337,22 +334,12 @@ class Session(Visits):
         self._running = op, visit, event, run
         return op
 
-    def end_compute(self, error: BaseException | None = None) -> None:
-        """Ends the compute under way. error: that it has raised; else what may follow is issued"""
-        assert self._running is not None
+    def end_compute(self) -> None:
+        """Ends the compute under way, and issues what may follow."""
         (op, visit, event, run), self._running = self._running, None
-        board = self.memory.board
-        if self.collectives is not None and error is None:
-            try:
-                self.collectives.end()
-            except BaseException as left:
-                board.end(event)
-                self._failure = (self.place, left)
-                raise
-        board.end(event, run if error is None else None)
-        if error is not None:
-            self._failure = (self.place, error)
-            return
+        if self.collectives is not None:
+            self.collectives.end()
+        self.memory.board.end(event, run)
         self.follow(op)
         self.place = f"after {self.place}"
         if self.collectives is not None:
@@ -377,8 +364,7 @@ class Session(Visits):
 
     def early_places(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
-        alias = self.memory.grads_alias
-        if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
+        if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
         return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
@@ -419,11 +405,10 @@ class Session(Visits):
     def bind(self, op: Op, visit: Visit | None = None) -> BoundOp:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
         memory, grads = self.memory, self.grads
-        if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
+        reads, writes = op.uses(self.slots.number)
+        if isinstance(op, Forward | Backward) and visit is not None:
+            # the session itself copies what travels between segments; slots may be the shards
             reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
-        else:
-            reads, writes = op.uses(self.slots.number)
-        if isinstance(op, Forward | Backward) and visit is not None:  # where slots are the shards
             pairs = zip(visit.units, op.slots, strict=False)  # a half of a backward may read none
             reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
             pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)

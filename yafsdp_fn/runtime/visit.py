@@ -172,10 +172,10 @@ class TensorCall:
                     stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
             if self.seed is not None:
                 return run_visit(self.seed, self._device, self.ranks, self.run, tensors, by_unit)
-            around: VisitCounter | Unnumbered = Unnumbered(self.ranks)
-            if self._inside is not None:
-                around = VisitCounter(self._inside, 0, inside=True, ranks=self.ranks)
-            stack.enter_context(counting(around))
+            if self._inside is None:
+                stack.enter_context(counting(Unnumbered(self.ranks)))
+            else:
+                stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True, ranks=self.ranks)))
             if self._states is None:  # 5 kB on the CPU, 16 bytes on a GPU
                 self._states = states(generators(self._device))
             else:
