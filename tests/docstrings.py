@@ -28,7 +28,7 @@ ONE_MEANING = {
     "part": "program/ops.py proof/gradients.py runtime/updates.py",
     "parts": "program/trace.py program/program.py",
     "place": "program/split.py",
-    "use": "program/hazards.py proof/errors.py",
+    "use": "communication/streams.py proof/errors.py",
     "uses": "program/ops.py runtime/execute.py",
     "walk": "params/layout.py",
     "keep": "program/ops.py runtime/visit.py",

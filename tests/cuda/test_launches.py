@@ -171,7 +171,7 @@ def confirmed(scale: float) -> tuple[list[str], list[str], Tensor]:
         with found.early() as may:
             assert may
         factor = torch.full((), scale, device=CUDA)
-        found.view, found.task = found._early, AutogradRun(())
+        found.view, found.task = found._early, AutogradRun()
         found.task.number = torch._C._current_graph_task_id()
         device.launched.clear()
         device.may_sync = False

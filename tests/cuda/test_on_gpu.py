@@ -208,7 +208,7 @@ def poison() -> None:
 @contextlib.contextmanager
 def disturbed(seed: int) -> Iterator[None]:
     """Delays on every stream, and poisoned memory of every stream, while this lasts."""
-    rng, submit, compute = random.Random(seed), CudaStream.submit, Session.compute
+    rng, submit, begin = random.Random(seed), CudaStream.submit, Session.begin_compute
 
     def late() -> None:
         if rng.random() < 0.5:  # else all streams are late alike
@@ -223,14 +223,13 @@ def disturbed(seed: int) -> Iterator[None]:
         submit(self, worked, *rest, **options)
         poison()
 
-    @contextlib.contextmanager
-    def computed(self: Any, *args: Any) -> Iterator[Any]:
-        with compute(self, *args) as op:
-            late()
-            poison()
-            yield op
+    def begun(self: Any, *args: Any) -> Any:
+        op = begin(self, *args)
+        late()
+        poison()
+        return op
 
-    with mock.patch.object(CudaStream, "submit", submitted), mock.patch.object(Session, "compute", computed):
+    with mock.patch.object(CudaStream, "submit", submitted), mock.patch.object(Session, "begin_compute", begun):
         yield
 
 

@@ -15,7 +15,8 @@ from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
 from yafsdp_fn.nn.linear import AutogradRun, GradSlot, GradViews, weight_leaf
-from yafsdp_fn.runtime.visit import Later, grad_targets_of
+from yafsdp_fn.runtime.pipeline import Later
+from yafsdp_fn.runtime.visit import ToSlots, grad_targets_of
 
 ROWS = 6
 Block = Callable[[Tensor, Layer], Tensor]
@@ -161,10 +162,12 @@ def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
     """The gradient of a weight that `x` was multiplied with, made in a later half, after what is done between them."""
     w, grad = weight_leaf(torch.ones(4, 5), lambda size, dtype: torch.empty(size, dtype=dtype)), torch.empty(4, 5)
     out, later = ya.linear(x, w), Later(())
-    later.open(grad_targets_of([[w]]), AutogradRun([out]))
+    run = AutogradRun()
+    run.begins_with([out])
+    later.open(grad_targets_of([[w]]), run)
     later.close(torch.autograd.grad([out], [w], [torch.ones(3, 4)], allow_unused=True))
     between()
-    later.write([GradSlot(GradViews(grad.flatten(), [grad], []), add=False)])
+    later.write(ToSlots([GradSlot(GradViews(grad.flatten(), [grad], []), add=False)]))
     return grad
 
 

@@ -48,7 +48,8 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
             if numbers[kind].random() < probability:
                 time.sleep(longest * numbers[kind].random())
 
-    submit, compute, begin_write = HostStream.submit, Session.compute, StateMemory.begin_write
+    submit, begin_write = HostStream.submit, StateMemory.begin_write
+    begin, end = Session.begin_compute, Session.end_compute
 
     def late_submit(self: HostStream, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
         def late() -> None:
@@ -57,12 +58,13 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
 
         submit(self, late, waits, event, label)
 
-    @contextlib.contextmanager
-    def late_compute(self: Session, *args: Any) -> Iterator[Any]:
+    def late_begin(self: Session, *args: Any) -> Any:
         sleep("compute")
-        with compute(self, *args) as op:
-            yield op
-            sleep("compute")
+        return begin(self, *args)
+
+    def late_end(self: Session) -> None:
+        sleep("compute")
+        end(self)
 
     def late_write(self: StateMemory) -> None:
         sleep("update")
@@ -70,7 +72,8 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStream, "submit", late_submit)
-        patch.setattr(Session, "compute", late_compute)
+        patch.setattr(Session, "begin_compute", late_begin)
+        patch.setattr(Session, "end_compute", late_end)
         patch.setattr(StateMemory, "begin_write", late_write)
         yield
 

@@ -25,7 +25,7 @@ from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
 from yafsdp_fn.runtime.pure import Rematerialised, is_smooth
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
 from yafsdp_fn.runtime.visit import TensorCall
-from yafsdp_fn.util.randomness import Replay, device_of_leaves
+from yafsdp_fn.util.randomness import device_of_leaves, ranks_around
 from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_active
 
 # ---- the verb
@@ -83,8 +83,8 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         tree: Any = args
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
         rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
-        device = device_of_leaves(leaves)
-        parts = [_Part(name, TensorCall(f, row, spec), Replay(device)) for row in rows]
+        device, ranks = device_of_leaves(leaves), getattr(ranks_around(), "ranks", None)
+        parts = [_Part(name, TensorCall(f, row, spec, device, None, ranks)) for row in rows]
         return _joined(name, _run(parts), out_axes)
 
     return chunked
@@ -105,10 +105,9 @@ def _axes(what: str, axes: Any) -> list[Any]:
 class _Part:
     """`f` on one chunk, as a function of the chunk's tensors that can run again."""
 
-    def __init__(self, name: str, call: TensorCall, replay: Replay) -> None:
+    def __init__(self, name: str, call: TensorCall) -> None:
         self.name = name
         self.call = call
-        self._replay = replay
         self._ready: tuple[Tensor, ...] | None = None
         self.watch = False  # the first run looks for tensors from outside
 
@@ -122,7 +121,7 @@ class _Part:
             watch = TensorWatch(tensors, self.name)
             self.watch = False
         with watch:
-            outs = self._replay.run(self.call.run, tensors)
+            outs = self.call.replay(tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too
             return tuple(out.view_as(out) for out in outs)
 

@@ -32,7 +32,7 @@ from yafsdp_fn.params.tree import (
 )
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, rows_of
-from yafsdp_fn.util.randomness import device_of_leaves, next_visit_seed, run_visit
+from yafsdp_fn.util.randomness import device_of_leaves, run_plain_visit
 
 # ---- The verbs.
 
@@ -87,25 +87,29 @@ def scan(
     if odd := [i for i in places if type(i) is not int or not 0 <= i < count]:
         raise ValueError(f"scan(order=...): {odd[0]!r} is no layer of {count}; expected integers from 0 to {count - 1}")
     columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
-    by_layer = zip(*columns, strict=True) if leaves else [()] * count
-    layers = [optree.tree_unflatten(spec, row) for row in by_layer]
+    by_layer = list(zip(*columns, strict=True)) if leaves else [()] * count
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
     if not stacks and isinstance(init, Sharded) and init.entry.length is not None:
         raise TypeError(f"scan(f, carry, xs): the carry is the stack {init.entry.name}: layers are xs")
-    visits = list(enumerate(places))[:: -1 if reverse else 1]
-    carry, ys = init, [None] * len(places)
-    for at in range(0, len(visits), unroll):
-        block = visits[at : at + unroll]
-        name = f"{'+'.join(stacks) or 'layer'}[{_numbers([i for _, i in block])}]"
-        body, args = partial(_several, f, name), (carry, [layers[i] for _, i in block], extra)
+    if reverse:
+        places.reverse()
+    layers = [optree.tree_unflatten(spec, by_layer[i]) for i in places]
+    of = "+".join(stacks) or "layer"
+    blocks = [slice(at, at + unroll) for at in range(0, len(places), unroll)]
+    names = [f"{of}[{_numbers(places[block])}]" for block in blocks]
+    carry, ys = init, list[Tree]()
+    for block, name in zip(blocks, names, strict=True):
+        body, args = partial(_several, f, name), (carry, layers[block], extra)
         if stacks:
-            call = BlockCall(name, body, args, first=at == 0, signature=(f, len(block)), carries=True)
-            carry, found = run_block(call)
+            signature = f, len(layers[block])
+            call = BlockCall(name, body, args, first=block.start == 0, signature=signature, carries=True)
+            carry, found = (call.runner() or pure).visit(call)
         else:
-            carry, found = run_visit(next_visit_seed(), device_of_leaves((carry, layers)), body, *args)
-        for (place, _), y in zip(block, found, strict=True):
-            ys[place] = y
-    return carry, None if all(y is None for y in ys) else stacked(ys)
+            carry, found = run_plain_visit(device_of_leaves((carry, layers)), body, *args)
+        ys += found
+    if reverse:
+        ys.reverse()
+    return carry, None if set(map(type, ys)) == {type(None)} else stacked(ys)
 
 
 def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
@@ -123,7 +127,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
         unit = optree.tree_unflatten(spec, nodes)
-        return run_visit(next_visit_seed(), device_of_leaves((unit, args)), f, unit, *args)
+        return run_plain_visit(device_of_leaves((unit, args)), f, unit, *args)
     stacks = [handle.entry.name for handle in found if handle.entry.length is not None]
     if stacks:
         raise TypeError(f"apply on the stack {stacks[0]!r}: use ya.scan, which visits it layer by layer")
@@ -131,6 +135,11 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     name = "+".join(dict.fromkeys(handle.entry.name or "params" for handle in found))
     call = BlockCall(name, f, (rows, *args), first=True, signature=f)
     return run_block(call)
+
+
+def run_block(call: BlockCall) -> Any:
+    """Runs a visit: in the session or tracer that owns its leaves, else on the pure path."""
+    return (call.runner() or pure).visit(call)
 
 
 # ---- One visit: several layers of an unrolled scan, or one.
@@ -202,11 +211,3 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
 
 def _form(leaf: Any) -> tuple[torch.Size, torch.dtype] | None:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else None
-
-
-# ---- The two paths.
-
-
-def run_block(call: BlockCall) -> Any:
-    """Runs a visit: in the session or tracer that owns its leaves, else on the pure path."""
-    return (call.runner() or pure).visit(call)

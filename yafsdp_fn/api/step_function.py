@@ -369,9 +369,16 @@ class Calls:
                     raise
                 raise said from error
         left = {} if segment is None else segment.leaving(len(session.visits), session.position)
-        has_loss = self._store(call, mean, aux)
+        of_stage, has_loss = self._of_stage, True
+        if of_stage is None:
+            _append(self._results, mean, aux)
+        else:
+            has_loss = of_stage.store(call, mean, aux)
         if last:
-            self._end_forwards()
+            if of_stage is not None:
+                self._results = Results(of_stage.losses, of_stage.aux, [])
+            if (updates := session.step_hooks.updates) is not None:
+                updates.begin(self._results.losses, self._results.aux)
         session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
         if not track:
             return
@@ -389,19 +396,6 @@ class Calls:
             roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
             taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
         self._passed[call.segment, microbatch] = Passed(taken, roots, own)
-
-    def _store(self, call: Call, mean: Mean, aux: Tree) -> bool:
-        """Keeps the results of a forward; returns whether it made the loss."""
-        if self._of_stage is not None:
-            return self._of_stage.store(call, mean, aux)
-        _append(self._results, mean, aux)
-        return True
-
-    def _end_forwards(self) -> None:
-        if self._of_stage is not None:
-            self._results = Results(self._of_stage.losses, self._of_stage.aux, [])
-        if (updates := self._session.step_hooks.updates) is not None:
-            updates.begin(self._results.losses, self._results.aux)
 
     def _backward(self, call: Call) -> None:
         session = self._session

@@ -13,6 +13,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.program.cut import cut
-from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
@@ -137,7 +137,7 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
-def writing(memory: StateMemory) -> Use:
+def writing(memory: StateMemory) -> AbstractContextManager[None]:
     """Returns the context in which a load overwrites a state: it waits for all that uses its buffers."""
     return memory.using(*Update(tuple(unit.id for unit in memory.units)).uses())
 

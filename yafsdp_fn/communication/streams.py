@@ -1,8 +1,8 @@
-"""Ordered streams: submitted work runs in order, after the events it waits for, and completes an event.
+"""Order: who waits for whom, and the streams that wait.
 
-    event = HostEvent()
-    stream.submit(work, waits, event, label)      # returns at once
-    event.wait()                                  # the compute stream waits; on the CPU, this thread
+    waits = board.use(event, stream, reads, writes)      # found from what each op reads and writes: hazards
+    stream.submit(work, waits, event, label)             # returns at once; runs in order, then completes the event
+    event.wait()                                         # the compute stream waits; on the CPU, this thread
 
 On the CPU a stream is one thread with a queue. On CUDA it is a CUDA stream (cuda_streams.py).
 """
@@ -12,11 +12,109 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # programs are built and proved where there is no torch; a stream imports it
+    from torch import Tensor
+
+# ---- Hazards: who must wait for whom. Nobody ever writes a wait by hand.
+#
+#     for buffer in reads:   wait for its last writer; become a reader
+#     for buffer in writes:  wait for its last writer and for the readers since; become the writer
+#
+# Every op declares the buffers it reads and writes; one scoreboard runs through the whole life of a state. A wait
+# always points to an op issued earlier, and all ranks issue in one order, so nothing that is issued can deadlock.
+
+Key = TypeVar("Key")
+
+
+class Scoreboard(Generic[Key]):
+    """The last uses of each buffer, by keys in issue order: op numbers in a simulation, events in the engine.
+
+    >>> board = ya.schedules.Scoreboard()
+    >>> board.use("gather", "gather", reads=[], writes=[("slot", 0)])
+    []
+    >>> board.use("forward", "compute", reads=[("slot", 0)], writes=[])        # waits for the gather
+    ['gather']
+    """
+
+    def __init__(self) -> None:
+        self._writer: dict[Hashable, tuple[str, Key]] = {}
+        self._readers: dict[Hashable, dict[str, Key]] = {}
+        self.open: list[Key] = []  # uses that go on: what is used inside of one must not wait for it
+
+    def use(self, key: Key, stream: str, reads: Iterable[Hashable], writes: Iterable[Hashable]) -> list[Key]:
+        """Records a use; returns the uses that it must wait for.
+
+        A stream runs in order: its last reader stands for all, and a use waits for nothing on its own stream.
+        """
+        writer, readers = self._writer, self._readers
+        waits: dict[Key, None] = {}
+        for buffer in reads:
+            last = writer.get(buffer)
+            if last is not None and last[0] != stream:
+                waits[last[1]] = None
+            others = readers.get(buffer)
+            if others is None:
+                readers[buffer] = {stream: key}
+            else:
+                others[stream] = key
+        for buffer in writes:
+            last = writer.get(buffer)
+            if last is not None and last[0] != stream:
+                waits[last[1]] = None
+            if (others := readers.pop(buffer, None)) is not None:
+                for at, use in others.items():
+                    if at != stream:
+                        waits[use] = None
+            writer[buffer] = stream, key
+        return [use for use in waits if use not in self.open] if self.open else [*waits]
+
+    def forget(self, *buffers: Hashable) -> None:
+        """Drops buffers that no longer exist."""
+        for buffer in buffers:
+            self._writer.pop(buffer, None)
+            self._readers.pop(buffer, None)
+
+    def clear(self) -> None:
+        """Forgets everything; only when all streams are idle."""
+        self._writer.clear()
+        self._readers.clear()
+        self.open.clear()
+
+    # ---- a use on the compute stream, by an event of the engine
+
+    def begin(self, event: Any, reads: Iterable[Hashable], writes: Iterable[Hashable], run: Any = None) -> None:
+        """Begins a use: waits for earlier uses on other streams. `end` ends it, after an error too.
+
+        event: what its end completes; None where all runs on one stream, in order; run: observes the op, if anything
+            does
+        """
+        waits: list[Any] = []
+        if event is not None:
+            waits = self.use(event, "compute", reads, writes)
+            self.open.append(event)
+        for wait in waits:
+            if not wait.over:
+                wait.wait()
+        if run is not None:
+            run.on("compute", event, waits)
+            run.begin()
+
+    def end(self, event: Any, run: Any = None) -> None:
+        """Ends a use. run: observes the op, and has not failed"""
+        try:
+            if run is not None:
+                run.end()
+        finally:
+            if event is not None:
+                event.complete()
+                if event in self.open:  # else a failure has cleared the board
+                    self.open.remove(event)
+
+
+# ---- Streams, and the events that they complete.
 
 Work = Callable[[], None]
 
@@ -47,7 +145,7 @@ class Stream(Protocol):
 
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
 
-    def mark_used(self, memory: Tensor) -> None:
+    def mark_used(self, memory: "Tensor") -> None:
         """Keeps `memory` from being reused before the work submitted so far is done, whoever frees it."""
 
     def drain(self) -> None:
@@ -96,6 +194,8 @@ class HostStream:
     _closed = _abandoned = False
 
     def __init__(self, name: str, rank: int) -> None:
+        import torch
+
         self._name = name
         self._rank = rank
         self._queue: queue.SimpleQueue[tuple[Work, Sequence[Event], HostEvent, str] | None] = queue.SimpleQueue()
@@ -114,7 +214,7 @@ class HostStream:
             raise CommunicationError(f"rank {self._rank}: {label}: its mesh is gone; keep the mesh, or a state on it")
         self._queue.put((work, waits, event, label))
 
-    def mark_used(self, memory: Tensor) -> None:
+    def mark_used(self, memory: "Tensor") -> None:
         """Nothing to do: work holds what it uses until it is done."""
 
     def drain(self) -> None:
@@ -145,6 +245,8 @@ class HostStream:
                 os._exit(1)
 
     def _run(self) -> None:
+        import torch
+
         torch.set_num_threads(1)
         broken: str | None = None
         while (job := self._queue.get()) is not None:

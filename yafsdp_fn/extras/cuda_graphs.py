@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from yafsdp_fn.nn.linear import GradSlot
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime.protocols import Outs
@@ -187,18 +186,16 @@ class Graphs:
         self,
         visit: Any,
         op: Backward,
-        grad_slots: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
     ) -> Outs:
-        given = [grad is not None for grad in grads]
+        given, grad_slots = [grad is not None for grad in grads], visit.target.grad_slots
 
         def work(both: Sequence[Tensor]) -> Outs:
             left = iter(both[len(needs) :])
-            return list(
-                visit.gradients(op, grad_slots, both[: len(needs)], needs, [next(left) if g else None for g in given])
-            )
+            back = [next(left) if g else None for g in given]
+            return [*visit.gradients(op, both[: len(needs)], needs, back)]
 
         trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
         what = (tuple(needs), tuple(given), trained, tuple(grad_slot.add for grad_slot in grad_slots))

@@ -73,7 +73,8 @@ class Chunked(torch.autograd.Function):
         grad_x = torch.empty_like(x) if wants_x else None
         write: Write | None = None
         if wants_weight:
-            grad_weight, write = (None, found.write_chunk) if found is not None and found.takes else _fresh(weight)
+            at_once = found is not None and found.takes and found.later is None
+            grad_weight, write = (None, found.write_chunk) if at_once else _fresh(weight)
         _chunks(x, weight, targets, *ctx.how, grad_x=grad_x, write=write, scale=scale)
         return grad_x, grad_weight, None, None, None, None
 

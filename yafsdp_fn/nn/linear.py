@@ -60,13 +60,13 @@ class GradSlot(NamedTuple):
 
 
 class AutogradRun:
-    """One run of autograd: from `roots`, which begins soon, or the one that runs `now`. Another may run inside it: a
-    block that asks for a gradient of its own in its backward must not find that in the slot."""
+    """One run of autograd. Another may run inside it: a block that asks for a gradient of its own in its backward must
+    not find that in the slot. number: None until it begins"""
 
-    __slots__ = ("number",)
+    number: int | None = None
 
-    def __init__(self, roots: Sequence[Tensor], *, now: bool = False) -> None:
-        self.number: int | None = graph_task_id() if now else None  # until it begins
+    def begins_with(self, roots: Sequence[Tensor]) -> None:
+        """Numbers the run once it has begun, from `roots`."""
         for root in roots:
             if (node := root.grad_fn) is not None:
                 node.register_prehook(self._begins)
@@ -89,7 +89,7 @@ class Destination:
 
     view: the weight's part of the gradient slot, in the reduce dtype, while it may be written; None: closed
     task: the run of autograd whose writes count
-    later: keeps `write, *factors` for the later half of a backward; None: products are made at once
+    later: keeps `write, *factors` for the later half of a backward; None: gradients are written at once
     state: "free": the content of `view` does not count; "early": a forward has written a gradient that its backward has
         not confirmed yet; "written": later gradients are added
     """
@@ -110,23 +110,10 @@ class Destination:
 
     @property
     def takes(self) -> bool:
-        """True if a gradient may be written now."""
+        """True if a gradient may be written now, or left for the later half of the backward; else autograd is to have
+        it."""
         task = self.task
-        return task is not None and task.number == graph_task_id() and self.state != "early" and self.later is None
-
-    def put(self, write: Callable[..., None], *factors: Tensor) -> bool:
-        """Writes a gradient by `write(*factors)`, or leaves that to the later half of the backward, if there is one.
-
-        Returns False, without effect, where the gradient may not be written: autograd is to have it.
-        """
-        task = self.task
-        if task is None or task.number != graph_task_id() or self.state == "early":
-            return False
-        if self.later is None:
-            write(*factors)
-        else:
-            self.later(write, *factors)
-        return True
+        return task is not None and task.number == graph_task_id() and self.state != "early"
 
     @contextlib.contextmanager
     def early(self) -> Iterator[bool]:
@@ -161,6 +148,9 @@ class Destination:
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         """Writes the product of `a` [m, k] and `b` [k, n], or adds it to what was written."""
+        if self.later is not None:
+            self.later(self.write_mm, a, b)
+            return
         view = self.view
         assert view is not None
         if a.dtype == view.dtype or self._wider(a.dtype, view):
@@ -182,6 +172,9 @@ class Destination:
 
     def write_rows(self, index: Tensor, rows: Tensor) -> None:
         """Adds `rows` [n, ...] to the rows `index` [n] of the gradient; all others are zero."""
+        if self.later is not None:
+            self.later(self.write_rows, index, rows)
+            return
         view = self.view
         assert view is not None
         if self.state == "free":
@@ -209,8 +202,14 @@ def linear(x: Tensor, weight: Tensor | LowRank, bias: Tensor | None = None) -> T
     """
     if isinstance(weight, LowRank):
         return weight.times(x, bias, linear)
-    found = _direct(weight)
-    return F.linear(x, weight, bias) if found is None else _Linear.apply(x, weight, bias, found)
+    found: Destination | None = getattr(weight, DESTINATION, None)
+    # `_direct`, without a call: a layer has many products
+    if found is None or not weight.requires_grad or transforms_active() or torch.compiler.is_compiling():
+        return F.linear(x, weight, bias)
+    if torch.is_autocast_enabled(weight.device.type):
+        return F.linear(x, weight, bias)
+    out: Tensor = _Linear.apply(x, weight, bias, found)
+    return out
 
 
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
@@ -253,8 +252,13 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
         rows = grad.reshape(-1, outs)
         grad_x = torch.mm(rows, weight).view(x.shape) if wants_x else None
         grad_bias = rows.sum(0) if wants_bias else None
-        factors = rows.t(), x.reshape(-1, ins)
-        grad_weight = None if found.put(found.write_mm, *factors) else torch.mm(*factors)
+        x = x.reshape(-1, ins)
+        grad_weight, task = None, found.task
+        # `found.takes`, without a call: a layer has many products
+        if task is not None and task.number == graph_task_id() and found.state != "early":
+            found.write_mm(rows.t(), x)
+        else:
+            grad_weight = torch.mm(rows.t(), x)
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -272,9 +276,10 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
             return None, None, None
         (tokens,), found = ctx.saved_tensors, ctx.found
         rows = grad.flatten(0, -2) if grad.ndim > 1 else grad[None]
-        if found.put(found.write_rows, tokens.flatten(), rows):
-            return None, None, None
-        return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
+        if not found.takes:
+            return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
+        found.write_rows(tokens.flatten(), rows)
+        return None, None, None
 
 
 # ---- The leaves of weights that have destinations: runtime/visit.py opens and closes these.

@@ -5,11 +5,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import EventTime, StageEvent, play
-from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
@@ -19,7 +19,7 @@ from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted
 
-# ---- Simulates tasks: the rates of phases that share links or the device, on the loop of program/hazards.py.
+# ---- Simulates tasks: the rates of phases that share links or the device, on the loop of program/events.py.
 
 LINKS = ("node", "network")
 Calls = tuple[tuple[str, float], ...]

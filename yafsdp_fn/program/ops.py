@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_t
 
 from yafsdp_fn.program.split import Kind, Message
 
-# ---- What ops read and write, by name: hazards are found from that alone (hazards.py).
+# ---- What ops read and write, by name: hazards are found from that alone (communication/streams.py).
 
 Buffer = tuple[Hashable, ...]
 """`("slot", set, i)`, `("grad slot", set, i)`, `("carry slot", set, i)`, `("secondary", set, unit)`, `("host", set,
@@ -81,7 +81,7 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
 # before the program gathers into it is carried over from the step before.
 #
 # Each op says on which stream it runs, and what it `uses`: the buffers that it reads, and those that it writes. Who
-# waits for whom follows from that alone (hazards.py). To add an op:
+# waits for whom follows from that alone (communication/streams.py). To add an op:
 #
 #     here                      its class, in `Op`, with annotations of `slot_fields`. Its form, words, JSON and kind in
 #                               a timeline follow, and the slots that a program carries over

@@ -17,8 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.program.events import StageEvent, play
-from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import AllReduce, Norm, Op, Receive, Send
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe

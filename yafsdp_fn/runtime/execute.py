@@ -12,6 +12,7 @@ is recorded (recording.py). What stages add is in pipeline.py.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import GradSlot, GradViews
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.program.hazards import Use
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
@@ -49,7 +49,7 @@ from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepHooks, Works
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
-from yafsdp_fn.runtime.visit import BlockCall, Running
+from yafsdp_fn.runtime.visit import BlockCall, Running, ToSlots
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -115,14 +115,14 @@ class VisitRunner:
 
     def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
         """Begins a visit of this microbatch."""
-        self._may_begin(name)
+        if self._failure or self._running:
+            self._may_begin(name)
         trained = tuple(filter(self._trained.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
         return self.visits[-1]
 
     def _may_begin(self, name: str) -> None:
-        if self._failure is not None:
-            self.raise_failure()
+        self.raise_failure()
         if self._running is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise errors.nested_visit(here, self.position)
@@ -172,13 +172,18 @@ class VisitRunner:
         """Returns the position in the step, for the watchdog's thread."""
         return RankPosition(self.position)
 
+    def close(self) -> None:
+        """Ends it, after success: its parameters are of no use any more."""
+        self.closed = True
+        self.token, self.collectives = self.leaf_token, None  # which hold this object, and so a session's slots
+
     def abort(self, error: BaseException) -> None:
         """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
         if self.closed:
             return
-        self.closed = True
+        VisitRunner.close(self)
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self.token, self._failure, self._running, self.collectives = self.leaf_token, None, None, None
+        self._failure = self._running = None
         try:
             self.memory.comms.abort(self.position, error)
         finally:
@@ -245,17 +250,6 @@ class Session(VisitRunner):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
         self.follow()
 
-    def plan(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
-        """Returns the op of this compute, which must be the next one of the program."""
-        trace = self.verified.program.trace
-        op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
-        if isinstance(op, Forward if kind == "forward" else Backward):
-            planned = trace.visits[op.visit]
-            same = planned.units == visit.units and planned.trained == visit.trained
-            if same and (op.visit, op.microbatch) == (visit.id, microbatch):
-                return op
-        raise errors.visit_differs_from_program(self.position, op, trace)
-
     def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
         and updates come only when `ending`."""
@@ -278,18 +272,16 @@ class Session(VisitRunner):
                 self.optimize(following)
             self._cursor += 1
 
-    def to_sum(self) -> set[int]:
-        """Returns the units whose gradient an op will still sum over replicas."""
-        left = self._ops[self._cursor :]
-        return {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
-
     def finish(self) -> None:
         """Runs what is left: the optimizer's step, if there is one."""
         self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
-        if self.step_hooks.updates is not None:
-            self.optimize_all(self.verified.tail)
+        for op in self.verified.tail if self.step_hooks.updates is not None else ():
+            if isinstance(op, Norm | Update):
+                self.optimize(op)
+            else:
+                self.issue(op)
 
     def rank_position(self) -> RankPosition:
         return RankPosition(self.position, self._cursor, self.verified.all_stages)
@@ -300,31 +292,32 @@ class Session(VisitRunner):
         """Runs a visit of the loss."""
         if self.differentiates and not torch.is_grad_enabled():
             return call.outputs(self.without_grad(call))
-        running = Running(self, call, self.new_visit(call.name, call.units))
-        return call.outputs(running.forward() if self.differentiates else running.evaluated())
+        visit = self.new_visit(call.name, call.units)
+        op = self.begin_compute("forward", visit, self.microbatch)
+        try:
+            outs = Running(self, call, visit).forward(op)
+            self.end_compute()
+        except BaseException as error:
+            self._failure = self.position, error
+            raise
+        return call.outputs(outs)
 
     def named(self, call: Call) -> str:
         """Names a call, for errors."""
         return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
 
-    @contextmanager
-    def compute(self, kind: Kind, visit: Visit, microbatch: int) -> Iterator[ComputeOp]:
-        """Issues a compute's op and waits until it may run; after the block, issues what may follow."""
-        op = self.begin_compute(kind, visit, microbatch)
-        try:
-            yield op
-        except BaseException as error:
-            self.end_compute(error)
-            raise
-        self.end_compute()
-
     def begin_compute(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
-        """Issues a compute's op, and waits until it may run. `end_compute` ends it: the backward of a visit that keeps
-        its graph begins and ends in two nodes of autograd. Where an error comes between them, the step is aborted."""
-        if self._failure is not None:
-            self.raise_failure()
+        """Issues a compute's op, which must be the next one of the program, and waits until it may run. `end_compute`
+        ends it: the backward of a visit that keeps its graph begins and ends in two nodes of autograd. Where an error
+        comes between them, the step is aborted."""
         self.position = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
-        op = self.plan(kind, visit, microbatch)
+        trace = self.verified.program.trace
+        op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
+        if not isinstance(op, Forward if kind == "forward" else Backward):
+            raise errors.visit_differs_from_program(self.position, op, trace)
+        planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
+        if (op.visit, op.microbatch, planned.units, planned.trained) != here:
+            raise errors.visit_differs_from_program(self.position, op, trace)
         observer = self.step_hooks.observer
         try:
             if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
@@ -338,37 +331,27 @@ class Session(VisitRunner):
                 self.collectives.begin(kind_of(op), visit.id, run)
             comms = self.memory.comms
             event = comms.event() if comms.streams else None
-            use = Use(self.memory.board, event, prepared.reads, prepared.writes, run)
-            use.__enter__()
+            self.memory.board.begin(event, prepared.reads, prepared.writes, run)
         except BaseException as error:
             self._failure = self.position, error
             raise
-        self._running = op, visit, use
+        self._running = op, visit, event, run
         return op
 
-    def end_compute(self, error: BaseException | None = None) -> None:
-        """Ends the compute under way. error: that it has raised; else what may follow is issued"""
-        assert self._running is not None
-        (op, visit, use), self._running = self._running, None
-        if self.collectives is not None and error is None:
-            try:
-                self.collectives.end()
-            except BaseException as left:
-                use.__exit__(type(left))
-                self._failure = (self.position, left)
-                raise
-        use.__exit__(None if error is None else type(error))
-        if error is not None:
-            self._failure = (self.position, error)
-            return
+    def end_compute(self) -> None:
+        """Ends the compute under way, and issues what may follow."""
+        (op, visit, event, run), self._running = self._running, None
+        if self.collectives is not None:
+            self.collectives.end()
+        self.memory.board.end(event, run)
         self.follow(op)
         self.position = f"after {self.position}"
         if self.collectives is not None:
             self.collectives.after(kind_of(op), visit.id)
 
-    def grad_slots(self, op: Backward, trained: Sequence[int]) -> list[GradSlot]:
-        """Returns the gradient slots of the trained units, and records that they will hold gradients."""
-        prepared, out = self.slots.prepared.get((type(op), op)), list[GradSlot]()
+    def target(self, op: Backward, visit: Visit) -> Any:
+        """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
+        trained, prepared, out = visit.trained, self.slots.prepared.get((type(op), op)), list[GradSlot]()
         all_views: Sequence[GradViews] = () if prepared is None else prepared.grads
         if not all_views and self.grads is not None:
             pairs = zip(trained, op.grad_slots, strict=True)
@@ -381,12 +364,11 @@ class Session(VisitRunner):
                 add = self._unreduced.get(slot) == unit
                 self._unreduced[slot] = unit
             out.append(GradSlot(views, add))
-        return out
+        return ToSlots(out)
 
     def early_grad_slots(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
-        """The slots that `grad_slots` returns for the backward of `op`, if `op` may write there already; else none."""
-        alias = self.memory.grads_alias
-        if self.grads is None or (alias and any(unit in alias and unit in self.touched for unit in trained)):
+        """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
+        if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
         return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
@@ -427,11 +409,10 @@ class Session(VisitRunner):
     def prepare(self, op: Op, visit: Visit | None = None) -> PreparedOp:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
         memory, grads = self.memory, self.grads
-        if isinstance(op, Forward | Backward):  # the session itself copies what travels between segments
+        reads, writes = op.uses(self.slots.number)
+        if isinstance(op, Forward | Backward) and visit is not None:
+            # the session itself copies what travels between segments; slots may be the shards
             reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
-        else:
-            reads, writes = op.uses(self.slots.number)
-        if isinstance(op, Forward | Backward) and visit is not None:  # where slots are the shards
             pairs = zip(visit.units, op.slots, strict=False)  # a half of a backward may read none
             reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
             pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
@@ -468,7 +449,7 @@ class Session(VisitRunner):
         units = op.units
         if not memory.grads_alias.isdisjoint(units):
             units = tuple(unit for unit in units if unit not in memory.grads_alias)
-        adds = [unit in self.touched for unit in units]
+        adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
         if not units:
             return None
@@ -478,7 +459,7 @@ class Session(VisitRunner):
         if not all_views:  # some units alias
             pairs = zip(op.units, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
-        wholes, shards = [views.flat for views in all_views], [grads.rows[unit] for unit in units]
+        wholes, shards = list(map(attrgetter("flat"), all_views)), list(map(grads.rows.__getitem__, units))
         # a sum lands in its shard where it need not be converted or added
         sums = [memory.sum_dtype(unit) for unit in units]
         straight = not any(adds) and not any(sums) and all(whole.dtype == shards[0].dtype for whole in wholes)
@@ -571,18 +552,17 @@ class Session(VisitRunner):
             raise RuntimeError(errors.ORDERED)
         if self.grads is None:
             return
-        to_sum = self.to_sum()
         with torch.no_grad(), self.memory.using([], [("grad shard", unit) for unit in self.grads.rows]):
             self.zero_untouched(self.grads.rows)
             if uses_leaves:
-                self._add(leaf_grads, to_sum)
+                self._add(leaf_grads)
 
-    def _add(self, leaf_grads: Sequence[Tensor | None], to_sum: set[int]) -> None:
-        """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits.
-
-        to_sum: units that an op still sums over replicas; they get this rank's part, others the whole
-        """
+    def _add(self, leaf_grads: Sequence[Tensor | None]) -> None:
+        """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits. Units that an
+        op still sums over replicas get this rank's part, others the whole."""
         assert self.grads is not None
+        left = self._ops[self._cursor :]
+        to_sum = {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
         for group, extra in zip(self.memory.groups, leaf_grads, strict=True):
             if extra is not None:
                 whole = Shards([group], [self.memory.comms.sum_over_replicas(extra.contiguous())])
@@ -590,27 +570,19 @@ class Session(VisitRunner):
                     self.grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])
 
     def optimize(self, op: Norm | Update) -> None:
-        """Computes the norm of the gradient, or the optimizer's step on some units."""
+        """Computes the norm of the gradient, or the optimizer's step on some units, on the compute stream when it may;
+        an untouched gradient counts as zero."""
         updates = self.step_hooks.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
         self.position = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
-        self.run(op, updates.norm if isinstance(op, Norm) else partial(updates.update, *op))
-
-    def optimize_all(self, ops: Iterable[Op]) -> None:
-        """Runs all ops of the optimizer after the program, its exchanges included."""
-        for op in ops:
-            if isinstance(op, Norm | Update):
-                self.optimize(op)
-            else:
-                self.issue(op)
-
-    def run(self, op: Norm | Update, work: Callable[[], None]) -> None:
-        """Runs `work`, the content of `op`, on the compute stream when it may; an untouched gradient counts as zero."""
         run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op)
         prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
         with self.memory.using(prepared.reads, prepared.writes, run), torch.no_grad():
             self.zero_untouched(op.units)
-            work()
+            if isinstance(op, Norm):
+                updates.norm()
+            else:
+                updates.update(*op)
 
     def zero_untouched(self, units: Iterable[int]) -> None:
         """Zeroes the gradient shards of `units` that nothing has written."""
@@ -622,8 +594,7 @@ class Session(VisitRunner):
 
     def close(self) -> None:
         """Ends a successful step. After an error slots are dropped, not given back: what they hold is of no use."""
-        self.closed = True
-        self.token, self.collectives = self.leaf_token, None  # which holds this session, and so its slots
+        super().close()
         self.slots.release()
 
 

@@ -252,7 +252,8 @@ def measure(
     lives.peak = lives.bytes
     grads = [torch.ones_like(root) for root in roots]
     lives.ignore(grads)
-    task = AutogradRun(roots)
+    task = AutogradRun()
+    task.begins_with(roots)
     for to in destinations:
         to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:

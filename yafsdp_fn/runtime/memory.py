@@ -7,7 +7,8 @@ generation, and older views raise.
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
-from yafsdp_fn.communication.streams import Event
+from yafsdp_fn.communication.streams import Event, Scoreboard
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.program.hazards import Scoreboard, Use
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
@@ -246,6 +246,14 @@ class StateMemory(Placement[Communicators]):
         with self.using((), buffers):
             pass
 
-    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Any = None) -> Use:
+    @contextmanager
+    def using(self, reads: Sequence[Buffer], writes: Sequence[Buffer] = (), run: Any = None) -> Iterator[None]:
         """Orders a use on the compute stream: waits, and ends when the block ends. run: the op, if observed"""
-        return Use(self.board, self.comms.event() if self.comms.streams else None, reads, writes, run)
+        event = self.comms.event() if self.comms.streams else None
+        succeeded = None
+        try:
+            self.board.begin(event, reads, writes, run)
+            yield
+            succeeded = run
+        finally:
+            self.board.end(event, succeeded)

@@ -7,7 +7,8 @@ A call of a segment takes the messages that arrive for it from carry slots when 
 there when it ends (stage_io.py). A plain step has a single segment, for which nothing arrives.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -17,6 +18,7 @@ from torch import Tensor
 from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.watchdog import RankPosition
+from yafsdp_fn.nn.linear import AutogradRun, GradSlot
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward, kind_of
@@ -31,8 +33,79 @@ from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
-from yafsdp_fn.runtime.visit import BlockCall, Later
+from yafsdp_fn.runtime.visit import BlockCall, GradTarget, GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values
+
+# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
+#
+#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
+#     weights    slot = grad_y^T x       when nobody waits
+#
+# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
+# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
+# another unit by then.
+
+
+class Later:
+    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
+
+    def __init__(self, slots: Collection[int]) -> None:
+        self._slots = slots
+        self.grad_slots: Sequence[GradSlot] = ()  # none is known yet
+        self._targets: GradTargets = ()
+        self._writes: list[Callable[[], None]] = []
+        self._fresh: Sequence[Tensor | None] = ()
+
+    def open(self, targets: GradTargets, task: AutogradRun) -> None:
+        """Starts keeping the products that are gradients of leaves, in `task`."""
+        self._targets = targets
+        keep = partial(_keep_factors, self._writes, self._slots)
+        for found, direct in self._all():
+            found.later, found.task = keep, task if direct else None
+
+    def close(self, fresh: Sequence[Tensor | None]) -> None:
+        """Ends the first half. fresh: autograd's gradients of all leaves"""
+        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
+        for found, _ in self._all():
+            found.later = found.task = None
+
+    def write(self, target: ToSlots) -> None:
+        """Runs the second half: writes the gradients to `target`."""
+        target.open(self._targets, AutogradRun())
+        for write in self._writes:
+            write()
+        target.close(self._fresh)
+
+    def _all(self) -> list[GradTarget]:
+        return [target for unit in self._targets for target in unit if target is not None]
+
+
+def _keep_factors(
+    writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor
+) -> None:
+    factors = [_own(factor, slots) for factor in given]
+    versions = [factor._version for factor in factors]
+
+    def later() -> None:
+        for factor, before in zip(factors, versions, strict=True):
+            if factor._version != before:
+                raise _factor_written(factor)
+        write(*factors)
+
+    writes.append(later)
+
+
+def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
+    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
+
+
+def _factor_written(factor: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
+        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
+        "of calls without halves (one_f_one_b)"
+    )
+
 
 # ---- A session of one stage.
 
@@ -101,11 +174,11 @@ class StageSession(Session):
             return self.segment.placeholders(call, number)
         return self.segment.checked(call, super().visit(call), number)
 
-    # ---- backwards in two halves
-
-    def later_half(self, visit: Visit, microbatch: int) -> Later:
-        """Returns where the first half of a visit's backward leaves what the second is to do."""
-        later = self._later[visit.id, microbatch] = Later(self.slots.storages)
+    def target(self, op: Backward, visit: Visit) -> Any:
+        """Returns what takes the gradients of a visit's weights to its slots; of a first half, to the second one."""
+        if op.half != "inputs":
+            return super().target(op, visit)
+        later = self._later[visit.id, op.microbatch] = Later(self.slots.storages)
         return later
 
     def weights(self, call: Call) -> None:
@@ -113,11 +186,12 @@ class StageSession(Session):
         self.microbatch = call.microbatch
         for number in reversed(self.crossing.split.visits(call.segment)):
             visit = self.verified.program.trace.visits[number]
-            with self.compute("weights", visit, call.microbatch) as op:
-                assert isinstance(op, Backward)
-                later = self._later.pop((number, call.microbatch))
-                with torch.no_grad():
-                    later.write(self.grad_slots(op, visit.trained))
+            op = self.begin_compute("weights", visit, call.microbatch)
+            assert isinstance(op, Backward)
+            later = self._later.pop((number, call.microbatch))
+            with torch.no_grad():
+                later.write(super().target(op, visit))
+            self.end_compute()
 
     def rank_position(self) -> RankPosition:
         stage = self.memory.comms.stage

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from yafsdp_fn.communication.streams import Event, Work
-from yafsdp_fn.nn.linear import GradSlot
 from yafsdp_fn.program.ops import Backward, Forward, Op
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.updates import StepUpdates
@@ -77,12 +76,11 @@ class Replays(Protocol):
         self,
         visit: Any,
         op: Backward,
-        grad_slots: Sequence[GradSlot],
         tensors: Sequence[Tensor],
         needs: Sequence[bool],
         grads: Sequence[Tensor | None],
     ) -> Outs:
-        """Returns `visit.gradients(op, grad_slots, tensors, needs, grads)`."""
+        """Returns `visit.gradients(op, tensors, needs, grads)`."""
 
 
 class ActivationBuffers(Protocol):

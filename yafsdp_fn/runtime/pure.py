@@ -127,7 +127,8 @@ def _first_order(
 
 def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
     """Gives `leaf`, a new leaf for `weight`, the destination of `weight` if that takes a gradient now."""
-    if (found := destination(weight)) is not None and leaf.requires_grad and found.takes:
+    found = destination(weight)
+    if found is not None and leaf.requires_grad and found.takes and found.later is None:
         setattr(leaf, DESTINATION, found)
     return leaf
 
@@ -137,7 +138,9 @@ def _writes_counted(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterat
     """Makes writes to the destinations of `leaves` count in the run of autograd from `roots` that follows."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
-    task = AutogradRun(roots) if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    task = AutogradRun() if found and not any(leaf._backward_hooks for leaf in leaves) else None
+    if task is not None:
+        task.begins_with(roots)
     for here in found:
         here.task = task
     try:

@@ -70,11 +70,6 @@ class CallRecording(VisitRunner):
         found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
         return found if self.collectives is None else self.collectives.listed(found)
 
-    def close(self) -> None:
-        """Ends the recording: its parameters are of no use any more."""
-        self.closed = True
-        self.token, self.collectives = self.leaf_token, None
-
 
 # ---- The graph of a recorded loss, without its blocks.
 

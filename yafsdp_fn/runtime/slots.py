@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.nn.linear import DESTINATION, Destination, GradViews, destination, weight_leaf
+from yafsdp_fn.nn.linear import Destination, GradViews, destination, weight_leaf
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
@@ -67,6 +67,7 @@ class Slots:
     number: names the set on the scoreboard; prepared: what is known of ops here, until a slot moves; by kind
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
+    kept: by slot and unit, what visits that keep their graph make leaves of, each its own: no leaves of autograd
     activations: the content of carry slots, if the program has any: `StepHooks.activations`
     """
 
@@ -86,7 +87,7 @@ class Slots:
         self._views: Views = {}
         self._grad_views: Views = {}
         self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
-        self._kept: dict[tuple[int, int], list[tuple[Tensor, Destination | None]]] = {}
+        self.kept: dict[tuple[int, int], list[tuple[Tensor, Destination | None]]] = {}
 
     def release(self) -> None:
         """Gives the slots to the next session."""
@@ -131,7 +132,7 @@ class Slots:
                 if kind == "slot":
                     self.contents.pop(slot, None)
                     self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
-                    self._kept = {key: pairs for key, pairs in self._kept.items() if key[0] != slot}
+                    self.kept = {key: pairs for key, pairs in self.kept.items() if key[0] != slot}
                     self.storages = self._shards | set(map(address_of, buffers.values()))
 
     def _new(self, name: Buffer, size: int) -> Tensor:
@@ -189,19 +190,11 @@ class Slots:
             self._leaves[slot, unit, track] = found
         return found
 
-    def kept_leaves(self, slot: int, unit: int) -> list[Tensor]:
-        """Returns `leaves` for a visit that keeps its graph: tensors of its own, which are no leaves of autograd."""
-        pairs = self._kept.get((slot, unit))
-        if pairs is None:
-            views, leaves = self.weight(slot, unit)[1], self.leaves(slot, unit, True)
-            pairs = self._kept[slot, unit] = [(v, destination(leaf)) for v, leaf in zip(views, leaves, strict=True)]
-        out = []
-        for view, found in pairs:
-            leaf = view.data  # not `detach`: see `weight_leaf`
-            if found is not None:
-                setattr(leaf, DESTINATION, found)
-            out.append(leaf)
-        return out
+    def keep_leaves(self, slot: int, unit: int) -> list[tuple[Tensor, Destination | None]]:
+        """Returns, and keeps in `kept`, a view and a destination for each of the leaves."""
+        views, leaves = self.weight(slot, unit)[1], self.leaves(slot, unit, True)
+        self.kept[slot, unit] = [(view, destination(leaf)) for view, leaf in zip(views, leaves, strict=True)]
+        return self.kept[slot, unit]
 
     @staticmethod
     def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,8 @@ path (pure.py).
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from functools import cached_property, partial
+from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -24,8 +25,18 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, check_graph, depends_again, sample
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
-from yafsdp_fn.util.randomness import Replay, next_visit_seed
-from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, transforms_active
+from yafsdp_fn.util.randomness import (
+    States,
+    Unnumbered,
+    VisitCounter,
+    counting,
+    drawing_from,
+    generators,
+    next_visit_seed,
+    run_visit,
+    states,
+)
+from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id, transforms_active
 
 # ---- A call of a block on sharded weights: the visited units, the arguments, and the path it takes.
 #
@@ -61,13 +72,12 @@ class Rows:
 
 
 class HandleWeights:
-    """The weights of one visit to a handle. units: `(id, group)` pairs"""
+    """The weights of one visit to a handle. units: ids, one for each group of its rows"""
 
     __slots__ = ("handle", "layer", "rows", "units")
 
-    def __init__(self, rows: Rows, layer: int) -> None:
-        self.rows, self.handle, self.layer = rows, rows.handle, layer
-        self.units = [(group.units[0 if group.pinned else layer], group) for group in rows.groups]
+    def __init__(self, rows: Rows, layer: int, units: tuple[int, ...]) -> None:
+        self.rows, self.handle, self.layer, self.units = rows, rows.handle, layer, units
 
     def shard(self, group: Group, n: int) -> Any:
         """Returns this rank's shard [n] of one of the row's groups, or uninitialised memory of its size if another
@@ -82,33 +92,20 @@ class HandleWeights:
         gradient is zero but at this layer, and the gradient slot adds up all visits."""
         entry = self.handle.context.entry
         if len(entry.groups) == 1 and not entry.groups[0].pinned:  # all that it usually is
-            return entry.spec.unflatten(by_unit[self.units[0][0]])
-        return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in self.units})
+            return entry.spec.unflatten(by_unit[self.units[0]])
+        pairs = zip(self.units, self.rows.groups, strict=True)
+        return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in pairs})
 
 
 def rows_of(handle: Sharded) -> list[HandleWeights]:
     """Returns the weights of each layer, for the visits of one scan; of one visit, if the handle is no stack."""
-    rows = Rows(handle)
-    return [HandleWeights(rows, layer) for layer in range(handle.entry.length or 1)]
+    rows, layers = Rows(handle), handle.entry.length or 1
+    columns = [group.units * layers if group.pinned else group.units for group in rows.groups]
+    return [HandleWeights(rows, layer, units) for layer, units in enumerate(zip(*columns, strict=True))]
 
 
-class ArgumentPosition:
-    """Marks a tensor's position among the arguments."""
-
-
-ARGUMENT: Any = ArgumentPosition()
-
-
-def split_tensors(leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-    """Splits `leaves` into its tensors, and the leaves with a mark at each tensor's position."""
-    tensors: list[Tensor] = []
-    template: list[Any] = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-            leaf = ARGUMENT
-        template.append(leaf)
-    return tensors, template
+ARGUMENT: Any = object()
+"""Marks the position of a tensor among the arguments, or the outputs, of a function."""
 
 
 # ---- A call, as a function of tensors.
@@ -118,12 +115,36 @@ class TensorCall:
     """A call of a function as one of its tensors alone: arguments and outputs are taken apart, and put together again.
 
     tensors: those among the arguments; structure: of the outputs, known once it has run, or set instead
+    seed: of the random numbers of every run; None: the default generators go on, and later runs draw as the first
+    ranks: those that its collectives act over
+    autocast: (device type, enabled, dtype) of the CPU and of the device when the call was made
     """
 
-    def __init__(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Any) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        leaves: Sequence[Any],
+        spec: Any,
+        device: torch.device,
+        seed: int | None,
+        ranks: Any,
+    ) -> None:
         self._function, self._spec = function, spec
-        self.tensors, self._template = split_tensors(leaves)
+        self._device, self.seed, self.ranks = device, seed, ranks
+        self.tensors: list[Tensor] = []
+        self._template: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self.tensors.append(leaf)
+                leaf = ARGUMENT
+            self._template.append(leaf)
         self.structure: tuple[Any, list[Any]] = None, []
+        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
+        enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
+        self.autocast = tuple(zip(kinds, enabled, dtypes, strict=True))
+        # without a seed of its own, the number of what is inside, and the generators' states
+        self._inside = next_visit_seed() if seed is None else None
+        self._states: States | None = None
 
     def run(self, tensors: Sequence[Tensor], by_unit: Mapping[int, Sequence[Tensor]] | None = None) -> list[Tensor]:
         """Runs the function; returns its tensor outputs. by_unit: the leaves of the units of its rows"""
@@ -137,22 +158,51 @@ class TensorCall:
                 leaf = leaf.weights(by_unit)
             args.append(leaf)
         leaves, spec = optree.tree_flatten(self._function(*self._spec.unflatten(args)))
-        outs, template = split_tensors(leaves)
+        outs: list[Tensor] = []
+        template: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                outs.append(leaf)
+                leaf = ARGUMENT
+            template.append(leaf)
         self.structure = spec, template
         return outs
+
+    def replay(self, tensors: Sequence[Tensor], by_unit: Mapping[int, Sequence[Tensor]] | None = None) -> list[Tensor]:
+        """Runs the function as every time, in a backward or under a transform too: under the random numbers and the
+        autocast of the call, over its ranks."""
+        with ExitStack() as stack:
+            for device, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(device):
+                    # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
+                    stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
+            if self.seed is not None:
+                return run_visit(self.seed, self._device, self.ranks, self.run, tensors, by_unit)
+            if self._inside is None:
+                stack.enter_context(counting(Unnumbered(self.ranks)))
+            else:
+                stack.enter_context(counting(VisitCounter(self._inside, 0, inside=True, ranks=self.ranks)))
+            if self._states is None:  # 5 kB on the CPU, 16 bytes on a GPU
+                self._states = states(generators(self._device))
+            else:
+                stack.enter_context(drawing_from(self._states))
+            return self.run(tensors, by_unit)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """Rebuilds the output, with `tensors` in place of its tensors."""
         spec, template = self.structure
-        results = iter(tensors)
-        return spec.unflatten([next(results) if leaf is ARGUMENT else leaf for leaf in template])
+        leaves, results = list(template), iter(tensors)
+        for position, leaf in enumerate(template):
+            if leaf is ARGUMENT:
+                leaves[position] = next(results)
+        return spec.unflatten(leaves)
 
 
 class BlockCall(TensorCall):
     """A call of a block on sharded weights: rows, which stand for them, are among its arguments.
 
     first: this is the first visit of its scan or apply; signature: equal for calls that run the same code
-    carries: the first argument is a scan's carry; replay: runs it under the random numbers and autocast of the call
+    carries: the first argument is a scan's carry
     """
 
     def __init__(
@@ -166,7 +216,6 @@ class BlockCall(TensorCall):
         carries: bool = False,
     ) -> None:
         leaves, spec = optree.tree_flatten(args)
-        super().__init__(block, leaves, spec)
         self.name, self.block, self.first = name, block, first
         self._carries, self._code = carries, signature
         self.rows: list[HandleWeights] = []
@@ -174,12 +223,11 @@ class BlockCall(TensorCall):
         for leaf in leaves:
             if isinstance(leaf, HandleWeights):
                 self.rows.append(leaf)
-                for unit, group in leaf.units:
+                for unit, group in zip(leaf.units, leaf.rows.groups, strict=True):
                     self.of_unit.setdefault(unit, (group, leaf))
         self.units = tuple(self.of_unit)
-        self.seed = next_visit_seed()
         ranks = self.rows[0].handle.context.origin.owner.comms
-        self.replay = Replay(ranks.device, self.seed, ranks)
+        super().__init__(block, leaves, spec, ranks.device, next_visit_seed(), ranks)
 
     @property
     def carry_length(self) -> int:
@@ -189,7 +237,7 @@ class BlockCall(TensorCall):
 
     def run_on(self, weights: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Runs the block on the leaves of each unit (in the order of `units`), as in every run of it."""
-        return self.replay.run(self.run, tensors, dict(zip(self.units, weights, strict=True)))
+        return self.replay(tensors, dict(zip(self.units, weights, strict=True)))
 
     # ---- keys: calls that are alike
 
@@ -207,17 +255,14 @@ class BlockCall(TensorCall):
     @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
-        others = tuple(
-            repr(leaf) for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights)
-        )
-        return self._code, self._spec, others
+        code, *others = self.code
+        return code, self._spec, tuple(map(repr, others))
 
     @property
     def code(self) -> tuple[Any, ...]:
         """The block and its arguments, without tensors and weights."""
-        return self._code, *(
-            leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights)
-        )
+        others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
+        return self._code, *others
 
     @property
     def form(self) -> Hashable:
@@ -225,16 +270,16 @@ class BlockCall(TensorCall):
         rows = [
             (self.units.index(unit), row.handle.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
             for row in self.rows
-            for unit, g in row.units
+            for unit, g in zip(row.units, row.rows.groups, strict=True)
         ]
-        return self._spec, tuple(rows), self.replay.autocast
+        return self._spec, tuple(rows), self.autocast
 
     # ---- checks
 
     def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
         """Raises if an output is a view of the weights, whose memory will hold other values."""
         for out in outs:
-            address = address_of(out)
+            address = out.untyped_storage().data_ptr()
             if address in storages and address and out.numel():  # 0: no memory, or a fake tensor
                 raise errors.view_of_weights(self.name, out)
 
@@ -299,112 +344,52 @@ def grad_targets_of(leaves: Sequence[Sequence[Tensor]]) -> GradTargets:
     return found
 
 
-def open_all(targets: GradTargets, grad_slots: Sequence[GradSlot], task: AutogradRun) -> None:
-    """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
-    for unit, grad_slot in zip(targets, grad_slots, strict=True):
-        for gap in () if grad_slot.add else grad_slot.views.gaps:
-            gap.zero_()
-        for target, view in zip(unit, grad_slot.views.leaves, strict=True):
-            if target is not None:
-                found, direct = target
-                found.view, found._early = view, None
-                found.task = task if direct else None
-                if found.state != "early":
-                    found.state = "written" if grad_slot.add else "free"
+class ToSlots:
+    """Takes the gradients of a visit to its gradient slots, where blocks write them, or autograd's are copied.
 
+    grad_slots: the slots, by trained unit
+    """
 
-def close_all(targets: GradTargets, grad_slots: Sequence[GradSlot], grads: Sequence[Tensor | None]) -> None:
-    """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
-    found_grads = iter(grads)
-    views: list[Tensor] = []
-    values: list[Tensor] = []
-    for unit, grad_slot in zip(targets, grad_slots, strict=True):
-        for target, view in zip(unit, grad_slot.views.leaves, strict=True):
-            written, grad = grad_slot.add, next(found_grads)
-            if target is not None:
-                found = target[0]
-                written = found.state == "written"
-                found.view, found.task, found.state = None, None, "free"
-            if grad is None:
-                if not written:
-                    view.zero_()
-            elif written:
-                view.add_(grad)
-            else:
-                views.append(view)
-                values.append(grad)
-    if views:
-        foreach_copy(views, values)
-
-
-# ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
-#
-#     inputs     grad_x = grad_y w       sent on at once        (the factors grad_y, x are kept)
-#     weights    slot = grad_y^T x       when nobody waits
-#
-# Products of `ya.linear` and `ya.embedding` are left for the second half. Autograd's gradients of other weights are
-# made in the first half, and kept. A factor in a weight slot (x may be a weight itself) is copied: the slot holds
-# another unit by then.
-
-
-class Later:
-    """The work that the first half leaves to the second. slots: addresses of the memory that blocks see as weights"""
-
-    def __init__(self, slots: Collection[int]) -> None:
-        self._slots = slots
+    def __init__(self, grad_slots: Sequence[GradSlot]) -> None:
+        self.grad_slots = grad_slots
         self._targets: GradTargets = ()
-        self._writes: list[Callable[[], None]] = []
-        self._fresh: Sequence[Tensor | None] = ()
 
     def open(self, targets: GradTargets, task: AutogradRun) -> None:
-        """Starts keeping the products that are gradients of leaves, in `task`."""
+        """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
         self._targets = targets
-        defer = partial(_defer, self._writes, self._slots)
-        for found, direct in self._all():
-            found.later, found.task = defer, task if direct else None
+        for unit, grad_slot in zip(targets, self.grad_slots, strict=True):
+            for gap in () if grad_slot.add else grad_slot.views.gaps:
+                gap.zero_()
+            for target, view in zip(unit, grad_slot.views.leaves, strict=True):
+                if target is not None:
+                    found, direct = target
+                    found.view, found._early = view, None
+                    found.task = task if direct else None
+                    if found.state != "early":
+                        found.state = "written" if grad_slot.add else "free"
 
-    def close(self, fresh: Sequence[Tensor | None]) -> None:
-        """Ends the first half. fresh: autograd's gradients of all leaves"""
-        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
-        for found, _ in self._all():
-            found.later = found.task = None
-
-    def write(self, grad_slots: Sequence[GradSlot]) -> None:
-        """Runs the second half: writes the gradients to `grad_slots`."""
-        open_all(self._targets, grad_slots, AutogradRun(()))
-        for write in self._writes:
-            write()
-        close_all(self._targets, grad_slots, self._fresh)
-
-    def _all(self) -> list[GradTarget]:
-        return [target for unit in self._targets for target in unit if target is not None]
-
-
-def _defer(
-    writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor
-) -> None:
-    factors = [_own(factor, slots) for factor in given]
-    versions = [factor._version for factor in factors]
-
-    def later() -> None:
-        for factor, before in zip(factors, versions, strict=True):
-            if factor._version != before:
-                raise _factor_written(factor)
-        write(*factors)
-
-    writes.append(later)
-
-
-def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
-    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
-
-
-def _factor_written(factor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
-        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
-        "of calls without halves (one_f_one_b)"
-    )
+    def close(self, grads: Sequence[Tensor | None]) -> None:
+        """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
+        found_grads = iter(grads)
+        views: list[Tensor] = []
+        values: list[Tensor] = []
+        for unit, grad_slot in zip(self._targets, self.grad_slots, strict=True):
+            for target, view in zip(unit, grad_slot.views.leaves, strict=True):
+                written, grad = grad_slot.add, next(found_grads)
+                if target is not None:
+                    found = target[0]
+                    written = found.state == "written"
+                    found.view, found.task, found.state = None, None, "free"
+                if grad is None:
+                    if not written:
+                        view.zero_()
+                elif written:
+                    view.add_(grad)
+                else:
+                    views.append(view)
+                    values.append(grad)
+        if views:
+            foreach_copy(views, values)
 
 
 # ---- A visit in a session: one block on the weights in its slots, and its backward.
@@ -432,36 +417,34 @@ class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
 
     targets: where the gradients of a kept graph's weights go
+    target: takes them there while its backward runs: `ToSlots`, or what keeps them for the later half
     """
 
     def __init__(self, session: Any, call: BlockCall, visit: Visit) -> None:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
         self.asked: Asked | None = None
         self.targets: GradTargets = ()
+        self.target: Any = None
         self._done = False
-        self._grad_slots: Sequence[GradSlot] = ()
-        self._later: Later | None = None
         self._seen: list[Tensor] | None = None  # of the outputs, for a recomputation in a first step
 
     # ---- forward
 
-    def forward(self) -> list[Tensor]:
-        """Runs the block, and returns its outputs in the graph of the loss."""
-        session, call = self.session, self.call
-        with session.compute("forward", self.visit, self.microbatch) as op:
-            assert isinstance(op, Forward)
-            tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
-            versions = [tensor._version for tensor in tensors]
-            outs = self._keep(op, tensors) if op.keep else self._recompute_later(op, tensors)
-            for tensor, before in zip(tensors, versions, strict=True):
-                if tensor._version != before:
-                    raise errors.argument_written(self.visit.name, tensor)
+    def forward(self, op: Any) -> list[Tensor]:
+        """Runs the block, and returns its outputs: in the graph of the loss, in a step with a backward."""
+        call = self.call
+        if not self.session.differentiates:
+            return self.outputs(op, call.tensors)
+        tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
+        versions = [tensor._version for tensor in tensors]
+        if op.keep:
+            outs = self._keep(op, tensors)
+        else:
+            self.session.token, *outs = _Recomputed.apply(self, op, self.session.token, *tensors)
+        for tensor, before in zip(tensors, versions, strict=True):
+            if tensor._version != before:
+                raise errors.argument_written(self.visit.name, tensor)
         return outs
-
-    def evaluated(self) -> list[Tensor]:
-        """Runs the block in a step without a backward, and returns its outputs."""
-        with self.session.compute("forward", self.visit, self.microbatch) as op:
-            return self.outputs(op, self.call.tensors)
 
     def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, visit = self.session, self.visit
@@ -470,12 +453,18 @@ class Running:
         own: list[list[Tensor]] = []
         weights: list[Tensor] = []
         for unit, slot in zip(visit.units, op.slots, strict=True):
-            if unit in trained:
-                leaves.append(slots.kept_leaves(slot, unit))
-                own.append(leaves[-1])
-                weights += leaves[-1]
-            else:
+            if unit not in trained:
                 leaves.append(slots.leaves(slot, unit, False))
+                continue
+            fresh = list[Tensor]()
+            for view, found in slots.kept.get((slot, unit)) or slots.keep_leaves(slot, unit):
+                leaf = view.data  # not `detach`: see `weight_leaf`
+                if found is not None:
+                    setattr(leaf, DESTINATION, found)
+                fresh.append(leaf)
+            leaves.append(fresh)
+            own.append(fresh)
+            weights += fresh
         if op.early:
             _offer(own, session.early_grad_slots(op, trained))
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
@@ -486,11 +475,6 @@ class Running:
         self.call.refuse_views(outs, slots.storages)
         results: list[Tensor]
         session.token, *results = _Close.apply(self, token, *outs)
-        return results
-
-    def _recompute_later(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        results: list[Tensor]
-        self.session.token, *results = _Recomputed.apply(self, op, self.session.token, *tensors)
         return results
 
     def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
@@ -538,16 +522,10 @@ class Running:
         return outs
 
     def gradients(
-        self,
-        op: Backward,
-        grad_slots: Sequence[GradSlot],
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-        grads: Sequence[Tensor | None],
+        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> Outs:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none."""
-        self._grad_slots = grad_slots
         return self._differentiate(self._again(op, tensors, needs), grads)
 
     def _again(self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool]) -> LocalGraph:
@@ -556,7 +534,7 @@ class Running:
         calls = self.session.collectives
         if calls is not None:
             calls.again("forward")
-        local = self.run(op, inputs, track=True, early=self._grad_slots)
+        local = self.run(op, inputs, track=True, early=self.target.grad_slots)
         if calls is not None:
             calls.end()
             calls.again("backward")
@@ -576,24 +554,25 @@ class Running:
                 roots.append(out)
                 root_grads.append(grad)
         trained = self._trained(leaves)
-        self.targets = grad_targets_of(trained)
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         smooth = len(wanted)
         for unit_leaves in trained:
             wanted += unit_leaves
-        self.open(AutogradRun(roots))
+        run = AutogradRun()
+        run.begins_with(roots)
+        self.target.open(grad_targets_of(trained), run)
         fresh: Outs = [None] * len(wanted)
         if roots and wanted:
             fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-        self.close(fresh[smooth:])
+        self.target.close(fresh[smooth:])
         results = iter(fresh)
         return [next(results) if tensor.requires_grad else None for tensor in inputs]
 
     # ---- backward
 
     def begin_backward(self) -> Backward:
-        """Begins the compute of the backward, and finds where gradients of the weights go: to gradient slots, or to the
-        other half, which the session has in its turn. Raises where it is not the step's own, or comes twice."""
+        """Begins the compute of the backward, and learns where gradients of the weights go. Raises where it is not the
+        step's own, or comes twice."""
         if self._done:
             raise errors.second_backward(self.visit.name)
         session = self.session
@@ -604,10 +583,7 @@ class Running:
         self._done = True
         op = session.begin_compute("backward", self.visit, self.microbatch)
         assert isinstance(op, Backward)
-        if op.half == "inputs":
-            self._later = session.later_half(self.visit, self.microbatch)
-        else:
-            self._grad_slots = session.grad_slots(op, self.visit.trained)
+        self.target = session.target(op, self.visit)
         return op
 
     def recomputed(
@@ -618,27 +594,15 @@ class Running:
             tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
         if not self.visit.trained and not any(needs):
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
-        if self._later is not None:
-            return self._differentiate(self._again(op, tensors, needs), grads)
         replays: Replays | None = self.session.replays
-        if replays is not None:
-            return replays.gradients(self, op, self._grad_slots, tensors, needs, grads)
-        return self.gradients(op, self._grad_slots, tensors, needs, grads)
+        if replays is not None and isinstance(self.target, ToSlots):
+            return replays.gradients(self, op, tensors, needs, grads)
+        return self.gradients(op, tensors, needs, grads)
 
-    def open(self, task: AutogradRun) -> None:
-        """Opens the destinations of the weights' gradients, in the run of autograd `task`."""
-        if self._later is not None:
-            self._later.open(self.targets, task)
-        else:
-            open_all(self.targets, self._grad_slots, task)
-
-    def close(self, fresh: Sequence[Tensor | None]) -> None:
-        """Closes the destinations. fresh: autograd's gradients of the weights"""
-        later, self._later = self._later, None  # the graph may outlive what is left for later
-        if later is not None:
-            later.close(fresh)
-        else:
-            close_all(self.targets, self._grad_slots, fresh)
+    def end_backward(self) -> None:
+        """Ends the compute of the backward."""
+        self.target = None  # the graph may outlive what is left for later
+        self.session.end_compute()
 
 
 def _offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -> None:
@@ -685,8 +649,8 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.opens
-        running.close(grads[ctx.arguments :])
-        running.session.end_compute()
+        running.target.close(grads[ctx.arguments :])
+        running.end_backward()
         return None, None, None, *grads[: ctx.arguments]
 
 
@@ -702,7 +666,9 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.closes
         running.begin_backward()
-        running.open(AutogradRun((), now=True))
+        run = AutogradRun()
+        run.number = graph_task_id()
+        running.target.open(running.targets, run)
         return None, None, *grads
 
 
@@ -727,5 +693,5 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         running: Running = ctx.running
         op = running.begin_backward()
         input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
-        running.session.end_compute()
+        running.end_backward()
         return None, None, None, *input_grads

@@ -11,8 +11,8 @@ import sys
 from importlib import import_module
 from typing import Any
 
+from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.program.cut import cut
-from yafsdp_fn.program.hazards import Scoreboard
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,

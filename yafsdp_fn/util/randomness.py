@@ -1,4 +1,4 @@
-"""Seeds random numbers by (seed, step, microbatch, visit, rank) and nothing else; and runs a function again as before.
+"""Seeds random numbers by (seed, step, microbatch, visit, rank) and nothing else.
 
 While a step runs, every `scan` layer and every `apply` is numbered, on sharded and on plain trees alike, and runs under
 generators seeded with that tuple. A recomputed forward draws the same numbers, and so does the plain loop, which stays
@@ -15,7 +15,7 @@ The same context says over which ranks the collectives of a block act (`communic
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar, Token
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
@@ -65,16 +65,17 @@ States = list[tuple[torch.Generator, Tensor]]
 """Generators and their states."""
 
 
-def _states(found: Iterable[torch.Generator]) -> States:
+def states(found: Iterable[torch.Generator]) -> States:
     return [(generator, generator.get_state()) for generator in found]
 
 
 def _seed(seed: int | None, device: torch.device) -> States:
     """Seeds the default generators; returns them with their states before."""
+    before: States = []
     if seed is None or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return []
-    before = _states(generators(device))
-    for generator, _ in before:
+        return before
+    for generator in generators(device):
+        before.append((generator, generator.get_state()))
         generator.manual_seed(seed)
     return before
 
@@ -82,6 +83,17 @@ def _seed(seed: int | None, device: torch.device) -> States:
 def _restore(before: States) -> None:
     for generator, state in before:
         generator.set_state(state)
+
+
+@contextmanager
+def drawing_from(found: States) -> Iterator[None]:
+    """Sets generators to the states `found`, and restores theirs afterwards."""
+    now = states(generator for generator, _ in found)
+    _restore(found)
+    try:
+        yield
+    finally:
+        _restore(now)
 
 
 class VisitCounter:
@@ -189,16 +201,8 @@ def counting(around: VisitCounter | Unnumbered) -> Iterator[None]:
 T = TypeVar("T")
 
 
-def run_visit(seed: int | None, device: torch.device, function: Callable[..., T], *args: Any) -> T:
-    """Returns `function(*args)`, run `seeded`, with visits inside of it numbered from its seed. seed: None outside a
-    step"""
-    if seed is None:
-        return function(*args)
-    around = _counter.get()
-    return _run_seeded(seed, device, None if around is None else around.ranks, function, *args)
-
-
-def _run_seeded(seed: int, device: torch.device, ranks: Any, function: Callable[..., T], *args: Any) -> T:
+def run_visit(seed: int, device: torch.device, ranks: Any, function: Callable[..., T], *args: Any) -> T:
+    """Returns `function(*args)`, run `seeded`, with visits inside of it numbered from its seed."""
     token = _enter(VisitCounter(seed, 0, inside=True, ranks=ranks))
     before = _seed(seed, device)
     try:
@@ -208,57 +212,9 @@ def _run_seeded(seed: int, device: torch.device, ranks: Any, function: Callable[
         _leave(token)
 
 
-# ---- A function that runs again, in a backward or under a transform, draws and casts as it did the first time, and
-# its collectives act over the same ranks.
-
-
-class Replay:
-    """Gives every run of a function the random numbers and the autocast of the call, and its ranks.
-
-    seed: reseeds every run; None: uses the default generators, whose states are kept (5 kB on the CPU, 16 bytes on a
-    GPU) and restored after a later run
-    autocast: (device type, enabled, dtype) of the CPU and of the device when the call was made
-    ranks: of the weights of a visit; None: those of the code that makes the call
-    """
-
-    def __init__(self, device: torch.device, seed: int | None = None, ranks: Any = None) -> None:
-        self._device = device
-        self._seed = seed
-        around = _counter.get()
-        self._ranks = around.ranks if ranks is None and around is not None else ranks
-        kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
-        self.autocast = tuple([(x, torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in kinds])
-        # without a seed of its own, the number of what is inside
-        self._inside = next_visit_seed() if seed is None else None
-        self._states: States | None = None
-
-    def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Returns `function(*args)`."""
-        casts = [each for each in self.autocast if each[1] or torch.is_autocast_enabled(each[0])]
-        if self._seed is not None and not casts:  # the usual case
-            return _run_seeded(self._seed, self._device, self._ranks, function, *args)
-        with ExitStack() as stack:
-            for device, enabled, dtype in casts:
-                # autocast would cache casts by leaf, which is the same tensor in the next step, with other values
-                stack.enter_context(torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=False))
-            if self._seed is not None:
-                return _run_seeded(self._seed, self._device, self._ranks, function, *args)
-            around: VisitCounter | Unnumbered = Unnumbered(self._ranks)
-            if self._inside is not None:
-                around = VisitCounter(self._inside, 0, inside=True, ranks=self._ranks)
-            stack.enter_context(counting(around))
-            if self._states is None:
-                self._states = _states(generators(self._device))
-            else:
-                stack.enter_context(_drawing_from(self._states))
-            return function(*args)
-
-
-@contextmanager
-def _drawing_from(states: States) -> Iterator[None]:
-    now = _states(generator for generator, _ in states)
-    _restore(states)
-    try:
-        yield
-    finally:
-        _restore(now)
+def run_plain_visit(device: torch.device, function: Callable[..., T], *args: Any) -> T:
+    """Returns `function(*args)`, a visit on plain tensors: in a step under random numbers of its own."""
+    counter = _counter.get()
+    if not isinstance(counter, VisitCounter):
+        return function(*args)
+    return run_visit(counter.next_seed(), device, counter.ranks, function, *args)

@@ -191,8 +191,9 @@ class FusedSteps:
         self._launch = self._launch or self._fusion.begin()
         units = self._pieces if call.units is None else call.units
         kinds: dict[tuple[bool, bool], list[Leaves]] = {}
-        for piece in (piece for unit in units for piece in self._pieces[unit]):
-            kinds.setdefault((piece.decays, piece.large), []).append(piece.tensors)
+        for unit in units:
+            for piece in self._pieces[unit]:
+                kinds.setdefault((piece.decays, piece.large), []).append(piece.tensors)
         call.on_write()  # the user's learning rate and decay mask have been asked
         for (decays, large), pieces in kinds.items():
             decay = self._fusion.decay.weight_decay if decays else 0.0
