@@ -206,9 +206,9 @@ UNCLEAR: dict[str, Any] = {
     "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": (
         lambda mesh: ya.init(PARAMS, TX, mesh=mesh, precision="bf16")
     ),
-    "TypeError: a differentiated argument has a leaf torch.int32 (), of class Tensor; expected floating-point tensors: "
+    "TypeError: a differentiated argument has a leaf torch.int32 (); expected floating-point tensors: "
     "of a state its params (state.params)": lambda mesh: ya.grad(loss_fn)(new(mesh), BATCH),
-    "TypeError: a differentiated argument has a leaf torch.float32 (2, 4, 4), of class Param; expected": (
+    "TypeError: a differentiated argument has a leaf torch.float32 (2, 4, 4); expected floating-point tensors: of a": (
         lambda mesh: ya.grad(loss_fn)(PARAMS, BATCH)
     ),
     "TypeError: train_step takes a ShardedState or a PlainState, got dict: step(state, batch), with the state itself": (
@@ -217,10 +217,10 @@ UNCLEAR: dict[str, Any] = {
     "TypeError: expected a GradientTransformation or a pair of functions (init, update), got <function adamw": (
         lambda mesh: ya.init(PARAMS, ya.optim.adamw, mesh=mesh)
     ),
-    "TypeError: schedule: expected a function from a trace to a program, or a Program, got 'zero2'; a schedule is made "
-    "by a call: schedule=ya.schedules.zero2()": lambda mesh: ya.train_step(loss_fn, TX, schedule="zero2"),
-    "TypeError: schedule: expected a function from a trace to a program, or a Program, got None; a schedule is made "
-    "by a call: schedule=ya.schedules.zero3()": lambda mesh: ya.train_step(loss_fn, TX, schedule=None),
+    "TypeError: schedule: expected a function from a trace to a program, or a Program, got 'zero2'; calls make "
+    "them: schedule=ya.schedules.zero3()": lambda mesh: ya.train_step(loss_fn, TX, schedule="zero2"),
+    "TypeError: schedule: expected a function from a trace to a program, or a Program, got None; calls make "
+    "them: schedule=ya.schedules.zero3()": lambda mesh: ya.train_step(loss_fn, TX, schedule=None),
     "TypeError: head.out.0: expected a Param, a tensor or a Lazy leaf, got int; a shape alone is no parameter": (
         lambda mesh: ya.init({"head": ya.Unit({"out": (16, 8)})}, TX, mesh=mesh)
     ),

@@ -24,9 +24,11 @@ from benchmarks.published.runs import UNSTATED, Refused, Run
 from models import gpt2
 from models.parts import layers
 from yafsdp_fn.lab import peers
-from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, simulate, trace
+from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, trace
 from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
+from yafsdp_fn.planner.simulate import run as simulated
+from yafsdp_fn.planner.simulate import tasks
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Visit
@@ -286,7 +288,8 @@ def _program_s(run: Run, cluster: Cluster) -> float:
 
 def _simulated(run: Run, microbatches: int, cluster: Cluster) -> float:
     """Seconds of a step in so many microbatches; where stages go on apart, of the stage that is at it longest."""
-    timeline = simulate(_program(_key(run), microbatches), cluster)
+    program = _program(_key(run), microbatches)
+    timeline = simulated(program, tasks(program, cluster), cluster)  # no proof: one that goes on apart takes no norm
     if not run.apart:
         return timeline.seconds
     computes = [part.on("compute") for part in timeline.by_stage]

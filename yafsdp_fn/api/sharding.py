@@ -284,7 +284,7 @@ def _filled(
     """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
     once shapes are known to agree"""
     if not isinstance(precision, Precision):
-        raise TypeError(f"precision={precision!r:.80}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
+        raise TypeError(f"precision={precision!r}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:

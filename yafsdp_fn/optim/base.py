@@ -190,7 +190,7 @@ def as_transformation(tx: Any) -> GradientTransformation:
     if isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx)):
         return on_whole_trees(GradientTransformation(*tx))
     raise TypeError(
-        f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r:.300}; an optimizer here "
+        f"expected a GradientTransformation or a pair of functions (init, update), got {tx!r}; an optimizer here "
         "is what a call of one returns, such as ya.optim.adamw(3e-4)"
     )
 

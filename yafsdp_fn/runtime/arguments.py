@@ -80,8 +80,8 @@ class Arguments:
         for node in self.nodes:
             if not isinstance(node, Sharded | Frozen) and not (isinstance(node, Tensor) and node.is_floating_point()):
                 raise TypeError(
-                    f"a differentiated argument has a leaf {shape_of(node)}, of class {type(node).__name__}; expected "
-                    "floating-point tensors: of a state its params (state.params), of a tree of ya.Param what ya.init "
+                    f"a differentiated argument has a leaf {shape_of(node)}; expected floating-point "
+                    "tensors: of a state its params (state.params), of a tree of ya.Param what ya.init "
                     "or ya.materialize makes of it"
                 )
         others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)

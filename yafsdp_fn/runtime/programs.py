@@ -76,15 +76,13 @@ class Programs:
         lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
         given: Any = schedule
-        factories = {**builders.FACTORIES, **pipelines.FACTORIES}
-        if given in factories.values():
+        if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
             name = given.__name__
             raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
         if not isinstance(schedule, Program) and not callable(schedule):
-            name = given if given in [*factories] else "zero3"
             raise TypeError(
-                "schedule: expected a function from a trace to a program, or a Program, got "
-                f"{schedule!r}; a schedule is made by a call: schedule=ya.schedules.{name}()"
+                f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}; calls make "
+                "them: schedule=ya.schedules.zero3()"
             )
         self._schedule, self._update_when, self._not_unitwise, self.trains = schedule, update_when, not_unitwise, trains
         self._lent = lent

@@ -147,6 +147,7 @@ class Tracer:
         self._saved_beside: set[int] = set()
         self.called: list[tuple[AxisCollective, bool]] = []  # by the loss since the last visit, see `noting`
         self.between: list[Between] = []
+        self.reached = True  # visits, by the gradient of the loss
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
@@ -262,7 +263,8 @@ class Tracer:
         self._saved_beside |= self._numbered(saved_by([total]))
         wanted = [out for out in self._outputs if out.requires_grad]
         if total.requires_grad and wanted:
-            torch.autograd.grad(total, wanted, allow_unused=True)
+            found = torch.autograd.grad(total, wanted, allow_unused=True)
+            self.reached = any(grad is not None for grad in found)
         self._end_beside()
         return tuple(
             v._replace(cost=v.cost._replace(beside_bytes=after[v.id], unsaved=self._unsaved(v))) for v in self.visits
@@ -352,7 +354,7 @@ def traced(
     order = chained_order(visits, arguments.microbatches)
     whole = tracer.placement
     units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
-    loss_of = tuple(sorted(tracer.beside.made(total)))
+    loss_of = tuple(sorted(tracer.beside.made(total))) if tracer.reached else ()
     calls = tuple(tracer.between)
     trace = Trace(units, visits, order, axes, arguments.microbatches, precision=names, loss_of=loss_of, between=calls)
     untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value

@@ -57,6 +57,11 @@ def detached(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(total.detach(), weight)
 
 
+def detached_and_marked(params: Params, batch: Batch) -> ya.Mean:
+    total, weight = plain(params, batch)
+    return ya.Mean(total.detach().requires_grad_(), weight)
+
+
 def asks(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     if x.sum() > 1e9:
@@ -117,6 +122,7 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         (looks, {}, "RuntimeError: embed: a visit under no_grad inside of a step across stages"),
         (writes, {}, "RuntimeError: layers[0]: an argument is written in place after the visit took it"),
         (detached, {}, "ValueError: the loss does not depend on the differentiated arguments"),
+        (detached_and_marked, {}, "ValueError: the loss does not depend on the differentiated arguments"),
         (part_of_a_stack, {}, "ValueError: scan: local shards of layers are torch.float32 (1,"),
         (asks, {}, "RuntimeError: the loss depends on the values of tensors"),
         (odd_aux, {"has_aux": True}, "ValueError: aux: a leaf is made by visits that only one stage computes"),
