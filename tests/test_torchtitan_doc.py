@@ -29,7 +29,7 @@ def smaller(block: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_its_commands_are_options_of_a_plan(command: str) -> None:
-    options = cli(Options, shlex.split(command, comments=True))
+    options = cli(Options, shlex.split(command, comments=True), prog="plan")
     assert options.model == "llama3.1-8b" and options.gpus == 64
 
 

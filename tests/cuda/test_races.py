@@ -92,7 +92,7 @@ def test_every_wait_is_missed_or_implied_by_others(in_child: InChild, case: Case
 
 def without_keep(case: Case) -> list[Finding]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaStream, "keep", lambda self, memory: None)
+        patch.setattr(CudaStream, "mark_used", lambda self, memory: None)
         return wrong(seen(case)[1])
 
 

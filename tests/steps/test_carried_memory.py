@@ -101,7 +101,7 @@ def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int, tm
 def kept(mesh: Mesh, folder: Any) -> None:
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStream, "keep", lambda _, memory: told.append(memory.data_ptr()))
+        patch.setattr(HostStream, "mark_used", lambda _, memory: told.append(memory.data_ptr()))
         life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
         for _ in range(2):
             life.take(life.step)
