@@ -57,7 +57,8 @@ sample: $(VENV)/.train
 # In two processes, each with rank processes of its own: most tests leave one of two cores idle. In the order of files:
 # by itself xdist leaves those of few tests to the end, and the longest tests are in such.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@# ranks of one process wait for each other: with three processes on two cores little is idle
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly:
 	@$(MAKE) test ARGS='--nightly $(ARGS)'
