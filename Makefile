@@ -55,8 +55,7 @@ sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)
 
 # In three processes, each with rank processes of its own, which wait for each other: with two, a sixth of two cores is
-# idle. In the order of files:
-# by itself xdist leaves those of few tests to the end, and the longest tests are in such.
+# idle. In the order of files: by itself xdist leaves those of few tests to the end, and the longest tests are in such.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
