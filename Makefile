@@ -54,10 +54,10 @@ train: $(VENV)/.train
 sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)
 
-# In three processes, each with rank processes of its own, which wait for each other: with two, a sixth of two cores is
-# idle. In the order of files: by itself xdist leaves those of few tests to the end, and the longest tests are in such.
+# In two processes, each with rank processes of its own: most tests leave one of two cores idle. In the order of files:
+# by itself xdist leaves those of few tests to the end, and the longest tests are in such.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly:
 	@$(MAKE) test ARGS='--nightly $(ARGS)'
