@@ -64,8 +64,14 @@ def test_at_any_line_of_a_step(optimizer: str) -> None:
     unchanged = gone = 0
     for at in range(0, whole.lines, EVERY):
         now, interrupt = base.copy(), Interrupt(at)
-        with pytest.raises(KeyboardInterrupt), interrupt.running():
-            step(now, batch())
+        try:
+            with interrupt.running():
+                step(now, batch())
+        except KeyboardInterrupt:
+            pass
+        else:  # it had fewer lines than the one that was counted: an event that is over is not waited for
+            assert interrupt.lines <= at
+            continue
         assert not in_step(), interrupt.where
         try:
             new, _ = step(now, batch())
