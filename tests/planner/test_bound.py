@@ -84,6 +84,17 @@ def test_a_gather_beside_the_last_updates() -> None:
     assert expect_below(program, cluster).seconds == pytest.approx(simulate(program, cluster).seconds)
 
 
+def test_a_gather_beside_the_update_of_another_unit_of_the_first_visit() -> None:
+    units = tuple(UnitSpec(i, f"w[{i}]", None, 0, n, 4 * n, 4 * n, True) for i, n in enumerate((1 << 20, 1 << 20)))
+    visits = [Visit(0, "x", (0, 1), (), Cost(flops=10**8))]
+    names = ya.Precision().names
+    trace = Trace(units, tuple(visits), chained_order(visits, 1), (("shard", 2),), 1, precision=names)
+    program = ya.schedules.zero1(update=True)(trace._replace(update_when="after norm"))
+    kinds = [type(op) for op in program.ops[-4:]]
+    assert kinds == [Update, Gather, Update, Gather]
+    expect_below(program, SLOW.replace(gpus_per_node=2, contention=0.0, network_latency=1e-1, memory_bandwidth=1e9))
+
+
 def written(trace: Trace, rng: random.Random) -> Program:
     """A program that no builder writes: any visits recompute or are offloaded, units share slots as they come."""
     layers = remat.layer_visits(trace)

@@ -213,7 +213,8 @@ class _StageBound:
         ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
         self.norm = sum(self.costs.seconds(op) for op in ops if isinstance(op, Norm))
         self.update = sum(self.costs.seconds(op) for op in ops if isinstance(op, Update))
-        self.first_update = sum(self.costs.seconds(Update((unit,))) for unit in self.first)
+        # the gather of one may begin while others are updated
+        self.first_update = min((self.costs.seconds(Update((unit,))) for unit in self.first), default=0.0)
 
     def _work(self) -> None:
         """Adds up what streams and links do at least."""
