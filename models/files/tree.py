@@ -89,7 +89,7 @@ def load(
             leaves = [form.join([tensor.read().to(dtype) for tensor in row]) for row in rows]
             return torch.stack(leaves) if stack and layer is None else leaves[0]
 
-        return ya.Lazy(param.shape, dtype, read, param.split, compute=param.compute, reduce=param.reduce)
+        return ya.Lazy.in_place_of(param, dtype, read)
 
     def part(prefix: str, tree: Any) -> Any:
         return optree.tree_map(lambda key, param: leaf(prefix, key, param), ya.params.leaf_names(tree), tree)

@@ -257,7 +257,7 @@ def _in_place_of(like: Tree, params: Tree) -> Tree:
             raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
         give = source(path, own, 0, torch.device("cpu"))
         in_memory = isinstance(own, Tensor) or (isinstance(own, Lazy) and own.in_memory)
-        return Lazy(tuple(own.shape), own.dtype, give, leaf.split, in_memory, leaf.compute, leaf.reduce)
+        return Lazy.in_place_of(leaf, own.dtype, give, in_memory=in_memory)
 
     out = optree.tree_map_with_accessor(lazy, like)
     if given:

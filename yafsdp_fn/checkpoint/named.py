@@ -15,7 +15,6 @@ def moments(path, layer):           # "layers.wq", 3 -> "optim.state.layers.3.wq
     return name(path, layer).replace("model.", "optim.state.")
 """
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
-from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, without_markers
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.whole_layers import map_whole_layers
@@ -69,10 +68,7 @@ def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> T
     find = _finder(Path(directory), name)
 
     def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
-        found = _lazy(find, dotted(accessor), tuple(leaf.shape), in_stack(accessor))
-        if not isinstance(leaf, Param | Lazy):
-            return found
-        return dataclasses.replace(found, split=leaf.split, compute=leaf.compute, reduce=leaf.reduce)
+        return _lazy(find, dotted(accessor), leaf, in_stack(accessor))
 
     return optree.tree_map_with_accessor(lazy, params)
 
@@ -119,10 +115,11 @@ def _finder(root: Path, name: Name) -> Callable[..., Theirs]:
     return find
 
 
-def _lazy(find: Callable[..., Theirs], path: str, shape: tuple[int, ...], layered: bool) -> Lazy:
+def _lazy(find: Callable[..., Theirs], path: str, leaf: Any, layered: bool) -> Lazy:
+    shape = tuple(leaf.shape)
     if not layered:
         one = find(path, None, shape)
-        return Lazy(shape, one.dtype, lambda _: one.read())
+        return Lazy.in_place_of(leaf, one.dtype, lambda _: one.read())
     layers = [find(path, layer, shape[1:]) for layer in range(shape[0])]
     dtypes = {layer.dtype for layer in layers}
     if len(dtypes) > 1:
@@ -131,7 +128,7 @@ def _lazy(find: Callable[..., Theirs], path: str, shape: tuple[int, ...], layere
     def load(layer: int | None) -> Tensor:
         return torch.stack([one.read() for one in layers]) if layer is None else layers[layer].read()
 
-    return Lazy(shape, layers[0].dtype, load)
+    return Lazy.in_place_of(leaf, layers[0].dtype, load)
 
 
 def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> None:

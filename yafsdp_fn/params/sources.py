@@ -65,6 +65,13 @@ class Lazy:
         object.__setattr__(self, "split", checked_split(self.split, self.shape))
         check_own_dtypes(self)
 
+    @classmethod
+    def in_place_of(cls, leaf: Any, dtype: torch.dtype, load: Source, *, in_memory: bool = False) -> "Lazy":
+        """Returns a leaf of the shape of `leaf`, with the split and the own dtypes of a `Param` or a `Lazy`."""
+        if isinstance(leaf, Tensor):
+            return cls(tuple(leaf.shape), dtype, load, in_memory=in_memory)
+        return cls(leaf.shape, dtype, load, leaf.split, in_memory, leaf.compute, leaf.reduce)
+
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
