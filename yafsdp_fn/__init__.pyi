@@ -44,6 +44,7 @@ from yafsdp_fn.api.transform import (
 from yafsdp_fn.api.transform import (
     value_and_grad as value_and_grad,
 )
+from yafsdp_fn.communication import formats as formats
 from yafsdp_fn.communication.axes import (
     all_gather as all_gather,
 )
@@ -68,6 +69,7 @@ from yafsdp_fn.communication.axes import (
 from yafsdp_fn.communication.axes import (
     psum_scatter as psum_scatter,
 )
+from yafsdp_fn.communication.formats import Wire as Wire
 from yafsdp_fn.modules.functionalize import functionalize as functionalize
 from yafsdp_fn.modules.functionalize import load_into as load_into
 from yafsdp_fn.modules.lora import lora as lora

@@ -100,6 +100,7 @@ def _shards(state: ShardedState) -> Iterator[SummedValue]:
     working = memory.working.rows
     for group in memory.groups:
         has_copies = group.trainable and memory.gather_dtype(group.units[0]) != state.precision.param
+        has_copies |= group.wire.gather is not None
         for index, unit in enumerate(group.units):
             name = memory.units[unit].name
             stages = group.holders(index)

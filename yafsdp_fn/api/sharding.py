@@ -21,6 +21,7 @@ from yafsdp_fn import optim
 from yafsdp_fn.api.checksum import sum_of_bits
 from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
+from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
@@ -291,6 +292,7 @@ def _filled(
         of_group = f" split {group.splits}" if group.splits else ""
         of_group += f" gathered in {group.dtype}" if group.dtype else ""
         of_group += f" reduced in {group.reduce}" if group.reduce else ""
+        of_group += "" if group.wire == WHOLE else f" on the wire {group.wire}"
         described |= {name: f"{len(group.units)} x {shape}{of_group}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
     if compare is not None and not comms.alone:

@@ -19,6 +19,7 @@ from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
+from yafsdp_fn.util.mesh_axes import ALIGN
 
 # ---- `ShardSlice`: one rank's slice of a flat vector.
 #
@@ -105,7 +106,8 @@ def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Ten
 
 Description = dict[str, Any]
 """A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape,
-whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf)."""
+whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf); of those that
+travel in wire formats `align`."""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
@@ -123,6 +125,8 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
                 layers = node.entry.length if node.entry.stacked(group) else None
                 described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
                 described[key] |= _cut_of(group)
+                if group.layout.align != ALIGN:
+                    described[key]["align"] = group.layout.align
         elif isinstance(node, Tensor):
             out[path] = node
             described[path] = {"dtype": str(node.dtype), "shape": list(node.shape)}
@@ -223,7 +227,7 @@ def recuts(
 
 def _lies(described: Description) -> tuple[Any, ...]:
     """Returns what decides where leaves lie in their unit, and in which part."""
-    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits"))
+    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits", "align"))
 
 
 def _group_of(described: Description, like: Group) -> Group:
@@ -232,7 +236,10 @@ def _group_of(described: Description, like: Group) -> Group:
     axes = described.get("axes", {})
     given = zip(described.get("splits", [{}] * len(leaves)), leaves.values(), strict=True)
     of_leaves = tuple(checked_split(split, tuple(shape)) for split, shape in given)
-    layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())))
+    align = described.get("align", ALIGN)
+    if type(align) is not int or not 1 <= align < LARGEST:
+        raise ValueError(f"align: expected a number of elements, got {align!r:.80}")
+    layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())), align)
     whole = dataclasses.replace(like, layout=layout, axes=(), splits=of_leaves)
     return whole.on({name: Axis(size, 0) for name, size in axes.items()}) if axes else whole
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication.formats import Encoded, as_sent, straight
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.util.torch_private import asked_by_jacfwd, forward_derivatives, recorded, transforms_active
 
@@ -64,7 +65,7 @@ class Collective(torch.autograd.Function):
         if ctx.comms.world > 1 and recorded():
             raise RuntimeError(NO_RECORD)
         with forward_derivatives():
-            return cls.apply(ctx.comms, tangent, *ctx.how)  # type: ignore[no-untyped-call]
+            return cls.apply(ctx.comms, tangent, *map(straight, ctx.how))  # type: ignore[no-untyped-call]
 
     @classmethod
     def vmap(cls, info: Any, dims: Any, comms: Ranks, values: Tensor, *how: Any) -> Any:
@@ -73,7 +74,7 @@ class Collective(torch.autograd.Function):
 
 class AllGather(Collective):
     """Gathers [n, ...] -> [R * n, ...] in dtype `wire`, times `scale`. The gradient is reduced in dtype `back` and
-    summed in `accumulate`."""
+    summed in `accumulate`. In place of both dtypes may be what travels in a format: derivatives pass by it."""
 
     of_shards = True
 
@@ -81,13 +82,13 @@ class AllGather(Collective):
     def forward(
         comms: Ranks,
         shard: Tensor,
-        wire: torch.dtype,
-        back: torch.dtype,
+        wire: torch.dtype | Encoded,
+        back: torch.dtype | Encoded,
         accumulate: torch.dtype | None = None,
         step: bool = False,
         scale: float = 1.0,
     ) -> Tensor:
-        return comms.all_gather(_scaled(shard, scale).to(wire).contiguous())
+        return comms.all_gather(as_sent(_scaled(shard, scale), wire).contiguous())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -110,14 +111,15 @@ class ReduceScatter(Collective):
     def forward(
         comms: Ranks,
         full: Tensor,
-        wire: torch.dtype,
+        wire: torch.dtype | Encoded,
         out: torch.dtype,
         accumulate: torch.dtype | None = None,
         step: bool = False,
         scale: float = 1.0,
         replicas: bool = True,
     ) -> Tensor:
-        return _scaled(comms.reduce_scatter(full.to(wire).contiguous(), out, accumulate, replicas=replicas), scale)
+        sent = as_sent(full, wire).contiguous()
+        return _scaled(comms.reduce_scatter(sent, out, accumulate, replicas=replicas), scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.micro_shards import local_sum
-from yafsdp_fn.communication.sums import all_reduce_replicas_wide, reduce_in_order, reduce_wide
+from yafsdp_fn.communication.sums import all_reduce_replicas_wide, reduce_encoded, reduce_in_order, reduce_wide
 
 # ---- Moves units' flat vectors between the ranks of a mesh. Each function blocks the stream that calls it.
 #
@@ -18,7 +19,8 @@ from yafsdp_fn.communication.sums import all_reduce_replicas_wide, reduce_in_ord
 # R. Each function runs on the communicators' stream of its kind: gather, reduce or replicate.
 #
 # With a dtype to accumulate in that is wider than the wire's, reductions are exchanges and local sums in rank order; on
-# a deterministic mesh, exchanges and additions in the order of micro-shards: both in sums.py.
+# a deterministic mesh, exchanges and additions in the order of micro-shards; in a wire format, exchanges of what is
+# encoded: all in sums.py. What is gathered in a format is bytes here, which the caller decodes.
 
 Reduction = tuple[Tensor, Tensor, Tensor, bool]
 """`(shard, full, received, add)`; received: buffer for the sum, empty to receive in the shard itself."""
@@ -56,6 +58,7 @@ def reduce_into(
     *,
     adds: Sequence[bool],
     accumulate: Sequence[torch.dtype | None],
+    formats: Sequence[Format | None] = (),
 ) -> None:
     """Sums each of `fulls` [N] over the shard group and writes this rank's slice to its shard [n], or adds it.
 
@@ -64,11 +67,15 @@ def reduce_into(
         together as it holds; those that do not need it, all: NCCL reduces one dtype in a launch
     adds: per vector, add to the shard instead of overwriting it
     accumulate: per vector, a dtype wider than its wire's, `Precision.sum_dtype_of`; None: the backend's own sum
+    formats: per vector, the one that it travels in, if any; empty: none has one
     """
     together: list[Reduction] = []
     used = 0
-    for shard, full, add, wide in zip(shards, fulls, adds, accumulate, strict=True):
-        if comms.deterministic:
+    formats = formats or [None] * len(fulls)
+    for shard, full, add, wide, format in zip(shards, fulls, adds, accumulate, formats, strict=True):
+        if format is not None:
+            reduce_encoded(comms, shard, full, receive, add=add, accumulate=wide, format=format)
+        elif comms.deterministic:
             reduce_in_order(comms, shard, full, receive.view(full.dtype), add=add)
         elif comms.ranks == 1:
             local_sum(shard, full.view(1, -1), comms.reduce_scratch, add=add, dtype=wide)

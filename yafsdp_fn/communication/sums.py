@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication import formats
+from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.micro_shards import Scratch, local_sum
 from yafsdp_fn.communication.ranks import Ranks, hierarchical, replica_part, staging_numel
@@ -72,6 +74,40 @@ def all_reduce_replicas_wide(
     local_sum(own, theirs.view(comms.replicas, size), comms.replicate_scratch, dtype=accumulate)
     comms.replicate_group.all_gathers([sums], [own])
     shard.copy_(sums[:n])
+
+
+# ---- Reductions that travel in a wire format (formats.py).
+#
+#     sent = encode(full); received = exchange(sent); shard = decode(received[0]) + decode(received[1]) + ...
+#
+# A rank sends (R - 1) n elements, encoded, among all ranks of all nodes at once: sums of nodes would have to be encoded
+# once more. The receive buffer has what is sent and what is received.
+
+
+def reduce_encoded(
+    comms: Groups,
+    shard: Tensor,
+    full: Tensor,
+    receive: Tensor,
+    *,
+    add: bool,
+    accumulate: torch.dtype | None,
+    format: Format,
+) -> None:
+    """Reduces a vector, as `flat.reduce_into`. receive: bytes, those of `format` twice; once with one rank"""
+    nbytes = format.nbytes(full.numel())
+    sent = receive[:nbytes]
+    formats.encode(format, full, sent)
+    received = sent
+    if comms.ranks > 1:
+        received = receive[nbytes : 2 * nbytes]
+        comms.reduce_group.all_to_all(received, sent)
+    dtype = accumulate or shard.dtype
+    for part, rows in formats.decoded_parts(format, received, comms.ranks, dtype):
+        if comms.deterministic:
+            add_rows(shard[part], rows, comms.reduce_scratch, add=add)
+        else:
+            local_sum(shard[part], rows, comms.reduce_scratch, add=add, dtype=dtype)
 
 
 # ---- Sums over micro-shards in their order, whatever the number of ranks that hold them (micro_shards.py).

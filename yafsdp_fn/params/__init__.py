@@ -4,6 +4,7 @@ from yafsdp_fn.params import initializers
 from yafsdp_fn.params.algebra import sum_over_ranks, to_shards
 from yafsdp_fn.params.leaf_mask import leaf_mask
 from yafsdp_fn.params.sharded import map_trainable
+from yafsdp_fn.params.sources import with_wire
 from yafsdp_fn.params.tree import leaf_names, without_markers
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "map_trainable",
     "sum_over_ranks",
     "to_shards",
+    "with_wire",
     "without_markers",
 ]
 

@@ -11,6 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication.formats import WHOLE, Wire
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.params.tree import (
     Frozen,
@@ -30,7 +31,7 @@ from yafsdp_fn.params.tree import (
     shape_of,
     without_markers,
 )
-from yafsdp_fn.util.mesh_axes import INSIDE, padded_numel, round_up
+from yafsdp_fn.util.mesh_axes import ALIGN, INSIDE, padded_numel, round_up
 
 # ---- Flat layouts: the position of every leaf of a parameter tree in its unit's flat vector.
 #
@@ -39,8 +40,8 @@ from yafsdp_fn.util.mesh_axes import INSIDE, padded_numel, round_up
 #
 # A unit that is split over axes inside blocks has the flat vector of a part, cut over the ranks that hold this part.
 #
-# Offsets are aligned to 16 bytes and do not depend on the number of ranks; padding is only at the end, so that every
-# rank owns an equal, aligned slice. Gaps and padding always hold zeros.
+# Offsets are aligned to 16 bytes, or to the blocks of wire formats, and do not depend on the number of ranks; padding
+# is only at the end, so that every rank owns an equal, aligned slice. Gaps and padding always hold zeros.
 
 
 def _in_blocks(leaf: Tensor, dim: int, blocks: int) -> Tensor:
@@ -69,10 +70,12 @@ class FlatLayout:
     """The leaves of one unit in one flat vector of `numel` elements.
 
     names: dotted paths of the leaves; shapes: of one layer, without the layer axis, but with it in a pinned unit
+    align: elements at whose multiples leaves begin, and slices
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    align: int = ALIGN
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -80,7 +83,7 @@ class FlatLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        return (0, *itertools.accumulate(map(round_up, self.sizes)))[: len(self.sizes)]
+        return (0, *itertools.accumulate(round_up(size, self.align) for size in self.sizes))[: len(self.sizes)]
 
     @cached_property
     def numel(self) -> int:
@@ -92,7 +95,7 @@ class FlatLayout:
         return self.padded_numel(ranks) // ranks
 
     def padded_numel(self, ranks: int) -> int:
-        return padded_numel(self.numel, ranks)
+        return padded_numel(self.numel, ranks, self.align)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Returns views of the leaves in a flat vector of at least `numel` elements, which may have trailing axes."""
@@ -128,7 +131,7 @@ class Group:
     units: ids, by layer, or the only one; leaves: positions among the entry's leaves. A shard of the group is [L, n],
         or [n] for a single unit.
     dtype: in which it is gathered, and stored if it is frozen; None: `Precision.compute`; reduce: of its gradient on
-        the wire; None: `Precision.reduce`
+        the wire; None: `Precision.reduce`; wire: the formats that take the place of these dtypes on the wire
     splits: of each leaf, `Param.split`, over the same axes for all; axes: those that it is split over on this mesh,
         with their sizes, outermost first. `layout` is of this rank's part
     stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
@@ -148,6 +151,7 @@ class Group:
     stage: int = 0
     splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
+    wire: Wire = WHOLE
 
     # ---- over axes inside blocks
 
@@ -165,7 +169,7 @@ class Group:
         for shape, split in zip(shapes, self.splits, strict=True):
             for name, size in self.axes:
                 shape[cut_of(split, name)[0]] *= size
-        return FlatLayout(self.layout.names, tuple(map(tuple, shapes)))
+        return dataclasses.replace(self.layout, shapes=tuple(map(tuple, shapes)))
 
     def on(self, axes: Mapping[str, Axis]) -> "Group":
         """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
@@ -189,8 +193,21 @@ class Group:
                         f"divide by its {size} ranks; take a mesh with fewer ranks on {name}, or another split"
                     )
                 shape[dim] //= size
+            for name, _ in here:
+                dim, blocks = cut_of(split, name)
+                behind = math.prod(shape[len(shape) + dim + 1 :])
+                self._check_blocks(path, name, shape[dim] // blocks * behind)
             shapes.append(tuple(shape))
-        return dataclasses.replace(self, layout=FlatLayout(self.layout.names, tuple(shapes)), axes=here)
+        return dataclasses.replace(self, layout=dataclasses.replace(self.layout, shapes=tuple(shapes)), axes=here)
+
+    def _check_blocks(self, path: str, axis: str, run: int) -> None:
+        """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
+        for format in self.wire:
+            if format is not None and run % format.block:
+                raise ValueError(
+                    f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
+                    f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
+                )
 
     def local_slice(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
@@ -430,24 +447,24 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
         shapes = tuple(tuple(leaf.shape[1:] if stacked and not kind.pinned else leaf.shape) for leaf in nodes)
         count = 1 if length is None or kind.pinned else length
         ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
-        layout = FlatLayout(paths, shapes)
+        layout = FlatLayout(paths, shapes, kind.wire.align)
         name_of = kind.name(alone=len(kinds) == 1)
         if name_of in (group.name for group in groups):
             raise ValueError(
                 f"{name_of}: a Unit here has the name of other leaves of the stack: pinned, frozen, or of their own "
-                "dtype; rename it"
+                "dtype or format; rename it"
             )
         splits = tuple(leaf.split for leaf in nodes) if kind.over else ()
         own = kind.trainable, kind.dtype, kind.pinned, kind.reduce
-        group = Group(name_of, layout, ids, positions, *own, splits=splits)
+        group = Group(name_of, layout, ids, positions, *own, splits=splits, wire=kind.wire)
         groups.append(group)
     members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
     return Entry(name, spec, tuple(groups), length), leaves
 
 
 class _Kind(NamedTuple):
-    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; dtype, reduce: as of a
-    `Group`; over: the axes that they are split over"""
+    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; dtype, reduce, wire: as
+    of a `Group`; over: the axes that they are split over"""
 
     unit: str
     trainable: bool
@@ -455,18 +472,23 @@ class _Kind(NamedTuple):
     pinned: bool
     over: tuple[str, ...] = ()
     reduce: torch.dtype | None = None
+    wire: Wire = WHOLE
 
     def of(self, leaf: Any) -> "_Kind":
         """Returns the kind of an abstract leaf below these markers."""
         over = tuple(name for name, _ in getattr(leaf, "split", ()))
         reduce = getattr(leaf, "reduce", None) if self.trainable else None
-        return self._replace(dtype=getattr(leaf, "compute", None) or self.dtype, over=over, reduce=reduce)
+        wire = getattr(leaf, "wire", WHOLE)
+        wire = wire if self.trainable else Wire(wire.gather)
+        dtype = getattr(leaf, "compute", None) or self.dtype
+        return self._replace(dtype=dtype, over=over, reduce=reduce, wire=wire)
 
     def name(self, alone: bool) -> str:
         """Returns the name of the group; `alone`: it is the only one of its entry."""
         words = ["" if self.trainable or self.dtype is not None else "frozen"]
         words.append(_in_word("compute" if self.trainable else "frozen", self.dtype))
         words += [_in_word("reduce", self.reduce), f"split({', '.join(self.over)})" if self.over else ""]
+        words.append("" if self.wire == WHOLE else f"wire({self.wire})")
         return join(self.unit, *words[: 0 if alone else None], "pinned" if self.pinned else "")
 
 

@@ -73,6 +73,12 @@ class Precision:
         return self.accumulate if wide else None
 
     @property
+    def decoded_dtype(self) -> torch.dtype:
+        """The dtype in which gradients are summed that travel in a wire format."""
+        wide = torch.promote_types(self.param, torch.float32)
+        return wide if self.accumulate is None else torch.promote_types(wide, self.accumulate)
+
+    @property
     def lost(self) -> str | None:
         """A warning about training parameters in `param`; None if it is wide enough."""
         if self.param.itemsize > 2:

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication.formats import WHOLE, Wire
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
@@ -43,8 +44,8 @@ class Lazy:
     """A leaf that is loaded on demand.
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
-    split, compute, reduce: as of a `Param`; in_memory: loading costs nothing, so that `ya.shard` compares the values of
-        all ranks
+    split, compute, reduce, wire: as of a `Param`; in_memory: loading costs nothing, so that `ya.shard` compares the
+        values of all ranks
 
     >>> leaf = ya.Lazy((2, 3), torch.float32, lambda layer: torch.full((3,), float(layer)))    # reads one layer
     >>> ya.unshard(ya.shard({"layers": ya.Stacked({"gain": leaf})}, mesh=mesh).params)["layers"]["gain"]
@@ -59,6 +60,7 @@ class Lazy:
     in_memory: bool = False
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    wire: Wire = WHOLE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -67,10 +69,39 @@ class Lazy:
 
     @classmethod
     def in_place_of(cls, leaf: Any, dtype: torch.dtype, load: Source, *, in_memory: bool = False) -> "Lazy":
-        """Returns a leaf of the shape of `leaf`, with the split and the own dtypes of a `Param` or a `Lazy`."""
+        """Returns a leaf of the shape of `leaf`, with the split, own dtypes and formats of a `Param` or a `Lazy`."""
         if isinstance(leaf, Tensor):
             return cls(tuple(leaf.shape), dtype, load, in_memory=in_memory)
-        return cls(leaf.shape, dtype, load, leaf.split, in_memory, leaf.compute, leaf.reduce)
+        return cls(leaf.shape, dtype, load, leaf.split, in_memory, leaf.compute, leaf.reduce, leaf.wire)
+
+
+def with_wire(tree: Tree, wire: Wire, where: Callable[[str, Any], bool] | None = None) -> Tree:
+    """Returns `tree` with leaves that travel in wire formats: the matrices of stacks, or those that `where` chooses by
+    their dotted path and the leaf. All others stay as they are: norms, embeddings and heads, but not a router, which is
+    a matrix of a stack.
+
+    tree: as `ya.init` and `ya.shard` take it. Raises ValueError if nothing is chosen
+
+    >>> light = ya.params.with_wire(params, ya.Wire(gather=ya.formats.Scaled()), lambda path, _: path.endswith("up"))
+    >>> light["layers"].tree["up"].wire.gather.name, light["layers"].tree["down"].wire.gather
+    ('int8/64', None)
+    """
+    chosen: list[str] = []
+
+    def of(accessor: optree.PyTreeAccessor, leaf: Any) -> Any:
+        path = dotted(accessor)
+        if not (where(path, leaf) if where is not None else in_stack(accessor) and len(leaf.shape) > 2):
+            return leaf
+        chosen.append(path)
+        if isinstance(leaf, Tensor):
+            give = source(path, leaf, 0, leaf.device)
+            leaf = Lazy.in_place_of(leaf, leaf.dtype, give, in_memory=True)
+        return dataclasses.replace(leaf, wire=wire)
+
+    found = optree.tree_map_with_accessor(of, tree)
+    if not chosen:
+        raise ValueError("with_wire: no leaf was chosen; without `where` it takes the matrices of a ya.Stacked")
+    return found
 
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:

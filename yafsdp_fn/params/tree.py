@@ -10,6 +10,7 @@ import torch.utils._pytree as torch_pytree
 from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # plain `optree.tree_map` must see our nodes
 from torch import Tensor
 
+from yafsdp_fn.communication.formats import WHOLE, Wire, checked_wire
 from yafsdp_fn.params.initializers import DEFAULT_INIT, Initializer
 
 # ---- Registers classes as pytree nodes, with optree and with torch.
@@ -175,7 +176,8 @@ def checked_dtype(what: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def check_own_dtypes(leaf: "Param | Any") -> None:
-    """Raises TypeError unless `compute` and `reduce` of a leaf are dtypes that it may have."""
+    """Raises TypeError unless `compute` and `reduce` of a leaf are dtypes that it may have, and `wire` has formats."""
+    checked_wire(f"{type(leaf).__name__}.wire", leaf.wire)
     for field in ("compute", "reduce"):
         if (dtype := getattr(leaf, field)) is not None:
             checked_dtype(f"{type(leaf).__name__}.{field}", dtype)
@@ -197,6 +199,7 @@ class Param:
     compute: dtype in which it is gathered and blocks see it, in place of `Precision.compute`: a router, a gain or an
         `A_log` in float32 in a layer in bfloat16. A frozen leaf is stored in it, too
     reduce: dtype of its gradient on the wire, in place of `Precision.reduce`
+    wire: formats in which weights are gathered and gradients reduced, in place of dtypes (docs/formats.md)
 
     >>> gain = ya.Param((3,), torch.bfloat16, init=ya.params.initializers.ones)
     >>> ya.materialize({"gain": gain})
@@ -213,6 +216,7 @@ class Param:
     split: Any = ()
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    wire: Wire = WHOLE
 
     def __post_init__(self) -> None:
         if isinstance(self.shape, int):

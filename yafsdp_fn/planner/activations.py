@@ -22,7 +22,7 @@ from yafsdp_fn.util.mesh_axes import padded_numel
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:
     """Elements of one rank's shard of `unit`."""
     ranks = trace.ranks_of(unit)
-    return padded_numel(unit.numel, ranks) // ranks
+    return padded_numel(unit.numel, ranks, unit.align) // ranks
 
 
 class Peak(NamedTuple):

@@ -89,7 +89,8 @@ class Costs:
             case ops.Gather(source="node"):
                 return self._rings((u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units)
             case ops.Gather():
-                return self._rings((u.gather_bytes, self.holders[u.over]) for u in units)
+                rings = self._rings((u.gather_wire, self.holders[u.over]) for u in units)
+                return rings + through_memory(cluster, sum(u.slot_bytes for u in units if u.gathered_as is not None))
             case ops.Reduce() if any(u.sum_bytes for u in units):
                 return tuple(itertools.chain.from_iterable(map(self._exchange, units)))
             case ops.Reduce():
@@ -173,6 +174,9 @@ class Costs:
     def _exchange(self, unit: UnitSpec) -> tuple[Phase, ...]:
         """Returns the phases of a unit's reduction with sums in a wider dtype than the wire's."""
         cluster = self.cluster
+        if unit.reduced_as is not None:  # encoded, and what has come decoded
+            through = through_memory(cluster, unit.reduce_bytes + 2 * unit.reduce_wire)
+            return cluster.all_to_all(unit.reduce_wire, self.holders[unit.over]) + through
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
         if nodes == 1 or local == 1:

@@ -229,12 +229,14 @@ def state_bytes(trace: Trace) -> dict[str, int]:
     trained = frozen = copies = 0
     for unit in trace.units:
         gathered = unit.gather_bytes // trace.ranks_of(unit)
+        encoded = 0 if unit.gathered_as is None else unit.gathered_as.nbytes // trace.ranks_of(unit)
         if unit.id not in dtypes:
             frozen += gathered
+            copies += encoded
             continue
         own = dtypes[unit.id]
         trained += shard_numel(trace, unit) * own.param.itemsize
-        copies += gathered if own.compute != own.param else 0
+        copies += encoded or (gathered if own.compute != own.param else 0)
     return {
         "master": trained + frozen,
         "optimizer": trace.optimizer.nbytes(trace.ranks),
@@ -265,7 +267,7 @@ class NamedDtype(NamedTuple):
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of a trained unit. wide: of sums that ranks make themselves, `Precision.sum_dtype_of`"""
+    """The dtypes of a trained unit. wide: of sums that ranks make themselves, `Placement.sum_dtype`"""
 
     param: NamedDtype
     compute: NamedDtype
@@ -290,6 +292,8 @@ def _dtypes(trace: Trace) -> dict[int, Dtypes]:
             gathered = NamedDtype(BY_SIZE.get(unit.gather_bytes // numel, compute.name))
             wire = NamedDtype(BY_SIZE.get(unit.reduce_bytes // numel, reduce.name))
             wide = accumulate if accumulate.name and accumulate.itemsize > wire.itemsize else None
+            if unit.reduced_as is not None:
+                wide = NamedDtype(BY_SIZE[unit.sum_bytes // numel])
             found[unit.id] = Dtypes(param, gathered, wire, wide)
     return found
 
@@ -297,8 +301,10 @@ def _dtypes(trace: Trace) -> dict[int, Dtypes]:
 def _aliases(trace: Trace, dtypes: dict[int, Dtypes]) -> tuple[frozenset[int], frozenset[int]]:
     """Returns `Placement.weights_alias` and `grads_alias`: units whose slots are the shards, since one rank has all of
     their vector."""
-    whole = frozenset(unit.id for unit in trace.units if trace.ranks_of(unit) == 1 and not trace.ordered)
-    return whole, frozenset(unit for unit in whole if unit in dtypes and dtypes[unit].reduce == dtypes[unit].param)
+    units = [unit for unit in trace.units if trace.ranks_of(unit) == 1 and not trace.ordered]
+    whole = frozenset(unit.id for unit in units if unit.gathered_as is None)
+    alike = {unit for unit, own in dtypes.items() if own.reduce == own.param and trace.units[unit].reduced_as is None}
+    return whole, whole & alike
 
 
 def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: str) -> tuple[int, int]:
@@ -314,7 +320,11 @@ def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: 
         wide = param.promoted(wire) if comms.deterministic else summed
         spec, times = trace.units[unit], reduced[unit]
         numel = shard_numel(trace, spec)
-        receive = max(receive, receive_numel(comms.without(spec.over), numel, wide) * wire.itemsize)
+        ranks = comms.without(spec.over)
+        if spec.reduced_as is None:
+            receive = max(receive, receive_numel(ranks, numel, wide) * wire.itemsize)
+        else:
+            receive = max(receive, spec.reduced_as.nbytes * (2 if ranks.ranks > 1 else 1))
         staging = max(staging, staging_numel(comms, numel, param, wire, wide) * wire.itemsize)
         if times > 1 or (times and wide is not None and (comms.deterministic or comms.ranks > 1)):
             scratch.add(wide or wire.promoted(param))

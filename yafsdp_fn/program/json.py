@@ -40,6 +40,10 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         for field, kind in kinds(UnitSpec).items():
             if kind is int and (size := getattr(unit, field)) < 0:
                 yield f"units[{at}].{field}: expected a number of at least 0, got {size}"
+        for field in ("gathered_as", "reduced_as"):
+            encoding = getattr(unit, field)
+            if encoding is not None and not (1 <= encoding.block <= MOST_PARTS and min(encoding[2:]) >= 0):
+                yield f"units[{at}].{field}: expected blocks of 1 to {MOST_PARTS} elements, and bytes of at least 0"
     for at, visit in enumerate(trace.visits):
         if visit.id != at:
             yield f"visits[{at}].id: expected {at}, its place, got {visit.id}"

@@ -22,26 +22,29 @@ from yafsdp_fn.util.owners import Leaf, assign
 def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
     """Returns the bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their
     leaves."""
-    cut = tuple((unit.numel, unit.over) for unit in trace.units)
+    cut = tuple((unit.numel, unit.align, unit.over) for unit in trace.units)
     away = _away(trace.lent, cut, trace.ranks, tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE))
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
 
 
 @lru_cache(maxsize=64)
 def _away(
-    lent: tuple[Lent, ...], cut: tuple[tuple[int, tuple[str, ...]], ...], ranks: int, axes: tuple[tuple[str, int], ...]
+    lent: tuple[Lent, ...],
+    cut: tuple[tuple[int, int, tuple[str, ...]], ...],
+    ranks: int,
+    axes: tuple[tuple[str, int], ...],
 ) -> dict[int, int]:
     """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack.
 
-    cut: `(elements, over)` of all units; axes: `(name, size)` of those inside blocks
+    cut: `(elements, align, over)` of all units; axes: `(name, size)` of those inside blocks
     """
     units = []
     for unit, _, measured in lent:
-        numel, over = cut[unit]
+        numel, align, over = cut[unit]
         holders = subgroups(ranks, dict(axes), across=over)  # of each part of the unit
         count = len(holders[0])
         leaves = [Leaf("", offset, shape, 0, len(holders)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, count) // count, leaves, holders))
+        units.append((unit, padded_numel(numel, count, align) // count, leaves, holders))
     owners = assign(units, ranks)
     out: dict[int, int] = {}
     for (unit, n, leaves, holders), of in zip(units, lent, strict=True):
@@ -262,7 +265,7 @@ class Program:
         """Size of each weight slot: the largest unit it ever holds. without: units that take no room"""
         pairs = [pair for op in self.ops for pair in filled(op)]
         pairs += [(unit, slot) for slot, unit in self.carried().items()]
-        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without})
+        return _largest(pairs, {unit.id: unit.slot_bytes for unit in self.trace.units if unit.id not in without})
 
     def grad_slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each gradient slot."""
@@ -316,11 +319,11 @@ class Program:
             units = [trace.units[unit] for unit in getattr(op, "units", ())]
             match op:
                 case ops.Gather(source="shard"):
-                    sent["gather"] += sum(_others(u.gather_bytes, trace.ranks_of(u)) for u in units)
+                    sent["gather"] += sum(_others(u.gather_wire, trace.ranks_of(u)) for u in units)
                 case ops.Gather():
                     sent["gather in node"] += sum(_others(u.gather_bytes, trace.local_ranks_of(u)) for u in units)
                 case ops.Reduce():
-                    sent["reduce"] += sum(_others(u.reduce_bytes, trace.ranks_of(u)) for u in units)
+                    sent["reduce"] += sum(_others(u.reduce_wire, trace.ranks_of(u)) for u in units)
                 case ops.AllReduce(over="stages"):
                     for u in units:
                         holders = len(split.holders(u.id)) if split else 1

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Message, Split
-from yafsdp_fn.util.mesh_axes import EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, inside_of, padded_numel
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
 #
@@ -28,6 +28,16 @@ Collectives = tuple[AxisCollective, ...]
 # ---- Units, visits, computes.
 
 
+class Encoding(NamedTuple):
+    """The wire format of a unit, as data. name: equal for equal formats; block: elements that are encoded together, to
+    `block_bytes` bytes; nbytes: of the padded flat vector"""
+
+    name: str
+    block: int
+    block_bytes: int
+    nbytes: int
+
+
 class UnitSpec(NamedTuple):
     """One flat vector of parameters, sharded as one.
 
@@ -35,6 +45,8 @@ class UnitSpec(NamedTuple):
     numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
     over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
+    gathered_as, reduced_as: the wire formats in which it travels, None where these are dtypes. A weight slot has room
+        for what arrives behind what it is decoded to
 
     >>> unit = trace.units[1]
     >>> unit.name, unit.stack, unit.layer, unit.numel
@@ -51,6 +63,28 @@ class UnitSpec(NamedTuple):
     trainable: bool
     sum_bytes: int = 0
     over: tuple[str, ...] = ()
+    gathered_as: Encoding | None = None
+    reduced_as: Encoding | None = None
+
+    @property
+    def align(self) -> int:
+        """Elements at whose multiples its shards are cut."""
+        return math.lcm(ALIGN, *(each.block for each in (self.gathered_as, self.reduced_as) if each is not None))
+
+    @property
+    def gather_wire(self) -> int:
+        """Bytes of the flat vector on the wire of a gather from all ranks."""
+        return self.gather_bytes if self.gathered_as is None else self.gathered_as.nbytes
+
+    @property
+    def reduce_wire(self) -> int:
+        """Bytes of the flat vector on the wire of a reduction."""
+        return self.reduce_bytes if self.reduced_as is None else self.reduced_as.nbytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that it needs in a weight slot."""
+        return self.gather_bytes + (0 if self.gathered_as is None else self.gathered_as.nbytes)
 
 
 class Visit(NamedTuple):
@@ -322,15 +356,19 @@ def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
     """Returns `unit` to a stage that does not hold it: a number and a name."""
-    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
+    nothing = {"gathered_as": None, "reduced_as": None, "trainable": False}
+    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, sum_bytes=0, **nothing)
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
     """Returns `unit` cut over `after` ranks instead of `before`."""
-    old, new = padded_numel(unit.numel, before), padded_numel(unit.numel, after)
+    old, new = padded_numel(unit.numel, before, unit.align), padded_numel(unit.numel, after, unit.align)
     sizes = (unit.gather_bytes, unit.reduce_bytes, unit.sum_bytes)
     gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
-    return unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
+    encodings = (unit.gathered_as, unit.reduced_as)
+    gathered, reduced = (each and each._replace(nbytes=new // each.block * each.block_bytes) for each in encodings)
+    unit = unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
+    return unit._replace(gathered_as=gathered, reduced_as=reduced)
 
 
 # ---- The order of a loss.

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from yafsdp_fn.communication import flat
+from yafsdp_fn.communication import flat, formats
 from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import GradSlot, GradViews
@@ -441,7 +442,23 @@ class Session(VisitRunner):
         pairs = [pair for pair in zip(op.units, op.slots, strict=True) if pair[0] not in alias]
         wholes = [self.slots.weight(slot, unit)[0] for unit, slot in pairs]
         parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit, _ in pairs]
-        return self._by_ranks([unit for unit, _ in pairs], gather, wholes, parts)
+        decoded: list[tuple[Format, Tensor, Tensor]] = []
+        for at, (unit, slot) in enumerate(pairs):
+            format = self.memory.of_unit[unit].wire.gather
+            if format is not None and not in_node:
+                encoded = self.slots.encoded(slot, unit)
+                decoded.append((format, encoded, wholes[at]))
+                wholes[at] = encoded
+        work = self._by_ranks([unit for unit, _ in pairs], gather, wholes, parts)
+        if work is None or not decoded:
+            return work
+
+        def gather_and_decode() -> None:
+            work()
+            for each in decoded:
+                formats.decode(*each)
+
+        return gather_and_decode
 
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
@@ -460,15 +477,16 @@ class Session(VisitRunner):
             pairs = zip(op.units, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
         wholes, shards = list(map(attrgetter("flat"), all_views)), list(map(grads.rows.__getitem__, units))
+        own = [memory.of_unit[unit].wire.reduce for unit in units]
         # a sum lands in its shard where it need not be converted or added
         sums = [memory.sum_dtype(unit) for unit in units]
         straight = not any(adds) and not any(sums) and all(whole.dtype == shards[0].dtype for whole in wholes)
         receive = memory.nothing if straight else memory.receive()
 
-        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any, sums: Any) -> None:
-            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=sums)
+        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any, sums: Any, own: Any) -> None:
+            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=sums, formats=own)
 
-        return self._by_ranks(units, reduce, shards, wholes, adds, sums)
+        return self._by_ranks(units, reduce, shards, wholes, adds, sums, own)
 
     def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
         """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks; None without units."""

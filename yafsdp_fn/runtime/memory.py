@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from yafsdp_fn.communication import formats
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
@@ -73,8 +74,9 @@ class Shards:
 class StateMemory(Placement[Communicators]):
     """Owns the shards of one layout on one mesh. make: returns them, one per group, for this placement
 
-    master: in `precision.param` (frozen groups: in their own dtype); working: in the gather dtype, the master itself if
-        the dtypes are equal; versions: unit -> number of changes of its weights
+    master: in `precision.param` (frozen groups: in their own dtype); working: what is gathered, in the gather dtype,
+        the master itself if the dtypes are equal, or the bytes of a wire format
+    versions: unit -> number of changes of its weights
     holders: unit -> its stages, on a mesh with stages
     number: of the states on this mesh, the same on all ranks, which make them together
     idle: slot sets for the next session (slots.py)
@@ -98,7 +100,9 @@ class StateMemory(Placement[Communicators]):
             self.comms.share(stages)
         for unit, ranks in self.ranks_of.items():
             wide = self.sum_dtype(unit)
-            if wide is not None:
+            if self.of_unit[unit].wire.reduce is not None:
+                ranks.connect("reduce", "exchange")
+            elif wide is not None:
                 ranks.connect_sums(precision.param, self.wire_dtype(unit), wide)
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
@@ -126,6 +130,10 @@ class StateMemory(Placement[Communicators]):
         return StateMemory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
 
     def _working_copy(self, group: Group, master: Tensor) -> Tensor:
+        if (format := group.wire.gather) is not None:
+            out = master.new_empty(*master.shape[:-1], format.nbytes(master.shape[-1]), dtype=torch.uint8)
+            formats.encode(format, master, out)
+            return out
         return master.to(self.gather_dtype(group.units[0])) if group.trainable else master
 
     # ---- generations
@@ -159,10 +167,12 @@ class StateMemory(Placement[Communicators]):
         return list(self.master.present)
 
     def copies(self, seed: int, step: int) -> Tree | None:
-        """Returns `params` on the working copies, which may be masters; None if all are."""
-        pairs = zip(self.master.present, self.working.present, strict=True)
-        same = all(working is master for master, working in pairs)
-        return None if same else self.handles(self.working.tensors, seed, step)
+        """Returns `params` on the working copies, which may be masters; None if all are. What travels in a format is no
+        copy that an optimizer could write: `refresh` encodes it."""
+        both = zip(self.groups, self.master.present, self.working.present, strict=True)
+        copies = [working if group.wire.gather is None else master for group, master, working in both]
+        same = all(copy is master for copy, master in zip(copies, self.master.present, strict=True))
+        return None if same else self.handles(copies, seed, step)
 
     def ready(self) -> None:
         """Detects masters that were written in place by hand, and refreshes their working copies."""
@@ -180,17 +190,23 @@ class StateMemory(Placement[Communicators]):
         Writes by hand to other units are left for `ready`. copied: the working copies are up to date
         """
         changed = set(self.trained if units is None else units)
-        for number, (group, master) in enumerate(zip(self.groups, self.masters(), strict=True)):
-            if not changed.isdisjoint(group.units):
-                self._written[number] = master._version
         self.versions.update(changed)
-        if copied:
-            return
-        both = (self.master, self.working)
-        copies = [s.present if units is None else [s.rows[unit] for unit in units] for s in both]
-        for master, working in zip(*copies, strict=True):
-            if working.data_ptr() != master.data_ptr():
-                working.copy_(master)
+        for number, group in enumerate(self.groups):
+            written = [unit for unit in group.held if unit in changed]
+            if not written:
+                continue
+            master, working = self.master.present[number], self.working.present[number]
+            self._written[number] = master._version
+            if working is master or (copied and group.wire.gather is None):
+                continue
+            pairs = [(master, working)]
+            if len(written) < len(group.held):
+                pairs = [(self.master.rows[unit], self.working.rows[unit]) for unit in written]
+            for values, copy in pairs:
+                if group.wire.gather is None:
+                    copy.copy_(values)
+                else:
+                    formats.encode(group.wire.gather, values, copy)
 
     # ---- gradients, and the buffers of reductions
 

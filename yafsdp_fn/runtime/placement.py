@@ -10,13 +10,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.ranks import Ranks, receive_numel, staging_numel
 from yafsdp_fn.communication.sums import sum_dtype
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.program.trace import UnitSpec, elsewhere
+from yafsdp_fn.program.trace import Encoding, UnitSpec, elsewhere
 
 AnyRanks = TypeVar("AnyRanks", bound=Ranks)
 
@@ -32,7 +33,8 @@ class Placement(Generic[AnyRanks]):
     units: the records in traces; those of other stages have only a number and a name; held: ids of this stage's units;
     trained: the trainable ones among them
     weights_alias, grads_alias: units whose slots are the shards themselves, since one rank has all of their vector; not
-        on a deterministic mesh, where one rank adds up as several do, from weights aligned alike
+        on a deterministic mesh, where one rank adds up as several do, from weights aligned alike, nor where it would
+        not pass through a wire format
     key: a text, equal for states that can share programs
     """
 
@@ -56,9 +58,11 @@ class Placement(Generic[AnyRanks]):
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         whole = (unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1)
+        whole = (unit for unit in whole if self.of_unit[unit].wire.gather is None)
         self.weights_alias = frozenset(() if comms.deterministic else whole)
         converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
-        self.grads_alias = self.weights_alias - converted
+        encoded = {unit for unit in self.weights_alias if self.of_unit[unit].wire.reduce is not None}
+        self.grads_alias = self.weights_alias - converted - encoded
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
@@ -81,6 +85,8 @@ class Placement(Generic[AnyRanks]):
                         trainable=group.trainable,
                         sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
                         over=group.over,
+                        gathered_as=encoding(group.wire.gather, padded),
+                        reduced_as=encoding(group.wire.reduce, padded),
                     )
                 )
         return tuple(unit if unit.id in self.held else elsewhere(unit) for unit in sorted(units))
@@ -118,6 +124,8 @@ class Placement(Generic[AnyRanks]):
 
     def sum_dtype(self, unit: int) -> torch.dtype | None:
         """Returns the dtype in which ranks sum its gradient themselves; None if the backend does."""
+        if self.of_unit[unit].wire.reduce is not None:
+            return self.precision.decoded_dtype
         wire = self.wire_dtype(unit)
         wide = self.precision.sum_dtype_of(wire)
         return sum_dtype(self.precision.param, wire, wide) if self.comms.deterministic else wide
@@ -148,7 +156,11 @@ class Placement(Generic[AnyRanks]):
         for group in self._trained_here:
             n = self._shard_numel(group)
             wire, wide = self.wire_dtype(group.units[0]), self.sum_dtype(group.units[0])
-            receive = max(receive, receive_numel(self._ranks(group), n, wide) * wire.itemsize)
+            ranks, format = self._ranks(group), group.wire.reduce
+            if format is None:
+                receive = max(receive, receive_numel(ranks, n, wide) * wire.itemsize)
+            else:
+                receive = max(receive, format.nbytes(n * ranks.ranks) * (2 if ranks.ranks > 1 else 1))
             staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)
         return receive, staging
 
@@ -169,6 +181,11 @@ class Placement(Generic[AnyRanks]):
     @property
     def _trained_here(self) -> list[Group]:
         return [group for group in self.groups if group.trainable and group.held]
+
+
+def encoding(format: Format | None, numel: int) -> Encoding | None:
+    """Returns a format as data, for a flat vector of `numel` elements."""
+    return format and Encoding(format.name, format.block, format.block_bytes, format.nbytes(numel))
 
 
 # ---- Units on stages.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from yafsdp_fn.communication.differentiable import AllGather
+from yafsdp_fn.communication.formats import WHOLE, Encoded
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
 from yafsdp_fn.params.tree import Tree, shape_of
@@ -188,11 +189,17 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
     """Gathers the whole flat vector of `unit` [padded numel] in its gather dtype, differentiable in `shard` [n]."""
     group, row = call.of_unit[unit]
     owner = row.handle.owner
-    wire = owner.gather_dtype(unit)
-    if owner.comms.alone:
+    wire: Any = owner.gather_dtype(unit)
+    if owner.comms.alone and group.wire == WHOLE:
         return shard.to(wire)
-    back = group.reduce or owner.precision.reduce_dtype
-    how = wire, back, owner.precision.sum_dtype_of(back), step
+    back: Any = group.reduce or owner.precision.reduce_dtype
+    wide = owner.precision.sum_dtype_of(back)
+    if group.wire.gather is not None:
+        wire = Encoded(group.wire.gather, shard.dtype, wire)
+    if group.wire.reduce is not None:
+        wide = owner.precision.decoded_dtype
+        back = Encoded(group.wire.reduce, back, wide)
+    how = wire, back, wide, step
     ranks = owner.comms.without(group.over)
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 

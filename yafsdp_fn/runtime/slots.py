@@ -1,6 +1,7 @@
 """Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
 
-weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype
+weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype, and behind it, where u travels in a wire
+                               format, the bytes of all shards, which are decoded to it
 gradient slot s holds unit u:  view [padded numel of u] in u's reduce dtype
 secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
 
@@ -159,6 +160,11 @@ class Slots:
             flat = self._flat(self._weights[slot], memory.units[unit].gather_bytes, memory.gather_dtype(unit))
             found = self._views[slot, unit] = (flat, memory.layout_of(unit).split(flat))
         return found
+
+    def encoded(self, slot: int, unit: int) -> Tensor:
+        """Returns the bytes of `unit` in weight slot `slot`, as they arrive in its wire format."""
+        spec = self.memory.units[unit]
+        return self._weights[slot][spec.gather_bytes : spec.slot_bytes]
 
     def grad(self, slot: int, unit: int, shards: Shards) -> GradViews:
         """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""

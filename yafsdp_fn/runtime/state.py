@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
+from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.base import checked_update, must_be_state_of
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
@@ -222,12 +223,18 @@ class PlainState:
     @staticmethod
     def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0, rank: int = 0) -> "PlainState":
         """Makes a state from a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such
-        as frozen. Raises ValueError for a leaf that a sharded state would gather in another dtype than its own."""
+        as frozen. Raises ValueError for a leaf that a sharded state would gather in another dtype than its own, or in
+        a wire format."""
         for path, leaf in named_leaves(trainable(params)):
             if getattr(leaf, "compute", None) not in (None, leaf.dtype):
                 raise ValueError(
                     f"PlainState: {path} is {leaf.dtype} and has compute={leaf.compute}, but blocks see plain tensors "
                     "as they are; leave compute out, and let the loss convert it"
+                )
+            if getattr(leaf, "wire", WHOLE) != WHOLE:
+                raise ValueError(
+                    f"PlainState: {path} travels in wire formats, {leaf.wire}, but nothing travels here; leave wire "
+                    "out, and let the loss pass it through (ya.formats.passed)"
                 )
         made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
         return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)

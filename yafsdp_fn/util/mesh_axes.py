@@ -32,9 +32,9 @@ def round_up(n: int, multiple: int = ALIGN) -> int:
     return -(-n // multiple) * multiple
 
 
-def padded_numel(numel: int, ranks: int) -> int:
+def padded_numel(numel: int, ranks: int, align: int = ALIGN) -> int:
     """Returns the elements of a flat vector of `numel`, padded so that slices are aligned and equal on all ranks."""
-    return round_up(-(-numel // ranks)) * ranks
+    return round_up(-(-numel // ranks), align) * ranks
 
 
 class AxisCollective(NamedTuple):

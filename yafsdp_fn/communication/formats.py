@@ -1,0 +1,208 @@
+"""Wire formats: what units travel in, where that is not a dtype.
+
+    whole = format.decode(format.encode(w))      # what blocks see of a weight, and what sums add of a gradient
+
+Elements are encoded in blocks, each with its scale, so that ranks cut vectors between blocks and need nothing from each
+other. A vector has the same blocks at every number of ranks: the plain loop of a format passes each leaf through it,
+and differentiates as if it did not (`passed`, straight-through).
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_fn.communication.ranks import CHUNK
+from yafsdp_fn.util.mesh_axes import ALIGN
+
+
+class Format:
+    """A wire format: a subclass encodes blocks of `block` elements to `block_bytes` bytes each.
+
+    name: what ranks compare, and programs say; equal names mean equal bytes
+    Values that are not finite must come back not finite: a step with such gradients is skipped.
+    """
+
+    name: str
+    block: int
+    block_bytes: int
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        """Encodes blocks [B, block], of any floating dtype, to bytes [B, block_bytes], uint8."""
+        raise NotImplementedError
+
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        """Decodes bytes [B, block_bytes] to blocks [B, block] of `dtype`."""
+        raise NotImplementedError
+
+    def nbytes(self, numel: int) -> int:
+        """Returns the bytes of a vector of `numel` elements, a multiple of `block`."""
+        return numel // self.block * self.block_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Format):
+    """Numbers of 8 bits, and a scale in float32 for each block, which takes its largest element to the largest number.
+
+    dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2; block: elements that share a scale
+
+    >>> int8 = ya.formats.Scaled(torch.int8, block=32)
+    >>> int8.name, int8.block_bytes, ya.formats.passed(int8, torch.linspace(-1, 1, 32))[:2]
+    ('int8/32', 36, tensor([-1.0000, -0.9370]))
+    """
+
+    dtype: torch.dtype = torch.int8
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        if self.dtype not in LARGEST:
+            known = ", ".join(map(str, LARGEST))
+            raise TypeError(f"Scaled: dtype={self.dtype!r:.80}: expected one of {known}")
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}"
+
+    @property
+    def block_bytes(self) -> int:  # type: ignore[override]
+        return SCALE_BYTES + self.block
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+        largest = LARGEST[self.dtype]
+        scale = (blocks.abs().amax(-1, keepdim=True) / largest).float()
+        numbers = (blocks / torch.where(scale == 0, 1, scale)).clamp(-largest, largest)
+        if self.dtype == torch.int8:
+            numbers = numbers.round()
+        # where a scale is not finite, what it scales does not matter
+        return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
+
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = encoded[:, :SCALE_BYTES].contiguous().view(torch.float32)
+        numbers = encoded[:, SCALE_BYTES:].view(self.dtype)
+        return (numbers.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+
+
+SCALE_BYTES = 4
+LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+"""The dtypes of `Scaled`, and their largest numbers."""
+
+
+# ---- What a unit travels in.
+
+
+class Wire(NamedTuple):
+    """The formats of a leaf: gather: of its weights; reduce: of its gradient, whose parts are then summed in float32.
+    None: a dtype, as `Precision` and the leaf say.
+
+    >>> wire = ya.Wire(gather=ya.formats.Scaled())
+    >>> state = ya.init({"layers": ya.Stacked({"w": ya.Param((2, 64, 64), wire=wire)})}, mesh=mesh)
+    >>> state.memory.units[0].gather_bytes, state.memory.units[0].gathered_as.nbytes
+    (16384, 4352)
+    """
+
+    gather: Format | None = None
+    reduce: Format | None = None
+
+    @property
+    def align(self) -> int:
+        """Elements at whose multiples leaves begin and shards are cut."""
+        return math.lcm(ALIGN, *(format.block for format in self if format is not None))
+
+    def __str__(self) -> str:
+        named = [f"{way}={format.name}" for way, format in zip(self._fields, self, strict=True) if format is not None]
+        return ", ".join(named)
+
+
+WHOLE = Wire()
+
+
+def checked_wire(what: str, wire: Wire) -> Wire:
+    """Returns a `Wire` of formats. Raises TypeError, naming `what`, for anything else, and ValueError for blocks that
+    cannot be."""
+    if not isinstance(wire, Wire):
+        raise TypeError(f"{what}: expected a ya.Wire, such as ya.Wire(gather=ya.formats.Scaled()), got {wire!r:.80}")
+    for way, format in zip(wire._fields, wire, strict=True):
+        if format is None:
+            continue
+        if not isinstance(format, Format):
+            raise TypeError(f"{what}.{way}: expected a ya.formats.Format or None, got {format!r:.80}")
+        if format.block < 1 or format.block_bytes < 1:
+            sizes = f"{format.block} elements in {format.block_bytes} bytes"
+            raise ValueError(f"{what}.{way}: expected blocks of an element and a byte at least, got {sizes}")
+    return wire
+
+
+# ---- Vectors, a part at a time: what a format allocates stays in a core's cache.
+
+
+def encode(format: Format, values: Tensor, out: Tensor) -> None:
+    """Encodes `values` [N] to `out`, its bytes."""
+    blocks, rows = values.detach().view(-1, format.block), out.view(-1, format.block_bytes)
+    for part in _parts(len(blocks), format, values.device):
+        rows[part].copy_(format.encode(blocks[part]))
+
+
+def decode(format: Format, encoded: Tensor, out: Tensor) -> None:
+    """Decodes bytes to `out` [N]."""
+    rows, blocks = encoded.view(-1, format.block_bytes), out.view(-1, format.block)
+    for part in _parts(len(blocks), format, out.device):
+        blocks[part].copy_(format.decode(rows[part], out.dtype))
+
+
+def decoded_parts(format: Format, encoded: Tensor, ranks: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Decodes the same part of what each rank has sent, part after part: yields the elements that it is of a shard, and
+    [ranks, elements]."""
+    rows = encoded.view(ranks, -1, format.block_bytes)
+    for part in _parts(rows.shape[1], format, encoded.device):
+        blocks = format.decode(rows[:, part].reshape(-1, format.block_bytes), dtype)
+        yield slice(part.start * format.block, part.stop * format.block), blocks.view(ranks, -1)
+
+
+def _parts(blocks: int, format: Format, device: torch.device) -> Iterator[slice]:
+    step = max(1, CHUNK[device.type] // format.block)
+    return (slice(start, min(start + step, blocks)) for start in range(0, blocks, step))
+
+
+# ---- Passing through a format, outside of programs.
+
+
+def passed(format: Format, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Returns `values`, a leaf or a flat vector, as they come out of a format, in `dtype` or their own: without a
+    gradient. A leaf is encoded as the flat vector that it is, the rest of its last block zeros.
+
+    >>> ya.formats.passed(ya.formats.Scaled(), torch.tensor([0.0, 0.5, 1.0]))
+    tensor([0.0000, 0.5039, 1.0000])
+    """
+    dtype = dtype or values.dtype
+    flat = values.detach().reshape(-1)
+    rest = -flat.numel() % format.block
+    blocks = torch.nn.functional.pad(flat, (0, rest)).view(-1, format.block)
+    return format.decode(format.encode(blocks), dtype).view(-1)[: flat.numel()].view(values.shape)
+
+
+class Encoded(NamedTuple):
+    """What travels in a format, as differentiable collectives take it in place of a dtype (differentiable.py).
+
+    before: the dtype that is encoded; dtype: the one that is decoded to
+    """
+
+    format: Format
+    before: torch.dtype
+    dtype: torch.dtype
+
+
+def as_sent(values: Tensor, how: torch.dtype | Encoded) -> Tensor:
+    """Returns `values` [N, ...] as others receive them; each column is a flat vector."""
+    if isinstance(how, torch.dtype):
+        return values.to(how)
+    columns = values.to(how.before).movedim(0, -1)
+    return passed(how.format, columns.contiguous(), how.dtype).movedim(-1, 0)
+
+
+def straight(how: object) -> object:
+    """Returns the dtype of what travels in a format; all else as it is. Tangents pass by formats."""
+    return how.dtype if isinstance(how, Encoded) else how
