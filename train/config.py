@@ -280,6 +280,9 @@ class Sharding:
     """Dtype of gradients on the wire."""
     accumulate: bool = False
     """Sum bfloat16 gradients in float32, in the order of ranks."""
+    int8: Literal["none", "gathers", "both"] = "none"
+    """What of the layers' matrices travels in int8: weights, or weights and gradients. docs/formats.md says what is
+    lost."""
 
     def __post_init__(self) -> None:
         counts(self, "sharding.", replicate=1, local=0, microbatches=1, chunks=1)

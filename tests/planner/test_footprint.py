@@ -67,6 +67,18 @@ def own_dtypes() -> Model:
     return made._replace(layers=stack, head={**made.head, "norm": norm})
 
 
+def on_the_wire() -> Model:
+    """The same with matrices that travel in a format whose cuts are those of dtypes: the optimizer's memory knows no
+    others."""
+    int8 = ya.formats.Scaled(torch.int8, 8)
+    made = frozen_embedding()
+    both = {"up": ya.Wire(int8, int8), "down": ya.Wire(gather=int8)}
+    leaves = made.layers.tree.items()
+    layers = {name: dataclasses.replace(leaf, wire=both.get(name, ya.Wire())) for name, leaf in leaves}
+    embed = ya.frozen({"weight": dataclasses.replace(made.embed.tree["weight"], wire=both["down"])}, torch.float32)
+    return made._replace(layers=ya.Stacked(layers), embed=embed)
+
+
 def cast_loss(p: Model, b: Any) -> ya.Mean:
     """`loss` in the dtype of the layers, whatever the embedding's is."""
     x = ya.apply(lambda w, t, like: F.embedding(t, w["weight"]), p.embed, b["tokens"], None)
@@ -198,6 +210,14 @@ OWN = [
 def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
     real = same(pools[world].run(held, OWN, own_dtypes))
     assert real["working_copy"] > 0
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(1, "shard"), (2, "shard"), (4, "replicate"), (4, "nodes")])
+def test_what_travels_in_formats_holds_what_is_predicted(pools: dict[int, Pool], world: int, mesh: str) -> None:
+    schedules = [("hpz", 1)] if mesh == "nodes" else [("zero3", 1), ("zero2", 2)]
+    cases = [(precision, *case) for precision in ("fp32", "wide sums", "fp64 wide") for case in schedules]
+    real = same(pools[world].run(on, mesh, held, cases, on_the_wire))
+    assert real["working_copy"] > 0 and real["weight_slots"] > 0 and real["receive"] > 0
 
 
 @pytest.mark.parametrize(

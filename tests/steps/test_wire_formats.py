@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -14,9 +17,10 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd, compare
+from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
+from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.formats import Format, Scaled, Wire, passed
 
 F32, F64 = torch.float32, torch.float64
@@ -237,3 +241,336 @@ def test_all_formats(pools: dict[int, Pool], world: int, kind: str, formats: str
     for mesh in MESHES if world == 4 else ("shard",):
         for parts in (1, 3):
             pools[world].run(both_ways, mesh, kind, formats, parts)
+
+
+# ---- with what else there is
+
+
+def off(got: Any, expected: Any, what: str) -> None:
+    compare(got, expected, TOLERANCE, what)
+
+
+def outside_of_steps(mesh: Any) -> None:
+    """The pure path, evaluation and whole weights: blocks see what has passed, `ya.unshard` the weights themselves."""
+    abstract = tree(FORMATS["int8"])
+    plain = Plain(abstract)
+    state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
+    params, batches = ya.unshard(state), [batch_of(rank) for rank in range(mesh.size())]
+    assert torch.equal(
+        params["layers"]["up"], ya.unshard(ya.init(tree(Wire()), mesh=mesh, precision=EXACT))["layers"]["up"]
+    )
+    value, grads = plain.value_and_grad(params, batches, 1, False)
+    mine = batches[mesh.get_rank()]
+    compare(ya.eval_step(loss)(state, mine)["loss"].float(), value, 1e-6, "evaluation")
+    weight = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
+
+    def total(params: Any) -> Tensor:
+        return loss(params, mine).total.double() * mesh.size() / weight
+
+    found = torch.func.grad(total)(state.params)
+    # gradients are scaled before they are encoded, by no power of two
+    compare(ya.unshard(found), grads, 2e-2, "torch.func.grad")
+    with torch.no_grad():
+        tangents = optree.tree_map(torch.ones_like, state.params)
+        _, along = torch.func.jvp(total, (state.params,), (tangents,))
+    leaves = [leaf.detach().requires_grad_() for leaf in plain.passed(optree.tree_leaves(params), "gather")]
+    sums = torch.autograd.grad(loss(optree.tree_unflatten(plain.spec, leaves), mine).total, leaves)
+    here = float(sum(leaf.sum() for leaf in sums)) * mesh.size() / weight
+    assert abs(float(along) - here) < 1e-8 * abs(here), "tangents do not pass through a format"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_outside_of_steps(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(outside_of_steps)
+
+
+def reproduced(_: Any, micro_shards: int) -> int:
+    mesh = ya.mesh(device="cpu", deterministic=micro_shards)
+    state = ya.init(tree(FORMATS["int8"]), TX, mesh=mesh)
+    step = ya.train_step(loss, TX)
+    for number in range(2):
+        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
+    return ya.checksum(state)
+
+
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+
+
+def over_stages(_: Any, kind: str) -> None:
+    mesh = ya.mesh(device="cpu", stage=2)
+    abstract = tree(FORMATS["gathers" if kind == "tied" else "int8"], kind)
+    plain = Plain(abstract)
+    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
+    part = {key: value[:2] for key, value in batches[0].items()}
+    mine = ya.shard_batch(joined(batches), mesh)
+    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=EXACT), 2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=EXACT, stages=assignment)
+    params = ya.unshard(state)
+    _, grads = plain.value_and_grad(params, batches, 3, False)
+    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
+        schedule = order(ya.schedules.zero3())
+        _, found = ya.value_and_grad(loss, schedule=schedule, microbatches=3)(state.params, mine)
+        off(plain.trained(ya.unshard(found)), plain.trained(grads), f"{kind}, {schedule}")
+    step = ya.train_step(loss, TX, schedule=ya.schedules.one_f_one_b(ya.schedules.zero3()), microbatches=3)
+    oracle = ya.PlainState.create(plain.trained(params), TX).apply_gradients(plain.trained(grads), TX)
+    state, _ = step(state, mine)
+    off(plain.trained(ya.unshard(state)), oracle.params, f"{kind}, a step")
+
+
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), (4, "tied")])
+def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
+    pools[world].run(over_stages, kind)
+
+
+def split_tree(block: int) -> dict[str, Any]:
+    """No format rounds the gradient of the gain: each rank of tensor has another part of it."""
+    gather = Wire(gather=Scaled(torch.int8, block))
+    both = gather._replace(reduce=gather.gather)
+
+    def own(*shape: int, wire: Wire, **more: Any) -> ya.Param:
+        return ya.Param((2, *shape), init=ya.params.initializers.normal(0.5), wire=wire, **more)
+
+    layer = {
+        "up": own(8, E, split={"tensor": -2}, wire=both),
+        "down": own(E, 8, split={"tensor": -1}, wire=both),
+        "gain": own(E, wire=gather),
+    }
+    return {"embed": ya.Param((V, E), init=ya.params.initializers.normal(0.5)), "layers": ya.Stacked(layer)}
+
+
+def split_loss(params: Any, batch: Batch) -> ya.Mean:
+    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
+        y = torch.tanh(ya.linear(x, w["up"]))
+        return x + ya.psum(ya.linear(y, w["down"]), "tensor") * w["gain"], None
+
+    x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
+    x, _ = ya.scan(block, x, params["layers"])
+    return ya.Mean(x.square().sum(), x.numel())
+
+
+def over_tensor(_: Any) -> None:
+    """Split leaves have the blocks of whole ones, or are refused; their gradients on each rank of tensor alike."""
+    mesh = ya.mesh(device="cpu", tensor=2)
+    batch = batch_of(0, rows=4)
+    mine = ya.shard_batch(batch, mesh)
+    state = ya.init(split_tree(4), TX, mesh=mesh, precision=EXACT)
+    params = ya.unshard(state)
+    rows = [{key: leaf[:2] for key, leaf in batch.items()}, {key: leaf[2:] for key, leaf in batch.items()}]
+    own = rows if mesh.size() == 4 else [batch]
+
+    def through(leaf: Tensor) -> Tensor:
+        return torch.stack([passed(Scaled(torch.int8, 4), row) for row in leaf])
+
+    leaves = {name: through(leaf).requires_grad_() for name, leaf in params["layers"].items()}
+    expected, weight = dict.fromkeys(leaves, torch.zeros((), dtype=F64)), 0
+    for part in own:
+        total, count = split_loss({**params, "layers": leaves}, part)
+        for name, grad in zip(leaves, torch.autograd.grad(total, [*leaves.values()]), strict=True):
+            expected[name] = expected[name] + (grad if name == "gain" else through(grad))
+        weight += int(count)
+    expected = {name: grad / weight for name, grad in expected.items()}
+    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
+        _, found = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
+        off(ya.unshard(found)["layers"], expected, f"tensor, {schedule}")
+    with pytest.raises(ValueError, match=r"layers.*down is split over tensor into runs of 4 elements, and int8/8"):
+        ya.init(split_tree(8), TX, mesh=mesh)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(over_tensor)
+
+
+def whole_leaves_updated(mesh: Any) -> None:
+    tx = ya.optim.muon(0.02, dtype=F64)
+    abstract = tree(FORMATS["int8"])
+    plain = Plain(abstract)
+    state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
+    params = ya.unshard(state)
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    step = ya.train_step(loss, tx)
+    oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
+    for _ in range(2):
+        _, grads = plain.value_and_grad(oracle.params, batches, 1, False)
+        oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
+        state, _ = step(state, batches[mesh.get_rank()])
+    compare(ya.unshard(state), oracle.params, 1e-10, "muon")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_whole_leaves_go_to_their_owners(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(whole_leaves_updated)
+
+
+def adapted(mesh: Any) -> None:
+    """A matrix keeps its format under an adapter, which has none."""
+    abstract = ya.lora(tree(Wire(INT8)), 2, lambda path, _: path.endswith("up"))
+    node = abstract["layers"].tree["up"]
+    assert node.weight.tree.wire.gather == INT8 and node.a.wire == node.b.wire == Wire()
+    state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
+    whole = ya.unshard(state)
+    up = dataclasses.replace(
+        whole["layers"]["up"], weight=torch.stack([*map(functools.partial(passed, INT8), whole["layers"]["up"].weight)])
+    )
+    down = torch.stack([*map(functools.partial(passed, INT8), whole["layers"]["down"])])
+    seen = {**whole, "layers": {**whole["layers"], "up": up, "down": down}}
+    seen["head"] = {**whole["head"], "out": passed(INT8, whole["head"]["out"])}
+    value = ya.eval_step(loss)(state, batch_of(0))["loss"]
+    compare(value.float(), (lambda mean: mean.total / mean.weight)(loss(seen, batch_of(0))).float(), 1e-6, "adapters")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(adapted)
+
+
+# ---- states: written by hand, skipped, saved
+
+
+def states(mesh: Any, directory: Path) -> None:
+    abstract = tree(FORMATS["int8"], "marked")
+    plain = Plain(abstract)
+    state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
+    step = ya.train_step(loss, TX)
+    batches = [batch_of(rank) for rank in range(mesh.size())]
+    mine = batches[mesh.get_rank()]
+    state, _ = step(state, mine)
+    with torch.no_grad():  # between steps, on all ranks
+        for leaf in state.params["layers"].leaves:
+            leaf.mul_(2)
+    _, grads = plain.value_and_grad(ya.unshard(state), batches, 1, False)
+    _, found = ya.value_and_grad(loss)(state.params, mine)
+    off(plain.trained(ya.unshard(found)), plain.trained(grads), "written by hand")
+    before = ya.checksum(state)
+    ya.checkpoint.save(directory / "own", state)
+    for wire in (FORMATS["int8"], Wire(), Wire(Scaled(torch.int8, 64))):  # leaves begin elsewhere
+        like = ya.init(tree(wire, "marked"), TX, mesh=mesh, precision=EXACT, seed=1)
+        loaded, _ = ya.checkpoint.load(directory / "own", like)
+        assert loaded.step == 1
+        off(ya.unshard(loaded), ya.unshard(state), f"loaded into {wire}")
+        if wire == FORMATS["int8"]:
+            assert ya.checksum(loaded) == before
+            _, found = ya.value_and_grad(loss)(loaded.params, mine)
+            off(plain.trained(ya.unshard(found)), plain.trained(grads), "loaded")
+        moved, _ = step(loaded, mine)
+        assert moved.step == 2
+    same = copy.deepcopy(state)
+    with torch.no_grad():
+        same.params["head"].leaves[0].fill_(float("inf"))
+    same, metrics = step(same, mine)
+    assert metrics["skipped"] == 1, "gradients that are not finite stay so in a format"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_states(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
+    pools[world].run(states, tmp_path)
+
+
+# ---- what travels, and what is planned
+
+
+def sent(mesh: Any) -> list[tuple[int, int]]:
+    """Bytes that this rank sends in a step to gather and to reduce, as counted and as a program says."""
+    state = ya.init(tree(FORMATS["mixed"], "marked"), TX, mesh=mesh)
+    step, batch, counted = ya.train_step(loss, TX), batch_of(mesh.get_rank()), {"gather": 0, "reduce": 0}
+    state, _ = step(state, batch)
+    comms, others = state.memory.comms, mesh.size() - 1
+
+    def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
+        real = getattr(GlooGroup, name)
+
+        def call(group: Any, outs: Any, ins: Any) -> None:
+            counted[what] += sizes(outs, ins)
+            real(group, outs, ins)
+
+        patch.setattr(GlooGroup, name, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        watched("all_gathers", "gather", lambda outs, ins: sum(shard.nbytes for shard in ins) * others)
+        watched("reduce_scatters", "reduce", lambda outs, ins: sum(x.nbytes for x in ins) // mesh.size() * others)
+        watched("all_to_all", "reduce", lambda out, full: full.nbytes // mesh.size() * others)
+        state, _ = step(state, batch)
+        comms.drain()
+    said = step.program(state).wire_bytes()
+    return [(counted[what], said[what]) for what in counted]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
+    for found in pools[world].run(sent):
+        for counted, said in found:
+            assert counted == said > 0, found
+
+
+def planned(mesh: Any) -> None:
+    """A trace without ranks is that of the state; its units say their formats, in JSON too."""
+    abstract = tree(FORMATS["mixed"], "marked")
+    state = ya.init(abstract, TX, mesh=mesh)
+    program = ya.train_step(loss, TX).lower(state, batch_of(0))
+    given: Any = {"mesh": program.trace.mesh, "tx": TX, "device": "cpu"}
+    assert ya.planner.trace(loss, abstract, batch_of(0), **given) == program.trace
+    again = type(program).from_json(program.to_json())
+    assert again.trace == program.trace
+    names = {(u.gathered_as and u.gathered_as.name, u.reduced_as and u.reduced_as.name) for u in program.trace.units}
+    assert names == {(None, None), ("float8_e4m3fn/8", None), ("float8_e4m3fn/8", "halves")}
+    elsewhere = program.trace.on([("shard", 6)]) if hasattr(program.trace, "on") else None
+    assert elsewhere is None or ya.planner.trace(loss, abstract, batch_of(0), **{**given, "mesh": elsewhere.mesh})
+
+
+def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:
+    pools[2].run(planned)
+
+
+# ---- what is refused
+
+
+def test_what_is_no_format_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Param.wire: expected a ya.Wire"):
+        ya.Param((2, 3), wire="int8")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Param.wire.gather: expected a ya.formats.Format or None"):
+        ya.Param((2, 3), wire=Wire(torch.int8))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Scaled: dtype=torch.int4"):
+        Scaled(torch.int4)
+    with pytest.raises(ValueError, match=r"blocks of an element and a byte at least, got 0 elements in 4 bytes"):
+        ya.Param((2, 3), wire=Wire(Scaled(block=0)))
+    with pytest.raises(ValueError, match=r"PlainState: head.out travels in wire formats, gather=int8/8"):
+        ya.PlainState.create(tree(FORMATS["gathers"]), TX)
+    with pytest.raises(ValueError, match=r"with_wire: no leaf was chosen"):
+        ya.params.with_wire({"w": ya.Param((2, 3))}, FORMATS["int8"])
+
+
+def disagree(mesh: Any) -> None:
+    block = 8 * (1 + mesh.get_rank())
+    with pytest.raises(ya.errors.RanksDisagree, match=r"on the wire gather=int8/8"):
+        ya.init(tree(Wire(Scaled(block=block))), mesh=mesh)
+
+
+def test_ranks_have_the_same_formats(pools: dict[int, Pool]) -> None:
+    pools[2].run(disagree)
+
+
+# ---- formats
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_8_bits(dtype: torch.dtype) -> None:
+    """Each block is off by half a step of its largest element; zeros, the tiniest and what is not finite stay."""
+    format = Scaled(dtype, 16)
+    values = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-32, 32)[:, None]
+    step = {torch.int8: 0.5 / 127, torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3}[dtype]
+    for source in (values, values.double(), values.bfloat16()):
+        off = (passed(format, source, F64) - source).abs().amax(-1) / source.abs().amax(-1)
+        assert 0 < float(off.max()) <= 1.01 * step
+    assert torch.equal(passed(format, torch.zeros(16)), torch.zeros(16))
+    assert passed(format, torch.full((16,), 1e-45)).abs().max() <= 1e-44
+    for wrong in (float("inf"), float("-inf"), float("nan")):
+        found = passed(format, torch.cat([torch.ones(8), torch.tensor([wrong]), torch.ones(23)]))
+        assert not found[:16].isfinite().all() and torch.equal(found[16:], torch.ones(16))
+    assert torch.equal(passed(format, passed(format, values)), passed(format, values)) or dtype != torch.int8
+
+
+def test_a_leaf_is_encoded_as_the_vector_that_it_is() -> None:
+    leaf = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    flat = torch.cat([leaf.flatten(), torch.zeros(1)])
+    assert torch.equal(passed(INT8, leaf).flatten(), passed(INT8, flat)[:15])

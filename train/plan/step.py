@@ -18,6 +18,7 @@ import yafsdp_fn as ya
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from train import schedule_names
+from train.running import setup
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
@@ -101,6 +102,8 @@ class Options:
     """File (.json) of what --synthesize has tried so far: where it is there, writing goes on from it."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
+    int8: Literal["none", "gathers", "both"] = "none"
+    """What of the layers' matrices travels in int8: weights, or weights and gradients."""
     memory_gib: float | None = None
     """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
     timeline: Path | None = Path("plan.png")
@@ -268,7 +271,7 @@ def traced(
     of = models.of(config)
     return trace(
         of.loss(config, chunks=chunks, axes=over),
-        of.params(config, **over.options),
+        setup.travelling(of.params(config, **over.options), options.int8),
         {"tokens": tokens, "targets": tokens},
         mesh=mesh,
         precision=PRECISIONS[options.reduce],

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.config import Config, ConfigError, Lora, Tuning, require
+from train.config import Config, ConfigError, Lora, Sharding, Tuning, require
 from train.config_json import from_json
 from train.data import tokenizer as tokenizers
 from train.data.conversations import Chat, chat_of
@@ -186,17 +186,21 @@ class Opened:
         mesh: DeviceMesh,
         precision: ya.Precision,
         lora: Lora,
-        *,
-        pin_norms: bool,
+        sharding: Sharding,
     ) -> ya.ShardedState:
         """Its weights as the state of step 0 of a run that trains them so. Adapters of its own are merged first."""
-        adapted = adapter(lora)
+        pin_norms = sharding.pin_norms
+
+        def adapted(tree: Any) -> Any:
+            return adapter(lora)(setup.travelling(tree, sharding.int8))
+
         if self.run is None:
             _, lazy = models.hf.load(self.folder, pin_norms=pin_norms)
             return ya.shard(adapted(lazy), tx, mesh=mesh, precision=precision)
         trained, tree = self.trained(mesh), models.of(self.model).params(self.model, pin_norms=pin_norms)
         if not (self.lora.rank or lora.rank):
-            return ya.shard(trained.params, tx, like=tree, precision=precision)  # from shards to shards
+            # from shards to shards
+            return ya.shard(trained.params, tx, like=adapted(tree), precision=precision)
         whole = ya.merge_lora(trained) if self.lora.rank else ya.unshard(trained.params)
         leaves: list[Any] = optree.tree_leaves(whole)
         marked = optree.tree_unflatten(optree.tree_structure(cast(Any, tree)), leaves)

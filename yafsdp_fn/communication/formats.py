@@ -185,7 +185,7 @@ def passed(format: Format, values: Tensor, dtype: torch.dtype | None = None) -> 
 
 
 class Encoded(NamedTuple):
-    """What travels in a format, as differentiable collectives take it in place of a dtype (differentiable.py).
+    """A format and the dtypes around it, as differentiable collectives take it in place of a dtype (differentiable.py).
 
     before: the dtype that is encoded; dtype: the one that is decoded to
     """

@@ -356,8 +356,8 @@ def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
     """Returns `unit` to a stage that does not hold it: a number and a name."""
-    nothing = {"gathered_as": None, "reduced_as": None, "trainable": False}
-    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, sum_bytes=0, **nothing)
+    unit = unit._replace(gathered_as=None, reduced_as=None)
+    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:

@@ -185,7 +185,9 @@ class Placement(Generic[AnyRanks]):
 
 def encoding(format: Format | None, numel: int) -> Encoding | None:
     """Returns a format as data, for a flat vector of `numel` elements."""
-    return format and Encoding(format.name, format.block, format.block_bytes, format.nbytes(numel))
+    if format is None:
+        return None
+    return Encoding(format.name, format.block, format.block_bytes, format.nbytes(numel))
 
 
 # ---- Units on stages.
