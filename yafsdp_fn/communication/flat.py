@@ -62,7 +62,7 @@ def reduce_into(
 ) -> None:
     """Sums each of `fulls` [N] over the shard group and writes this rank's slice to its shard [n], or adds it.
 
-    shards: in their own dtype; `fulls`, each in its wire's, are not changed
+    shards: in their own dtype; `fulls`, each in its wire's, are not changed but by a format
     receive: bytes for `receive_numel` elements of each vector's wire dtype. As many vectors of one dtype travel
         together as it holds; those that do not need it, all: NCCL reduces one dtype in a launch
     adds: per vector, add to the shard instead of overwriting it
@@ -74,6 +74,7 @@ def reduce_into(
     formats = formats or [None] * len(fulls)
     for shard, full, add, wide, format in zip(shards, fulls, adds, accumulate, formats, strict=True):
         if format is not None:
+            assert wide is not None, "what travels in a format is summed by the ranks"
             reduce_encoded(comms, shard, full, receive, add=add, accumulate=wide, format=format)
         elif comms.deterministic:
             reduce_in_order(comms, shard, full, receive.view(full.dtype), add=add)

@@ -23,6 +23,7 @@ class Format:
     """A wire format: a subclass encodes blocks of `block` elements to `block_bytes` bytes each.
 
     name: what ranks compare, and programs say; equal names mean equal bytes
+    block_bytes: at most those of a block in the dtype that it takes the place of
     Values that are not finite must come back not finite: a step with such gradients is skipped.
     """
 
@@ -35,7 +36,7 @@ class Format:
         raise NotImplementedError
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        """Decodes bytes [B, block_bytes] to blocks [B, block] of `dtype`."""
+        """Decodes bytes [B, block_bytes], a copy of what has come, to blocks [B, block] of `dtype`."""
         raise NotImplementedError
 
     def nbytes(self, numel: int) -> int:
@@ -81,7 +82,7 @@ class Scaled(Format):
         return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = encoded[:, :SCALE_BYTES].contiguous().view(torch.float32)
+        scale = encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
         numbers = encoded[:, SCALE_BYTES:].view(self.dtype)
         return (numbers.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
 
@@ -136,7 +137,8 @@ def checked_wire(what: str, wire: Wire) -> Wire:
     return wire
 
 
-# ---- Vectors, a part at a time: what a format allocates stays in a core's cache.
+# ---- Vectors, a part at a time: what a format allocates stays in a core's cache. A vector and its bytes may share
+# memory, if both begin there (to encode) or both end there (to decode): each part is read before it is overwritten.
 
 
 def encode(format: Format, values: Tensor, out: Tensor) -> None:
@@ -150,7 +152,7 @@ def decode(format: Format, encoded: Tensor, out: Tensor) -> None:
     """Decodes bytes to `out` [N]."""
     rows, blocks = encoded.view(-1, format.block_bytes), out.view(-1, format.block)
     for part in _parts(len(blocks), format, out.device):
-        blocks[part].copy_(format.decode(rows[part], out.dtype))
+        blocks[part].copy_(format.decode(rows[part].clone(), out.dtype))
 
 
 def decoded_parts(format: Format, encoded: Tensor, ranks: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

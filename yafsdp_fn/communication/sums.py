@@ -76,38 +76,50 @@ def all_reduce_replicas_wide(
     shard.copy_(sums[:n])
 
 
-# ---- Reductions that travel in a wire format (formats.py).
+# ---- Reductions that travel in a wire format (formats.py): the same, of what is encoded.
 #
 #     sent = encode(full); received = exchange(sent); shard = decode(received[0]) + decode(received[1]) + ...
 #
-# A rank sends (R - 1) n elements, encoded, among all ranks of all nodes at once: sums of nodes would have to be encoded
-# once more. The receive buffer has what is sent and what is received.
+# A vector is encoded where it is, from the front, and lost. Sums of a node are encoded once more for the others.
 
 
 def reduce_encoded(
-    comms: Groups,
-    shard: Tensor,
-    full: Tensor,
-    receive: Tensor,
-    *,
-    add: bool,
-    accumulate: torch.dtype | None,
-    format: Format,
+    comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool, accumulate: torch.dtype, format: Format
 ) -> None:
-    """Reduces a vector, as `flat.reduce_into`. receive: bytes, those of `format` twice; once with one rank"""
-    nbytes = format.nbytes(full.numel())
-    sent = receive[:nbytes]
+    """Reduces a vector, as `flat.reduce_into`, and overwrites it. receive: in bytes"""
+    received = sent = full.view(torch.uint8)[: format.nbytes(full.numel())]
     formats.encode(format, full, sent)
-    received = sent
-    if comms.ranks > 1:
-        received = receive[nbytes : 2 * nbytes]
+    parts = comms.ranks
+    if hierarchical(comms) and not comms.deterministic:
+        parts = comms.nodes
+        received = _encoded_sums_of_nodes(comms, sent, receive, format, accumulate)
+    elif comms.ranks > 1:
+        received = receive[: sent.numel()]
         comms.reduce_group.all_to_all(received, sent)
-    dtype = accumulate or shard.dtype
-    for part, rows in formats.decoded_parts(format, received, comms.ranks, dtype):
+    for part, rows in formats.decoded_parts(format, received, parts, accumulate):
         if comms.deterministic:
             add_rows(shard[part], rows, comms.reduce_scratch, add=add)
         else:
-            local_sum(shard[part], rows, comms.reduce_scratch, add=add, dtype=dtype)
+            local_sum(shard[part], rows, comms.reduce_scratch, add=add, dtype=accumulate)
+
+
+def _encoded_sums_of_nodes(
+    comms: Groups, sent: Tensor, receive: Tensor, format: Format, accumulate: torch.dtype
+) -> Tensor:
+    """Returns each node's sum for this rank's shard, encoded."""
+    ranks = comms.local_ranks
+    nodes = comms.nodes
+    n = sent.numel() // comms.ranks
+    in_node, mine, theirs = receive[: (ranks + 2 * nodes) * n].split([ranks * n, nodes * n, nodes * n])
+    for own, part in zip(mine.view(nodes, -1, format.block_bytes), sent.view(nodes, -1), strict=True):
+        comms.reduce_local_group.all_to_all(in_node, part)
+        for at, rows in formats.decoded_parts(format, in_node, ranks, accumulate):
+            total = rows.new_empty(rows.shape[1])
+            local_sum(total, rows, comms.reduce_scratch, dtype=accumulate)
+            blocks = slice(at.start // format.block, at.stop // format.block)
+            own[blocks].copy_(format.encode(total.view(-1, format.block)))
+    comms.reduce_nodes_group.all_to_all(theirs, mine)
+    return theirs
 
 
 # ---- Sums over micro-shards in their order, whatever the number of ranks that hold them (micro_shards.py).

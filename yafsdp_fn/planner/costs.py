@@ -90,7 +90,8 @@ class Costs:
                 return self._rings((u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units)
             case ops.Gather():
                 rings = self._rings((u.gather_wire, self.holders[u.over]) for u in units)
-                return rings + through_memory(cluster, sum(u.slot_bytes for u in units if u.gathered_as is not None))
+                decoded = [u.gather_wire + u.gather_bytes for u in units if u.gathered_as is not None]
+                return rings + through_memory(cluster, sum(decoded))
             case ops.Reduce() if any(u.sum_bytes for u in units):
                 return tuple(itertools.chain.from_iterable(map(self._exchange, units)))
             case ops.Reduce():
@@ -174,15 +175,14 @@ class Costs:
     def _exchange(self, unit: UnitSpec) -> tuple[Phase, ...]:
         """Returns the phases of a unit's reduction with sums in a wider dtype than the wire's."""
         cluster = self.cluster
-        if unit.reduced_as is not None:  # encoded, and what has come decoded
-            through = through_memory(cluster, unit.reduce_bytes + 2 * unit.reduce_wire)
-            return cluster.all_to_all(unit.reduce_wire, self.holders[unit.over]) + through
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
+        encoded = unit.reduce_bytes + 2 * unit.reduce_wire if unit.reduced_as is not None else 0
+        through = through_memory(cluster, encoded)  # and decoded
         if nodes == 1 or local == 1:
-            return cluster.all_to_all(unit.reduce_bytes, self.holders[unit.over])
-        inside = cluster.all_to_all(unit.reduce_bytes / nodes, cluster.group(local))
-        return inside * nodes + cluster.all_to_all(unit.reduce_bytes / local, CollectiveRanks(nodes, 1))
+            return cluster.all_to_all(unit.reduce_wire, self.holders[unit.over]) + through
+        inside = cluster.all_to_all(unit.reduce_wire / nodes, cluster.group(local))
+        return inside * nodes + cluster.all_to_all(unit.reduce_wire / local, CollectiveRanks(nodes, 1)) + through
 
     def _all_reduce(self, unit: UnitSpec) -> tuple[Phase, ...]:
         ranks = self.trace.ranks_of(unit)

@@ -320,11 +320,7 @@ def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: 
         wide = param.promoted(wire) if comms.deterministic else summed
         spec, times = trace.units[unit], reduced[unit]
         numel = shard_numel(trace, spec)
-        ranks = comms.without(spec.over)
-        if spec.reduced_as is None:
-            receive = max(receive, receive_numel(ranks, numel, wide) * wire.itemsize)
-        else:
-            receive = max(receive, spec.reduced_as.nbytes * (2 if ranks.ranks > 1 else 1))
+        receive = max(receive, receive_numel(comms.without(spec.over), spec.reduce_wire // trace.ranks_of(spec), wide))
         staging = max(staging, staging_numel(comms, numel, param, wire, wide) * wire.itemsize)
         if times > 1 or (times and wide is not None and (comms.deterministic or comms.ranks > 1)):
             scratch.add(wide or wire.promoted(param))

@@ -45,8 +45,7 @@ class UnitSpec(NamedTuple):
     numel: elements, without padding; gather_bytes, reduce_bytes: one padded flat vector, as gathered and as reduced
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
     over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
-    gathered_as, reduced_as: the wire formats in which it travels, None where these are dtypes. A weight slot has room
-        for what arrives behind what it is decoded to
+    gathered_as, reduced_as: the wire formats in which it travels, None where these are dtypes
 
     >>> unit = trace.units[1]
     >>> unit.name, unit.stack, unit.layer, unit.numel
@@ -80,11 +79,6 @@ class UnitSpec(NamedTuple):
     def reduce_wire(self) -> int:
         """Bytes of the flat vector on the wire of a reduction."""
         return self.reduce_bytes if self.reduced_as is None else self.reduced_as.nbytes
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that it needs in a weight slot."""
-        return self.gather_bytes + (0 if self.gathered_as is None else self.gathered_as.nbytes)
 
 
 class Visit(NamedTuple):

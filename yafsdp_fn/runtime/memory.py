@@ -100,9 +100,7 @@ class StateMemory(Placement[Communicators]):
             self.comms.share(stages)
         for unit, ranks in self.ranks_of.items():
             wide = self.sum_dtype(unit)
-            if self.of_unit[unit].wire.reduce is not None:
-                ranks.connect("reduce", "exchange")
-            elif wide is not None:
+            if wide is not None:
                 ranks.connect_sums(precision.param, self.wire_dtype(unit), wide)
         self.master = Shards(self.groups, masters)
         with self.comms.memory():

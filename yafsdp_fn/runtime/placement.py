@@ -71,6 +71,8 @@ class Placement(Generic[AnyRanks]):
             padded = group.layout.padded_numel(self._ranks(group).ranks)
             first = group.units[0]
             gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sum_dtype(first)
+            must_be_smaller(group.wire.gather, gather, group.layout.names[0])
+            must_be_smaller(group.wire.reduce, reduce, group.layout.names[0])
             for layer, unit in enumerate(group.units):
                 stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
                 units.append(
@@ -157,10 +159,8 @@ class Placement(Generic[AnyRanks]):
             n = self._shard_numel(group)
             wire, wide = self.wire_dtype(group.units[0]), self.sum_dtype(group.units[0])
             ranks, format = self._ranks(group), group.wire.reduce
-            if format is None:
-                receive = max(receive, receive_numel(ranks, n, wide) * wire.itemsize)
-            else:
-                receive = max(receive, format.nbytes(n * ranks.ranks) * (2 if ranks.ranks > 1 else 1))
+            sent = n * wire.itemsize if format is None else format.nbytes(n)
+            receive = max(receive, receive_numel(ranks, sent, wide))
             staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)
         return receive, staging
 
@@ -181,6 +181,15 @@ class Placement(Generic[AnyRanks]):
     @property
     def _trained_here(self) -> list[Group]:
         return [group for group in self.groups if group.trainable and group.held]
+
+
+def must_be_smaller(format: Format | None, dtype: torch.dtype, leaf: str) -> None:
+    """Raises ValueError where a block is larger than in `dtype`: slots have room for that."""
+    if format is not None and format.block_bytes > format.block * dtype.itemsize:
+        raise ValueError(
+            f"{leaf}: {format.name} makes {format.block_bytes} bytes of {format.block} elements, which are "
+            f"{format.block * dtype.itemsize} bytes in {dtype}; give a larger block, or no format"
+        )
 
 
 def encoding(format: Format | None, numel: int) -> Encoding | None:

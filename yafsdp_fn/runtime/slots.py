@@ -1,7 +1,7 @@
 """Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
 
-weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype, and behind it, where u travels in a wire
-                               format, the bytes of all shards, which are decoded to it
+weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype; what arrives in a wire format lies at its
+                               end, and is decoded from the front
 gradient slot s holds unit u:  view [padded numel of u] in u's reduce dtype
 secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
 
@@ -164,7 +164,7 @@ class Slots:
     def encoded(self, slot: int, unit: int) -> Tensor:
         """Returns the bytes of `unit` in weight slot `slot`, as they arrive in its wire format."""
         spec = self.memory.units[unit]
-        return self._weights[slot][spec.gather_bytes : spec.slot_bytes]
+        return self._weights[slot][spec.gather_bytes - spec.gather_wire : spec.gather_bytes]
 
     def grad(self, slot: int, unit: int, shards: Shards) -> GradViews:
         """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
