@@ -63,7 +63,7 @@ def run(options: Options) -> Result:
     where = cluster(options.cluster)
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
     budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
-    flat = traced(options, config, axes(options.gpus))
+    flat = traced(dataclasses.replace(options, int8="none"), config, axes(options.gpus))
     found = None
     if options.search:
         traces = [*over_axes(options, config, where)]

@@ -137,6 +137,8 @@ class Options:
             )
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= config.layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {config.layers} layers")
+        if self.int8 != "none" and YAFSDP in (self.schedule, *self.schedules):
+            raise ValueError(f"--int8 {self.int8}: YaFSDP as it was published has no int8; leave one of the two out")
         if self.synthesize < 0:
             raise ValueError(f"--synthesize {self.synthesize}: expected seconds")
         if self.synthesize and not self.search:

@@ -1,0 +1,69 @@
+"""docs/formats.md: its formats run, and are what the page says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+
+import yafsdp_fn as ya
+from tests.harness.pool import Pool
+from tests.harness.small import batch, loss, model
+
+BLOCKS = [
+    text.split("```")[0] for text in (Path(__file__).parents[1] / "docs/formats.md").read_text().split("```python\n")
+]
+
+
+def page(block: int, **names: Any) -> dict[str, Any]:
+    space: dict[str, Any] = {"ya": ya, "torch": torch, **names}
+    exec(BLOCKS[block], space)
+    return space
+
+
+def own_format() -> Any:
+    return page(3)["MXFP8"]()
+
+
+def test_a_format_of_ones_own() -> None:
+    format, draw = own_format(), torch.Generator().manual_seed(0)
+    values = torch.randn(50, 32, generator=draw) * 2.0 ** torch.arange(-25, 25)[:, None]
+    off = (ya.formats.passed(format, values) - values).abs().amax(-1) / values.abs().amax(-1)
+    assert 2**-5 < float(off.max()) <= 2**-3  # the largest of a block may be 511, and the largest number is 448
+    exact = torch.tensor([1.0, -0.5, 448.0, 0.0, *[0.25] * 28])
+    assert torch.equal(ya.formats.passed(format, exact), exact)
+    for wrong in (float("inf"), float("nan")):
+        found = ya.formats.passed(format, torch.cat([torch.ones(31), torch.tensor([wrong]), torch.ones(32)]))
+        assert not found[:32].isfinite().any() and torch.equal(found[32:], torch.ones(32))
+    lines = [line for line in BLOCKS[3].splitlines() if line.strip()]
+    assert len(lines) <= 30
+
+
+def trained(mesh: Any) -> None:
+    """The page's first lines make a state whose weights pass through the format; so does one with the reader's own."""
+    tx = ya.optim.adamw(1e-2)
+    state = page(1, params=model(), tx=tx, mesh=mesh)["state"]
+    assert {unit.gathered_as.name for unit in state.memory.units if unit.gathered_as} == {"int8/64"}
+    for format in (ya.formats.Scaled(torch.int8, block=64), own_format()):
+        light = ya.params.with_wire(model(), ya.Wire(gather=format))
+        state = ya.init(light, tx, mesh=mesh)
+        whole = ya.unshard(state)
+        seen = whole._replace(
+            layers={
+                k: torch.stack([ya.formats.passed(format, row) for row in leaf])
+                for k, leaf in whole.layers.items()
+                if leaf.ndim == 3
+            }
+            | {"bias": whole.layers["bias"]}
+        )
+        mean = loss(seen, batch())
+        value, _ = ya.value_and_grad(loss)(state.params, batch())
+        assert abs(float(value - mean.total / mean.weight)) < 1e-5
+        assert optree.tree_leaves(ya.train_step(loss, tx)(state, batch())[1]["loss"].isfinite())[0]
+
+
+def test_the_page_on_ranks(pools: dict[int, Pool]) -> None:
+    for world in (1, 2):
+        pools[world].run(trained)
