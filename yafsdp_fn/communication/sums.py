@@ -110,7 +110,9 @@ def _encoded_sums_of_nodes(
     ranks = comms.local_ranks
     nodes = comms.nodes
     n = sent.numel() // comms.ranks
-    in_node, mine, theirs = receive[: (ranks + 2 * nodes) * n].split([ranks * n, nodes * n, nodes * n])
+    in_node = receive[: ranks * n]
+    mine = receive[ranks * n :][: nodes * n]
+    theirs = receive[(ranks + nodes) * n :][: nodes * n]
     for own, part in zip(mine.view(nodes, -1, format.block_bytes), sent.view(nodes, -1), strict=True):
         comms.reduce_local_group.all_to_all(in_node, part)
         for at, rows in formats.decoded_parts(format, in_node, ranks, accumulate):
