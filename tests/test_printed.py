@@ -34,7 +34,7 @@ PROGRAM = ya.schedules.zero3()(measured(model(3, 2)))
         (ya.optim.adamw(3e-4), "GradientTransformation(Adam(b1=0.9, b2=0.999, eps=1e-08), Decay(weight_decay=0.0001, "
          "mask=None), Scale(by=-0.0003))"),
         (ya.Param((3, 4), torch.bfloat16), "Param(shape=(3, 4), dtype=torch.bfloat16, init=normal(0.02), "
-         "split=(), compute=None, reduce=None)"),
+         "split=(), compute=None, reduce=None, wire=Wire(gather=None, reduce=None))"),
         (ya.schedules.verify(PROGRAM.with_ops(PROGRAM.ops))[3], repr(PROGRAM.ops[3])),
     ],
 )  # fmt: skip
