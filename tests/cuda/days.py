@@ -62,6 +62,7 @@ class Case(NamedTuple):
     problem: str
     precision: int
     clips: bool
+    formats: bool = False
 
     @property
     def axes(self) -> dict[str, int]:
@@ -94,7 +95,11 @@ def day(case: Case, mesh: Any, device: torch.device, folder: Path | None = None,
     problem = PROBLEMS[case.problem]
     clip = [ya.optim.clip_by_global_norm(0.1)] if case.clips else []
     tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
-    state = ya.init(problem.params(4), tx, mesh=mesh, precision=PRECISIONS[case.precision])
+    params = problem.params(4)
+    if case.formats:
+        int8 = ya.formats.Scaled(torch.int8, 8)
+        params = ya.params.with_wire(params, ya.Wire(int8, int8))
+    state = ya.init(params, tx, mesh=mesh, precision=PRECISIONS[case.precision])
     train = functools.partial(ya.train_step, problem.loss, tx, skip_nonfinite=case.clips)
     step = train(schedule=case.schedule(), microbatches=2, **options)
     other = train(schedule=s.zero2(prefetch=1))

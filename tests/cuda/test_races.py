@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 ALL = list(every_case())
 EVERY = os.environ.get("RACES") == "all"
 CASES = ALL if EVERY else ALL[::11]
+FORMATS = [case._replace(formats=True) for case in ALL[::23]]
 DAILY = CASES if EVERY else [CASES[at] for at in (0, 1, 4, 6, 7, 9)]
 InChild = Callable[..., Any]
 
@@ -61,6 +62,13 @@ def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
 
 @pytest.mark.parametrize("case", by_day(CASES, *DAILY), ids=lambda case: "-".join(map(str, case)))
 def test_a_day_without_races(in_child: InChild, case: Case, tmp_path: Path) -> None:
+    equal, found = in_child(searched, case, tmp_path)
+    assert not found, "\n".join(map(str, found))
+    assert equal
+
+
+@pytest.mark.parametrize("case", by_day(FORMATS, *FORMATS[1:3]), ids=lambda case: "-".join(map(str, case)))
+def test_a_day_in_formats(in_child: InChild, case: Case, tmp_path: Path) -> None:
     equal, found = in_child(searched, case, tmp_path)
     assert not found, "\n".join(map(str, found))
     assert equal
