@@ -55,12 +55,13 @@ s, remat = ya.schedules, ya.schedules.remat
 
 
 class Case(NamedTuple):
-    """mesh: arguments of `ya.mesh`; a case that has some needs several ranks"""
+    """mesh: arguments of `ya.mesh`; a case that has some needs several ranks; wire: of the layers' matrices"""
 
     schedule: Schedule
     microbatches: int = 1
     graphs: bool = False
     mesh: dict[str, int] = {}  # noqa: RUF012
+    wire: ya.Wire = ya.Wire()
 
 
 CASES = {
@@ -72,6 +73,7 @@ CASES = {
     "updates": Case(s.zero3(prefetch=2, update=True)),
     "resident, deferred": Case(s.zero3(resident=1, prefetch=2, defer=True), microbatches=2),
     "zero2": Case(s.zero2(remat=remat.every(2)), microbatches=2),
+    "in int8": Case(s.zero3(update=True), wire=ya.Wire(ya.formats.Scaled(), ya.formats.Scaled())),
     "hsdp": Case(s.hsdp(update=True), microbatches=2, mesh={"replicate": 2}),
     "hpz": Case(s.hpz(2, remat=remat.all), mesh={"local": 2}),
 }
@@ -97,7 +99,9 @@ def train(name: str, ranks: int, device: str = "cuda", steady: Any = None) -> li
     with mesh_of(case, ranks, device) as mesh:
         tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3))
         precision = ya.Precision(compute=torch.bfloat16, reduce=torch.float32)
-        state = ya.init(llama.params(CONFIG), tx, mesh=mesh, seed=0, precision=precision)
+        params = llama.params(CONFIG)
+        params = params if case.wire == ya.Wire() else ya.params.with_wire(params, case.wire)
+        state = ya.init(params, tx, mesh=mesh, seed=0, precision=precision)
         options: dict[str, Any] = {"schedule": case.schedule, "microbatches": case.microbatches, "graphs": case.graphs}
         step = ya.train_step(llama.loss(CONFIG), tx, **options)
         generator = torch.Generator().manual_seed(0)
