@@ -179,11 +179,11 @@ def reduced_together(mesh: Any) -> None:
         needed = receive_numel(comms, max(sizes), accumulate)
         for shard, full, add in zip(expected, fulls, adds, strict=True):
             alone = torch.empty(needed, dtype=wire).view(torch.uint8)
-            flat.reduce_into(comms, [shard], [full], alone, adds=[add], accumulate=[accumulate])
+            flat.reduce_into(comms, [shard], [full], [add], [accumulate], receive=alone)
         for numel in (needed, needed + 16, 5 * needed):
             shards = [shard.clone() for shard in before]
             receive = torch.full((numel,), torch.nan, dtype=wire).view(torch.uint8)
-            flat.reduce_into(comms, shards, fulls, receive, adds=adds, accumulate=[accumulate] * len(adds))
+            flat.reduce_into(comms, shards, fulls, adds, [accumulate] * len(adds), receive=receive)
             assert all(map(torch.equal, shards, expected)), (wire, dtype, accumulate, numel)
 
 

@@ -213,7 +213,7 @@ def reduced(
     full = c.full[c.comms.world_rank].clone()
     receive = full.new_full((receive_numel(c.comms, c.n, accumulate),), torch.nan).view(torch.uint8)
     with recorded() as sent:
-        flat.reduce_into(c.comms, [shard], [full], receive, adds=[before is not None], accumulate=[accumulate])
+        flat.reduce_into(c.comms, [shard], [full], [before is not None], [accumulate], receive=receive)
     assert torch.equal(full, c.full[c.comms.world_rank]), "the gradient slot was written to"
     staging = full.new_full((staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan).view(torch.uint8)
     with recorded() as sent_between:

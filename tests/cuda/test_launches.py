@@ -58,7 +58,7 @@ def reduction(axes: dict[str, int], how: str) -> tuple[list[str], Tensor]:
         receive = full.new_empty(receive_numel(comms, N, accumulate)).view(torch.uint8)
         staging = full.new_empty(staging_numel(comms, N, F32, BF16, accumulate)).view(torch.uint8)
         device.launched.clear()
-        flat.reduce_into(comms, [shard], [full], receive, adds=[True], accumulate=[accumulate])
+        flat.reduce_into(comms, [shard], [full], [True], [accumulate], receive=receive)
         flat.all_reduce_replicas(comms, shard, staging, wire=BF16, accumulate=accumulate)
         return list(device.launched), shard.cpu()
 

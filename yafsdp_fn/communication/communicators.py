@@ -225,8 +225,8 @@ class Communicators(Groups):
         wire = full.dtype
         n = out.numel()
         receive = full.new_empty(receive_numel(self, n, accumulate)).view(torch.uint8)
-        job = partial(flat.reduce_into, self, [shard], [full.view(-1)], receive)
-        self._now("reduce", partial(job, adds=[False], accumulate=[accumulate]), "reduce-scatter")
+        job = partial(flat.reduce_into, self, [shard], [full.view(-1)], [False], [accumulate], receive=receive)
+        self._now("reduce", job, "reduce-scatter")
         if replicas and self.replicas > 1:
             staging = full.new_empty(staging_numel(self, n, out.dtype, wire, accumulate))
             work = partial(flat.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)

@@ -54,11 +54,11 @@ def reduce_into(
     comms: Groups,
     shards: Sequence[Tensor],
     fulls: Sequence[Tensor],
-    receive: Tensor,
-    *,
     adds: Sequence[bool],
     accumulate: Sequence[torch.dtype | None],
     formats: Sequence[Format | None] = (),
+    *,
+    receive: Tensor,
 ) -> None:
     """Sums each of `fulls` [N] over the shard group and writes this rank's slice to its shard [n], or adds it.
 

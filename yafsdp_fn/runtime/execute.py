@@ -444,7 +444,7 @@ class Session(VisitRunner):
         parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit, _ in pairs]
         decoded: list[tuple[Format, Tensor, Tensor]] = []
         for at, (unit, slot) in enumerate(pairs):
-            format = self.memory.of_unit[unit].wire.gather
+            format = self.memory.gathered_in.get(unit)
             if format is not None and not in_node:
                 encoded = self.slots.encoded(slot, unit)
                 decoded.append((format, encoded, wholes[at]))
@@ -477,15 +477,13 @@ class Session(VisitRunner):
             pairs = zip(op.units, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
         wholes, shards = list(map(attrgetter("flat"), all_views)), list(map(grads.rows.__getitem__, units))
-        own = [memory.of_unit[unit].wire.reduce for unit in units]
+        own = list(map(memory.reduced_in.get, units))
         # a sum lands in its shard where it need not be converted or added
-        sums = [memory.sum_dtype(unit) for unit in units]
+        sums = list(map(memory.sums.get, units))
         straight = not any(adds) and not any(sums) and all(whole.dtype == shards[0].dtype for whole in wholes)
         receive = memory.nothing if straight else memory.receive()
 
-        def reduce(comms: Communicators, shards: Any, wholes: Any, adds: Any, sums: Any, own: Any) -> None:
-            flat.reduce_into(comms, shards, wholes, receive, adds=adds, accumulate=sums, formats=own)
-
+        reduce = partial(flat.reduce_into, receive=receive)
         return self._by_ranks(units, reduce, shards, wholes, adds, sums, own)
 
     def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
@@ -531,7 +529,7 @@ class Session(VisitRunner):
         if comms.replicas == 1:
             return None
         staging = memory.staging()
-        rows = [(grads.rows[unit], memory.wire_dtype(unit), memory.sum_dtype(unit)) for unit in op.units]
+        rows = [(grads.rows[unit], memory.wire_dtype(unit), memory.sums[unit]) for unit in op.units]
 
         def work() -> None:
             for shard, wire, wide in rows:

@@ -35,6 +35,7 @@ class Placement(Generic[AnyRanks]):
     weights_alias, grads_alias: units whose slots are the shards themselves, since one rank has all of their vector; not
         on a deterministic mesh, where one rank adds up as several do, from weights aligned alike, nor where it would
         not pass through a wire format
+    gathered_in, reduced_in: unit -> the wire format in which it travels; sums: unit -> `sum_dtype`
     key: a text, equal for states that can share programs
     """
 
@@ -54,15 +55,16 @@ class Placement(Generic[AnyRanks]):
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
         self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
+        self.gathered_in = {unit: of.wire.gather for unit, of in self.of_unit.items() if of.wire.gather is not None}
+        self.reduced_in = {unit: of.wire.reduce for unit, of in self.of_unit.items() if of.wire.reduce is not None}
+        self.sums = {unit: self.sum_dtype(unit) for unit in self.of_unit}
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
-        whole = (unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1)
-        whole = (unit for unit in whole if self.of_unit[unit].wire.gather is None)
-        self.weights_alias = frozenset(() if comms.deterministic else whole)
+        whole = {unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1}
+        self.weights_alias = frozenset(() if comms.deterministic else whole - self.gathered_in.keys())
         converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
-        encoded = {unit for unit in self.weights_alias if self.of_unit[unit].wire.reduce is not None}
-        self.grads_alias = self.weights_alias - converted - encoded
+        self.grads_alias = self.weights_alias - converted - self.reduced_in.keys()
         self.generation = 0
 
     def _units(self) -> tuple[UnitSpec, ...]:
