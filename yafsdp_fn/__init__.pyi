@@ -7,6 +7,9 @@ from yafsdp_fn import (
     errors as errors,
 )
 from yafsdp_fn import (
+    formats as formats,
+)
+from yafsdp_fn import (
     optim as optim,
 )
 from yafsdp_fn import (
@@ -44,7 +47,6 @@ from yafsdp_fn.api.transform import (
 from yafsdp_fn.api.transform import (
     value_and_grad as value_and_grad,
 )
-from yafsdp_fn.communication import formats as formats
 from yafsdp_fn.communication.axes import (
     all_gather as all_gather,
 )
