@@ -226,6 +226,7 @@ def both_ways(mesh: Any, *case: Any) -> None:
     [
         (1, "plain", "int8"),
         (1, "marked", "mixed"),
+        (1, "plain", "reductions"),
         (2, "plain", "mixed"),
         (2, "tied", "gathers"),
         (3, "marked", "int8"),
@@ -282,11 +283,12 @@ def outside_of_steps(mesh: Any) -> None:
     # gradients are scaled before they are encoded, by no power of two
     compare(ya.unshard(found), grads, 2e-2, "torch.func.grad")
     with torch.no_grad():
-        tangents = optree.tree_map(torch.ones_like, state.params)
+        tangents = ya.normal_like(3, state.params)
         _, along = torch.func.jvp(total, (state.params,), (tangents,))
     leaves = [leaf.detach().requires_grad_() for leaf in plain.passed(optree.tree_leaves(params), "gather")]
     sums = torch.autograd.grad(loss(optree.tree_unflatten(plain.spec, leaves), mine).total, leaves)
-    here = float(sum(leaf.sum() for leaf in sums)) * mesh.size() / weight
+    directions = optree.tree_leaves(ya.unshard(tangents))
+    here = float(sum((a * b).sum() for a, b in zip(sums, directions, strict=True))) * mesh.size() / weight
     assert abs(float(along) - here) < 1e-8 * abs(here), "tangents do not pass through a format"
 
 
@@ -440,7 +442,7 @@ def test_adapters(pools: dict[int, Pool], world: int) -> None:
 
 
 def states(mesh: Any, directory: Path) -> None:
-    abstract = tree(FORMATS["int8"], "marked")
+    abstract = tree(FORMATS["int8"])
     plain = Plain(abstract)
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
     step = ya.train_step(loss, TX)
@@ -456,7 +458,7 @@ def states(mesh: Any, directory: Path) -> None:
     before = ya.checksum(state)
     ya.checkpoint.save(directory / "own", state)
     for wire in (FORMATS["int8"], Wire(), Wire(Scaled(torch.int8, 64))):  # leaves begin elsewhere
-        like = ya.init(tree(wire, "marked"), TX, mesh=mesh, precision=EXACT, seed=1)
+        like = ya.init(tree(wire), TX, mesh=mesh, precision=EXACT, seed=1)
         loaded, _ = ya.checkpoint.load(directory / "own", like)
         assert loaded.step == 1
         off(ya.unshard(loaded), ya.unshard(state), f"loaded into {wire}")
