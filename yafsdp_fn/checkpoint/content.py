@@ -227,7 +227,7 @@ def recuts(
 
 def _lies(described: Description) -> tuple[Any, ...]:
     """Returns what decides where leaves lie in their unit, and in which part."""
-    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits", "align"))
+    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits"))
 
 
 def _group_of(described: Description, like: Group) -> Group:
