@@ -119,17 +119,17 @@ def line(thread: int) -> str:
 
 
 def collective(thread: int) -> str | None:
-    """Returns the function of torch.distributed that the thread is in, such as a barrier, or None."""
-    code = next((frame.f_code for frame in _frames(thread)), None)
-    if code is None or not code.co_filename.startswith(COLLECTIVES):
-        return None
-    return f"torch.distributed.{code.co_name}"
-
-
-def waits(thread: int) -> bool:
-    """Returns whether the thread is in communication: it waits for a stream, or is in a collective."""
-    files = (frame.f_code.co_filename for frame in _frames(thread))
-    return next((file for file in files if not _standard(file)), "").startswith((COMMUNICATION, COLLECTIVES))
+    """Returns the function of torch.distributed that the thread is in, such as a barrier; "" if it waits in
+    communication otherwise, for a stream of ours, say; None if it is in none."""
+    for depth, frame in enumerate(_frames(thread)):
+        file = frame.f_code.co_filename
+        if file.startswith(COLLECTIVES):
+            return "" if depth else f"torch.distributed.{frame.f_code.co_name}"
+        if file.startswith(COMMUNICATION):
+            return ""
+        if not _standard(file):
+            return None
+    return None
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
