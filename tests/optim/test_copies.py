@@ -21,6 +21,7 @@ from tests.optim.trees import bits, clone
 from yafsdp_fn.optim.base import stages
 from yafsdp_fn.optim.rules import Adam
 from yafsdp_fn.optim.step import fused, units
+from yafsdp_fn.optim.step.definition import Lane, StepCall
 
 HALF = ya.Precision(compute=torch.bfloat16)
 MATRICES = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, param: len(param.shape) > 1)
@@ -187,14 +188,17 @@ def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -
     """On tensors without values, whose values nobody can ask for."""
     given: list[Tensor] = []
     monkeypatch.setattr(fused, "copying_kernel", lambda tensor: lambda *args, **options: given.append(args[5]))
+    monkeypatch.setattr(fused, "LARGE", 60)
     with torch.device("meta"):
         params = [torch.zeros(60)]
         tx = ya.optim.adamw(1e-2)
-        fusion = fused.recognise(list(stages(tx, tx.init(params))))
+        lane = Lane(list(stages(tx, tx.init(params))), params, params, None, None, None)
+        fusion = fused.recognise(lane.stages)
         assert fusion is not None
         piece = [torch.zeros(60) for _ in range(4)] + [torch.zeros(60, dtype=torch.bfloat16)]
         for scale, inf in itertools.product([None, torch.zeros(())], repeat=2):
-            fusion.begin()(0.1, True, [piece], scale, inf)
+            steps = fused.FusedSteps(lane, fusion, [[tensor] for tensor in piece])
+            list(steps.steps(StepCall(None, 1, None, scale, inf, lambda: None)))
     assert [(each.device.type, each.dtype, each.shape) for each in given] == [("meta", torch.float32, (5,))] * 4
 
 
