@@ -128,9 +128,11 @@ class Watchdog:
         self._patience = seconds / 2
         # ---- this rank
         self._position = RankPosition(comms.steps.after)
-        self._since = time.monotonic()
-        self._waits: dict[Hashable, tuple[str, float]] = {}  # labels, and since when
-        self._labels: PendingLabels = []  # kept, so that no other has the id of one
+        self._waits: dict[Hashable, str] = {}
+        self._labels: PendingLabels = []  # of its own communication, kept, so that no other has the id of one
+        self._since: dict[Hashable, float] = {
+            self._position: time.monotonic()
+        }  # of the position, and of what it waits for
         self._post = UNKNOWN
         self._shown: str | None = None  # its position when it showed the table
         self._aborts = comms.device.type == "cuda"
@@ -195,34 +197,31 @@ class Watchdog:
         position = RankPosition(self._steps.after)
         for look in self._steps.looks[-1:]:
             position = look()
-        before = self._position
-        if before.where is not position.where or before.number != position.number:
-            self._since = now
         labels = self._comms.under_way()
         names: dict[Hashable, str] = {id(label): label[0] for label in labels}
         own = where.collective(self._steps.thread)
         if own:
             names[own] = own
-        self._waits = {key: self._waits.get(key, (name, now)) for key, name in names.items()}
-        self._labels = labels
-        self._position = position
+        at = id(position.where), position.number
+        self._since = {key: self._since.get(key, now) for key in (at, *names)}
+        self._position, self._labels, self._waits = position, labels, names
         self._post = self._status(now)
 
     def _status(self, now: float) -> RankStatus:
         """Describes the position. A rank that stands still says its op and line, too."""
         position = self._position
-        seconds = now - self._since
-        waits = ", ".join(name for name, _ in self._waits.values())
-        waited = max((now - since for _, since in self._waits.values()), default=0.0)
-        shown = self._shown is not None
-        found = RankStatus(self._post.beat + 1, position.where, seconds, waits, waited, shown=shown)
+        at, *waits = self._since.values()
+        seconds = now - at
+        waited = now - min(waits, default=now)
+        names = ", ".join(self._waits.values())
+        found = RankStatus(self._post.beat + 1, position.where, seconds, names, waited, shown=self._shown is not None)
         if not self._is_stalled(max(seconds, waited)):
             return found
         found = found._replace(line=where.line(self._steps.thread))
         if position.program is None:
             return found
         op = f"op {position.number} of {len(position.program.stages[position.stage])}"
-        return found._replace(op=op, program=position.program.fingerprint())
+        return found._replace(where=f"{op}, {position.where}", program=position.program.fingerprint())
 
     def _is_stalled(self, seconds: float) -> bool:
         return seconds > STALL * self._beat
@@ -235,11 +234,11 @@ class Watchdog:
         torch stops NCCL's watchdog of a group before it aborts the group. A look of it that has begun already, or a
         peer's, may take the abort for an error and end its process: what hangs is printed by then.
         """
-        begun = [self._waits[id(label)] for label in self._labels if self._aborts]
-        late = next((name for name, since in begun if time.monotonic() - since > self._timeout), None)
-        if late is not None:
+        before = time.monotonic() - self._timeout
+        late = [label[0] for label in self._labels if self._since[id(label)] < before]
+        if late and self._aborts:
             self._aborts = False
-            text = f"rank {self._rank}: {late} has not ended after {self._timeout:.0f} s. {ADVICE}"
+            text = f"rank {self._rank}: {late[0]} has not ended after {self._timeout:.0f} s. {ADVICE}"
             print(text, file=sys.stderr, flush=True)
             self._comms.abort_late(text)
 
@@ -287,13 +286,13 @@ class Watchdog:
         lowest = next((rank for rank in able if self._is_stalled(peers.posts[rank].waited)), None)
         waited = self._post.waited
         if waited > self._patience and self._rank == lowest and not any(peers.posts[rank].shown for rank in able):
-            self._shown = self._post.where
+            self._shown = self._position.where
             what = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{self._table}"
             print(what, file=sys.stderr, flush=True)
 
     def _go_on(self) -> None:
         """Ends the report: the communication that it waited for has come, or failed."""
-        if self._shown is not None and self._post.where is not self._shown and not self._steps.failed:
+        if self._shown is not None and self._position.where is not self._shown and not self._steps.failed:
             print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
         self._peers = None
         self._shown = None

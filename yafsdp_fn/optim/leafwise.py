@@ -34,7 +34,7 @@ from yafsdp_fn.optim.base import (
 from yafsdp_fn.optim.cutting import rows
 from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, from_blocks, in_blocks
 from yafsdp_fn.params.layout import FlatLayout, Group
-from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
+from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
 from yafsdp_fn.util.owners import Leaf, assign
@@ -217,23 +217,22 @@ def _leaves_of(group: Group) -> list[Leaf]:
 
 def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     """Returns the plan of each group, by name, for all handles of a tree: owners are balanced over all of it."""
-    chosen: dict[str, tuple[Group, list[Leaf], int]] = {}
+    chosen: dict[str, tuple[Group, list[Leaf]]] = {}
+    units = []
     for handle in handles:
         for _, group, shard in handle.group_leaves():
-            passes = by_leaf(rule.where, handle.entry, group)
-            cuts = by_leaf(lambda path, p: rule.cut(path, p) if rule.where(path, p) else None, handle.entry, group)
-            leaves = [_worked_on(leaf, cuts[leaf.position]) for leaf in _leaves_of(group) if passes[leaf.position]]
-            chosen[group.name] = group, leaves, shard.shape[-1]
-    if not handles:
-        return {}
-    ranks = handles[0].owner.comms
-    units = [
-        (unit, n, leaves, ranks.subgroups(across=group.over))
-        for group, leaves, n in chosen.values()
-        for unit in group.held
-    ]
-    owners = assign(sorted(units, key=itemgetter(0)), ranks.ranks)
-    return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}
+            params = handle.entry.params(group)
+            leaves = []
+            for leaf in _leaves_of(group):
+                path, param = group.layout.names[leaf.position], params[leaf.position]
+                if rule.where(path, param):
+                    leaves.append(_worked_on(leaf, rule.cut(path, param)))
+            chosen[group.name] = group, leaves
+            subgroups = handle.owner.comms.subgroups(across=group.over)
+            units += [(unit, shard.shape[-1], leaves, subgroups) for unit in group.held]
+    ranks = handles[0].owner.comms.ranks if handles else 1
+    owners = assign(sorted(units, key=itemgetter(0)), ranks)
+    return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves) in chosen.items()}
 
 
 def _worked_on(leaf: Leaf, blocks: tuple[int, int] | None) -> Leaf:
@@ -284,15 +283,14 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
             view.copy_(value)  # to all layers, where it has them
         row = whole.view(ranks, -1)[rank]
         shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
-    sizes = [optree.tree_structure(tree).num_leaves for tree in trees]
-    starts = [0, *itertools.accumulate(sizes)]
+    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
+    numbers = handle.entry.spec.flatten_up_to(optree.tree_unflatten(spec, range(spec.num_leaves)))  # in a leaf's place
     groups = []
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
-        positions = tuple(at for leaf in group.leaves for at in range(starts[leaf], starts[leaf + 1]))
         layout = layouts.get(number, FlatLayout((), ()))
-        own = positions if number in layouts else ()
-        groups.append(dataclasses.replace(group, layout=layout, leaves=own, splits=(), axes=()))
-    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
+        own = [numbers[leaf] for leaf in group.leaves if number in layouts]
+        leaves: Any = tuple(optree.tree_leaves(own))
+        groups.append(dataclasses.replace(group, layout=layout, leaves=leaves, splits=(), axes=()))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
     context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)
     return Sharded(tuple(shards), context)

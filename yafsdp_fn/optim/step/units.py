@@ -1,7 +1,7 @@
 """An optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from yafsdp_fn.optim.base import (
 )
 from yafsdp_fn.optim.cutting import Cutter, named
 from yafsdp_fn.optim.leaf_exchange import Messages
-from yafsdp_fn.optim.leafwise import Leafwise
+from yafsdp_fn.optim.leafwise import Leafwise, exchanged
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
@@ -271,9 +271,8 @@ class UnitSteps:
             if (parts := self.parts.get(unit, 1)) == 1 and not part:
                 continue
             if part is None:
-                for messages in self._steps([unit], parts, found_inf, on_write):
-                    for received, sent in messages:
-                        handles(self._params)[0].owner.comms.exchange(received, sent)
+                ranks = handles(self._params)[0].owner.comms
+                exchanged(self._steps([unit], parts, found_inf, on_write), ranks)
                 continue
             now, steps = self._open.pop(unit, (0, self._steps([unit], parts, found_inf, on_write), []))[:2]
             if part != now:
@@ -284,7 +283,7 @@ class UnitSteps:
 
     def _steps(
         self, units: Sequence[int] | None, parts: int, found_inf: Scalar, on_write: OnWrite
-    ) -> Iterator[list[Messages]]:
+    ) -> Generator[list[Messages], None, None]:
         """Takes the step of `units`, or of all, in all lanes; yields the messages between parts. Lanes that need fewer
         write in the last one, too."""
         cutter, of_each = None if units is None else self._cutter, []
