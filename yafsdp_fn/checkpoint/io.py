@@ -23,7 +23,7 @@ from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint import tensors as files
 from yafsdp_fn.checkpoint.content import Content, Manifest, parts
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
-from yafsdp_fn.checkpoint.tensors import CheckpointTensor, FilePlace
+from yafsdp_fn.checkpoint.tensors import CheckpointTensor, part_name
 from yafsdp_fn.communication.micro_shards import circumstances
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.one_state import must_be_one
@@ -61,20 +61,20 @@ class Job(NamedTuple):
             folder.write(target, ranks)
             return ranks.first(lambda: folder.publish(root, step, self.keep_last, self.keep_every), what)
 
-    def _share(self, ranks: AllRanks, what: str) -> dict[FilePlace, Tensor]:
+    def _share(self, ranks: AllRanks, what: str) -> dict[str, Tensor]:
         """Returns the parts that this rank writes: of those that several ranks have, replicas say, one of them."""
         mine = {
-            FilePlace(key, offsets): part
+            part_name(key, offsets): part
             for key, tensor in self.tensors.items()
             for offsets, part in parts(tensor, saved=True).items()
             if part.numel()
         }
-        holders: dict[FilePlace, list[int]] = {}
-        for rank, places in enumerate(ranks.each(lambda: list(mine), what)):
-            for place in places:
-                holders.setdefault(place, []).append(rank)
-        turns = {place: who[number % len(who)] for number, (place, who) in enumerate(holders.items())}
-        return {place: part for place, part in mine.items() if turns[place] == ranks.rank}
+        holders: dict[str, list[int]] = {}
+        for rank, names in enumerate(ranks.each(lambda: list(mine), what)):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        turns = {name: who[number % len(who)] for number, (name, who) in enumerate(holders.items())}
+        return {name: part for name, part in mine.items() if turns[name] == ranks.rank}
 
 
 def save(
