@@ -129,19 +129,21 @@ def parts_of(tx: Any, params: Tree) -> dict[int, int]:
     {2: 3, 3: 3, 4: 3, 5: 3}
     """
     found: dict[int, int] = {}
-    _, lanes, whole = analysis(tx)
-    for own, chosen in lanes if whole is None else ():
-        rounds = sum(isinstance(stage.rule, Leafwise) for stage, _ in own)
-        for unit in units_of(_own(params, chosen)) if rounds else ():
-            found[unit] = max(found.get(unit, 1), 1 + 2 * rounds)
+    for rules, own in leafwise_lanes(tx, params):
+        for unit in units_of(own):
+            found[unit] = max(found.get(unit, 1), 1 + 2 * len(rules))
     return dict(sorted(found.items()))
 
 
-def leafwise_stages(tx: Any, params: Tree) -> list[tuple[Leafwise, Tree]]:
-    """The transformations of whole leaves, in the parts of a step, each with the part of `params` that it concerns."""
+def leafwise_lanes(tx: Any, params: Tree) -> list[tuple[list[Leafwise], Tree]]:
+    """The transformations of whole leaves in each lane, with the part of `params` that they concern."""
     _, lanes, whole = analysis(tx)
-    found = [(stage.rule, chosen) for own, chosen in lanes if whole is None for stage, _ in own]
-    return [(rule, _own(params, chosen)) for rule, chosen in found if isinstance(rule, Leafwise)]
+    found = []
+    for own, chosen in lanes if whole is None else ():
+        rules = [stage.rule for stage, _ in own if isinstance(stage.rule, Leafwise)]
+        if rules:
+            found.append((rules, _own(params, chosen)))
+    return found
 
 
 def _own(tree: Tree, chosen: LeafRule | None) -> Tree:
@@ -199,7 +201,7 @@ class UnitSteps:
         self._scale: Scalar = None
         self._lanes: list[FusedSteps | Definition] = []
         for own, chosen in lanes:
-            trees = _own(params, chosen), _own(grads, chosen), None if copies is None else _own(copies, chosen)
+            trees = [_own(tree, chosen) for tree in (params, grads, copies)]
             units = None if self._why_not or not handles(params) else frozenset(units_of(trees[0]))
             lane = Lane(own, *trees, chosen, units)
             self._lanes.append(fused_steps(lane) or Definition(lane))
