@@ -118,7 +118,7 @@ class Watchdog:
     """The watchdog of one rank. comms: the `Communicators` of a mesh of several ranks, with a timeout"""
 
     def __init__(self, store: Any, comms: Any) -> None:
-        seconds = comms.timeout.total_seconds()
+        seconds: float = comms.timeout.total_seconds()
         self._store = store
         self._comms = comms
         self._steps = comms.steps

@@ -28,7 +28,7 @@ from yafsdp_fn.util.torch_private import transforms_active
 # every number of them: either all ranks refuse, or none.
 
 RANKS = SingleUnitOwner(0, 1), SingleUnitOwner(0, 2), SingleUnitOwner(1, 2)
-"""Who has the whole, and its halves."""
+"""The ranks of the trial: the only one has the whole, each of two has a half."""
 
 WIDTH = 16
 """Elements along the last axis of a leaf of the whole."""
@@ -102,7 +102,7 @@ def _drawn(tree: Tree, seed: int, ranks: SingleUnitOwner) -> Tree:
     def of_node(node: Any) -> Any:
         if not isinstance(node, Sharded):
             return drawn(node, 2)
-        context = dataclasses.replace(node.context, origin=Origin(ranks, 0), runner=None)  # type: ignore[arg-type]
+        context = dataclasses.replace(node.context, origin=Origin(ranks, 0), runner=None)
         return Sharded(tuple(drawn(leaf, sys.maxsize) for leaf in node.leaves), context)
 
     return optree.tree_map(of_node, tree, is_leaf=is_sharded)

@@ -134,13 +134,14 @@ def leafwise(rule: Leafwise) -> GradientTransformation:
         weights = [None] * len(nodes) if params is None or not rule.params else spec.flatten_up_to(params)
         plans = plan(rule, handles(updates))
         new, after = [], []
-        for at, node, kept, weight in zip(accessors, nodes, spec.flatten_up_to(state.of), weights, strict=True):
+        columns: Any = zip(accessors, nodes, spec.flatten_up_to(state.of), weights, strict=True)
+        for at, node, kept, weight in columns:
             if isinstance(node, Sharded):
-                out, changed = _update_handle(plans, rule, node, kept, weight)  # type: ignore[arg-type]
+                found: tuple[Any, Any] = _update_handle(plans, rule, node, kept, weight)
             else:
-                out, changed = _plain(rule, at, node, kept, weight)
-            new.append(out)
-            after.append(changed)
+                found = _plain(rule, at, node, kept, weight)
+            new.append(found[0])
+            after.append(found[1])
         return optree.tree_unflatten(spec, new), LeafwiseState(optree.tree_unflatten(spec, after))
 
     return GradientTransformation(init, update, rule=rule)
@@ -288,8 +289,8 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
     groups = []
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
         layout = layouts.get(number, FlatLayout((), ()))
-        own = [numbers[leaf] for leaf in group.leaves if number in layouts]
-        leaves: Any = tuple(optree.tree_leaves(own))
+        own: Any = [numbers[leaf] for leaf in group.leaves if number in layouts]
+        leaves = tuple(optree.tree_leaves(own))
         groups.append(dataclasses.replace(group, layout=layout, leaves=leaves, splits=(), axes=()))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
     context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)
@@ -376,13 +377,14 @@ def _update_handle(
 ) -> tuple[Sharded, Sharded]:
     """Updates all units of a handle, one after the other; steps do the same in parts, overlapped."""
     ranks = updates.owner.comms
-    new, after = optree.tree_map(torch.clone, (updates, state))
-    given = [_by_unit(tree) for tree in (updates, state, params)]
-    new_rows, new_states = _by_unit(new), _by_unit(after)
+    written: Any = updates, state
+    written = optree.tree_map(torch.clone, written)
+    new, after = written
+    given, states, weights, new_rows, new_states = map(_by_unit, (updates, state, params, new, after))
     for _, group, _ in updates.group_leaves():
         for unit in group.held:
-            row, *others = [rows_of.get(unit) for rows_of in given]
-            out, kept = exchanged(at_owners(rule, plans[group.name], unit, ranks, row, *others), ranks)
+            work = at_owners(rule, plans[group.name], unit, ranks, given[unit], states.get(unit), weights.get(unit))
+            out, kept = exchanged(work, ranks)
             new_rows[unit].copy_(out)
             if kept is not None:
                 new_states[unit].copy_(kept)

@@ -201,9 +201,9 @@ class UnitSteps:
         self._scale: Scalar = None
         self._lanes: list[FusedSteps | Definition] = []
         for own, chosen in lanes:
-            trees = [_own(tree, chosen) for tree in (params, grads, copies)]
-            units = None if self._why_not or not handles(params) else frozenset(units_of(trees[0]))
-            lane = Lane(own, *trees, chosen, units)
+            parts, of_grads, of_copies = (_own(tree, chosen) for tree in (params, grads, copies))
+            units = None if self._why_not or not handles(params) else frozenset(units_of(parts))
+            lane = Lane(own, parts, of_grads, of_copies, chosen, units)
             self._lanes.append(fused_steps(lane) or Definition(lane))
         self.parts = parts_of(self._tx, params)  # of the steps of units, where there are several
         # unit between parts -> next part, the parts to come, messages before it
