@@ -7,7 +7,7 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +78,6 @@ class Ranks:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Ranks]]:
     monkeypatch.setattr(watchdog, "begin_thread", lambda device: None)
-    monkeypatch.setattr(watchdog, "answers", lambda timeout, what: nullcontext())
     with ExitStack() as stack:
 
         def begin(work: dict[str, list[tuple[Work, str]]], seconds: float = 0.2) -> Ranks:
@@ -118,7 +117,7 @@ def test_it_ends_when_it_is_told(watched: Any) -> None:
     ranks = watched({"gather": [(Work(), "a")]}, seconds=3600)
     found = Watchdog(Store(), ranks)
     found.close()
-    assert not found._thread.is_alive() and not ranks.said
+    assert not any(thread.is_alive() for thread in found._threads) and not ranks.said
 
 
 def test_a_rank_that_has_never_spoken_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
-"""The watchdog: a thread on every rank that writes where it is to a store, names a collective that hangs, and ends it.
+"""The watchdog of a rank: it writes where the rank is to a store, names a collective that hangs, and ends it.
 
-    once a beat:             store["rank 3"] = its position, what it waits for, and since when
-    if it waits for long:    the status of all ranks is read, grouped and shown (where.py)
-    after the timeout:       on CUDA, communicators are aborted
+    a thread, once a beat:       looks at its position, what it waits for, and since when
+                                 after the timeout, on CUDA, aborts the communicators
+    another, once a beat:        store["rank 3"] = that
+                                 if the rank waits for long, reads the status of all, grouped and shown (where.py)
+
+Whoever talks to the store may wait for ever: torch has no limit for the answers of a server that is frozen.
 
 It is a side channel: the store is that of the process group's rendezvous, over a connection of its own, and no
 collective is used. A step only keeps its position in attributes. So a rank that waits in C++ or in Python is located.
@@ -25,8 +28,8 @@ import torch.distributed as dist
 
 from yafsdp_fn.communication import where
 from yafsdp_fn.communication.cuda_streams import begin_thread
-from yafsdp_fn.communication.store import answers, disconnect_store
-from yafsdp_fn.communication.streams import ADVICE, CommunicationError
+from yafsdp_fn.communication.store import disconnect_store
+from yafsdp_fn.communication.streams import ADVICE
 from yafsdp_fn.communication.where import RankStatus, table
 
 BEATS, LONGEST_S = 20, 1.0
@@ -131,8 +134,8 @@ class Watchdog:
         self._waits: dict[Hashable, str] = {}
         self._labels: PendingLabels = []  # of its own communication, kept, so that no other has the id of one
         self._since: dict[Hashable, float] = {
-            self._position: time.monotonic()
-        }  # of the position, and of what it waits for
+            None: time.monotonic()
+        }  # first of its position, then of what it waits for
         self._post = UNKNOWN
         self._shown: str | None = None  # its position when it showed the table
         self._aborts = comms.device.type == "cuda"
@@ -144,8 +147,10 @@ class Watchdog:
         self._known.set()
         self._lost: str | None = None  # why the store is no longer used
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="yafsdp-watchdog", daemon=True)
-        self._thread.start()
+        self._threads = []
+        for beats in (self._watch, self._talk):
+            self._threads.append(threading.Thread(target=beats, name="yafsdp-watchdog", daemon=True))
+            self._threads[-1].start()
         atexit.register(self._exit)
 
     # ---- for the thread that steps
@@ -155,24 +160,27 @@ class Watchdog:
         limit = 2 * PeerStatus(None, self._comms.world, self._beat).patience + 5
         if self._made_at < time.monotonic() - STALL * self._beat:
             self._known.clear()
-        known = self._known.wait(limit)
-        if known and self._lost is None:
-            return self._table
+        until = time.monotonic() + limit
+        while self._lost is None and time.monotonic() < until:
+            if self._known.wait(self._beat):
+                return self._table
+        why = self._lost or f"does not answer for {limit:.0f} s; {KEEPER} is probably frozen"
         own = table({self._rank: self._status(time.monotonic())}, {})
-        return f"  where others are is not known: the store of the process group {self._lost or _frozen(limit)}\n{own}"
+        return f"  where others are is not known: the store of the process group {why}\n{own}"
 
     def close(self) -> None:
-        """Ends the thread, unless it waits for a store whose server has frozen."""
+        """Ends the threads, unless one waits for a store whose server has frozen."""
         atexit.unregister(self._exit)
         self._closed.set()
-        if threading.current_thread() is not self._thread:  # the collector may run there
-            self._thread.join(PATIENCE.total_seconds())
+        for thread in self._threads:
+            if threading.current_thread() is not thread:  # the collector may run there
+                thread.join(PATIENCE.total_seconds())
 
     def _exit(self) -> None:
         """Runs when the process ends. The store's server waits for the others to notice: torch warns at length of a
         connection that ends."""
         self.close()
-        if self._thread.is_alive():  # threads of torch's may wait for the store, too, and this process for them
+        if self._threads[-1].is_alive():  # threads of torch's may wait for the store, too, and this process for them
             disconnect_store()
         elif dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             with suppress(RuntimeError):  # the store has gone before
@@ -181,15 +189,13 @@ class Watchdog:
                 while time.monotonic() < until and self._store.add("left", 0) < self._comms.world:
                     time.sleep(self._beat / 50)
 
-    # ---- the thread
+    # ---- the thread that looks
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         begin_thread(self._comms.device)  # Python's collector may free tensors here
         while not self._closed.wait(self._beat):
             self._look()
             self._end_late()
-            self._with_store(self._tell)
-        self._with_store(self._leave)
 
     def _look(self) -> None:
         """Records this rank's position and status."""
@@ -242,26 +248,21 @@ class Watchdog:
             print(text, file=sys.stderr, flush=True)
             self._comms.abort_late(text)
 
-    def _with_store(self, work: Callable[[], None]) -> None:
-        """Runs what uses the store, while there is one."""
-        if self._lost is None:
-            try:
-                with answers(self._comms.timeout, "saying where it is"):
-                    work()
-            except CommunicationError:
-                self._lost = _frozen(self._timeout)
-            except RuntimeError as error:
-                why = str(error).partition("\n")[0]
-                self._lost = f"cannot be reached; {KEEPER} has probably ended ({why})"
-        if self._lost is not None:
-            self._known.set()
+    # ---- the thread that talks to the store
+
+    def _talk(self) -> None:
+        begin_thread(self._comms.device)
+        try:
+            while not self._closed.wait(self._beat) and self._lost is None:
+                self._tell()
+            self._say(self._post._replace(beat=ENDS, where=f"has ended, {self._post.where}", waits=""))
+            self._store.add("left", 1)
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            self._lost = f"cannot be reached; {KEEPER} has probably ended ({why})"
 
     def _say(self, post: RankStatus) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(post))
-
-    def _leave(self) -> None:
-        self._say(self._post._replace(beat=ENDS, where=f"has ended, {self._post.where}", waits=""))
-        self._store.add("left", 1)
 
     def _tell(self) -> None:
         """Writes this rank's status, and reads that of the others if it is asked for, or if this rank waits."""
@@ -284,8 +285,9 @@ class Watchdog:
         or one that was too late before that one had stalled."""
         able = [rank for rank in peers.posts if rank not in peers.silent]
         lowest = next((rank for rank in able if self._is_stalled(peers.posts[rank].waited)), None)
+        told = self._shown is not None or any(peers.posts[rank].shown for rank in able)
         waited = self._post.waited
-        if waited > self._patience and self._rank == lowest and not any(peers.posts[rank].shown for rank in able):
+        if waited > self._patience and self._rank == lowest and not told:
             self._shown = self._position.where
             what = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{self._table}"
             print(what, file=sys.stderr, flush=True)
@@ -296,7 +298,3 @@ class Watchdog:
             print(f"rank {self._rank} goes on.", file=sys.stderr, flush=True)
         self._peers = None
         self._shown = None
-
-
-def _frozen(seconds: float) -> str:
-    return f"does not answer for {seconds:.0f} s; {KEEPER} is probably frozen"
