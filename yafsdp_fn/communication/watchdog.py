@@ -138,7 +138,7 @@ class Watchdog:
         }  # first of its position, then of what it waits for
         self._post = UNKNOWN
         self._shown: str | None = None  # its position when it showed the table
-        self._aborts = comms.device.type == "cuda"
+        self._aborts = comms.device.type != "cpu"
         # ---- all ranks, while this one waits
         self._peers: PeerStatus | None = None
         self._table = ""

@@ -19,15 +19,15 @@ LONG = 240.0
 
 RANK = """
 import os, signal, sys
-from importlib import import_module
 from datetime import timedelta
 import torch
 import yafsdp_fn as ya
+import yafsdp_fn.api.mesh
 from tests.harness.failing import TX, Fault, batch, loss_with, state
 from tests.harness.groups import breakable
 from yafsdp_fn.communication import groups
 
-meshes = import_module("yafsdp_fn.api.mesh")
+meshes = sys.modules["yafsdp_fn.api.mesh"]
 
 who, where = int(sys.argv[1]), sys.argv[2]
 rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
