@@ -31,16 +31,16 @@ class Work:
         self.asked += 1
         return self.done
 
-    def looked_at(self, times: int) -> None:
-        """Returns when it has been asked so often from now on: twice, for a look that has begun after this call."""
+    def looked_at(self) -> None:
+        """Returns when it has been asked four times from now on, twice a look: one has begun after this call."""
         before = self.asked
-        until(lambda: self.asked >= before + times)
+        until(lambda: self.asked >= before + 4)
 
 
 def watched(*work: list[tuple[Work, str]], seconds: float = 0.2) -> Any:
     """Watches work, by stream and in order, for a rank 3 on a device, whose communicators are returned."""
-    device, timeout = SimpleNamespace(type="meta"), timedelta(seconds=seconds)
-    ranks: Any = SimpleNamespace(device=device, timeout=timeout, world_rank=3, world=4, steps=Steps(), said=[])
+    ranks: Any = SimpleNamespace(world_rank=3, world=4, timeout=timedelta(seconds=seconds), steps=Steps(), said=[])
+    ranks.device = SimpleNamespace(type="meta")
     ranks.abort_late = ranks.said.append
     streams: list[Any] = [CudaStream.__new__(CudaStream) for _ in work]
     for stream, each in zip(streams, work, strict=True):
@@ -64,11 +64,11 @@ def test_what_ends_in_time_is_not_late_however_long_it_waited_for_its_turn(monke
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     ranks = watched([(each, str(n)) for n, each in enumerate(work)], seconds=1.0)
     for each, following in itertools.pairwise(work):  # together longer than the timeout
-        each.looked_at(4)
+        each.looked_at()
         clock[0] += 0.9
-        each.looked_at(4)
+        each.looked_at()
         each.done = True
-        following.looked_at(2)
+        following.looked_at()
     assert not ranks.said
     clock[0] += 1.1
     until(lambda: ranks.said)

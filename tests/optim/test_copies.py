@@ -192,8 +192,7 @@ def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -
         params = [torch.zeros(60)]
         tx = ya.optim.adamw(1e-2)
         lane = Lane(list(stages(tx, tx.init(params))), params, params, None, None, None)
-        fusion = fused.recognise(lane.stages)
-        assert fusion is not None
+        fusion: Any = fused.recognise(lane.stages)
         piece = [torch.zeros(60) for _ in range(4)] + [torch.zeros(60, dtype=torch.bfloat16)]
         for scale, inf in itertools.product([None, torch.zeros(())], repeat=2):
             steps = fused.FusedSteps(lane, fusion, [[tensor] for tensor in piece])
