@@ -6,9 +6,7 @@ import pytest
 
 from yafsdp_fn.communication.where import RankStatus, named, table
 
-GATHER = RankStatus(
-    9, "forward of b (step 1)", 31.2, waits="gather of b (step 1)", waited=31.0, op="op 3 of 9", program="p"
-)
+GATHER = RankStatus(9, "op 3 of 9, forward of b (step 1)", 31.2, waits="gather of b (step 1)", waited=31.0, program="p")
 
 
 @pytest.mark.parametrize(
@@ -20,7 +18,7 @@ def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
 
 
 def test_what_is_alike_is_said_once_and_who_waits_for_nobody_is_named() -> None:
-    busy = RankStatus(7, "forward of a (step 1)", 33.4, op="op 1 of 9", program="p", line="model.py:41 in block")
+    busy = RankStatus(7, "op 1 of 9, forward of a (step 1)", 33.4, program="p", line="model.py:41 in block")
     posts = {0: GATHER, 1: GATHER._replace(beat=5, waited=29.0), 2: busy, 3: GATHER}
     assert table(posts, {}).splitlines() == [
         "  ranks 0-1, 3: wait for gather of b (step 1), 29-31 s; op 3 of 9, forward of b (step 1)",

@@ -21,6 +21,7 @@ from tests.optim.trees import bits, clone
 from yafsdp_fn.optim.base import stages
 from yafsdp_fn.optim.rules import Adam
 from yafsdp_fn.optim.step import fused, units
+from yafsdp_fn.optim.step.definition import Lane
 
 HALF = ya.Precision(compute=torch.bfloat16)
 MATRICES = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, param: len(param.shape) > 1)
@@ -185,16 +186,18 @@ def test_a_constant_gradient_moves_by_the_rate_at_every_step(launched: list[int]
 
 def test_the_host_does_not_wait_for_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values, whose values nobody can ask for."""
-    given: list[Tensor] = []
-    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: lambda *args, **options: given.append(args[5]))
+    given: list[Any] = []
+    monkeypatch.setattr(fused, "copying_kernel", lambda tensor: print)
     with torch.device("meta"):
         params = [torch.zeros(60)]
         tx = ya.optim.adamw(1e-2)
-        fusion = fused.recognise(list(stages(tx, tx.init(params))))
-        assert fusion is not None
+        lane = Lane(list(stages(tx, tx.init(params))), params, params, None, None, None)
+        fusion: Any = fused.recognise(lane.stages)
         piece = [torch.zeros(60) for _ in range(4)] + [torch.zeros(60, dtype=torch.bfloat16)]
         for scale, inf in itertools.product([None, torch.zeros(())], repeat=2):
-            fusion.begin()(0.1, True, [piece], scale, inf)
+            steps = fused.FusedSteps(lane, fusion, [[tensor] for tensor in piece])
+            steps._begin(scale, inf)
+            given.append(steps._packed)
     assert [(each.device.type, each.dtype, each.shape) for each in given] == [("meta", torch.float32, (5,))] * 4
 
 

@@ -68,9 +68,9 @@ def pauses(mesh: Any, pipes: dict[str, Path]) -> dict[str, str]:
 
 
 def cost(lookout: Any) -> float:
-    """Seconds that its thread has computed for each second at one look a second; 0 where the system does not tell."""
-    told = Path(f"/proc/self/task/{lookout._thread.native_id}/schedstat")
-    return int(told.read_text().split()[0]) / 1e9 / lookout._post.beat if told.exists() else 0.0
+    """Seconds that its threads have computed for each second at one look a second; 0 where the system does not tell."""
+    told = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in lookout._threads]
+    return sum(int(of.read_text().split()[0]) / 1e9 / lookout._post.beat for of in told if of.exists())
 
 
 def paused(pause: Callable[[Path], None], pipe: Path) -> Callable[[str], None]:

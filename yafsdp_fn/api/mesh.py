@@ -16,7 +16,7 @@ from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import group_of, host_group, order_launches
 from yafsdp_fn.communication.store import answers, rendezvous_store
 from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
-from yafsdp_fn.util.torch_private import default_group, store_in_process
+from yafsdp_fn.util.torch_private import default_group
 from yafsdp_fn.util.words import counted
 
 # ---- The verb.
@@ -224,4 +224,5 @@ def _start(kind: str, timeout: timedelta) -> None:
         with answers(timeout, "meeting the other ranks"):
             dist.init_process_group(backend, timeout=timeout, **rendezvous_store(timeout))
     else:
-        dist.init_process_group(backend, store=store_in_process(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

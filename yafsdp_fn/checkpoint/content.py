@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
 from yafsdp_fn.util.mesh_axes import ALIGN
+from yafsdp_fn.util.schema import Limits, typed
 
 # ---- `ShardSlice`: one rank's slice of a flat vector.
 #
@@ -216,7 +217,7 @@ def recuts(
         leaves = []
         try:
             for name in wanted[key]["leaves"]:
-                at, _ = there[handle_of(key), name]
+                at = there[handle_of(key), name].key
                 group = _group_of(saved[at], tensor.group)
                 leaves.append(SavedLeaf(at, group, saved[at].get("layers"), group.layout.names.index(name)))
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
@@ -237,7 +238,7 @@ def _group_of(described: Description, like: Group) -> Group:
     given = zip(described.get("splits", [{}] * len(leaves)), leaves.values(), strict=True)
     of_leaves = tuple(checked_split(split, tuple(shape)) for split, shape in given)
     align = described.get("align", ALIGN)
-    if type(align) is not int or not 1 <= align < LARGEST:
+    if type(align) is not int or not 1 <= align < 2**31:
         raise ValueError(f"align: expected a number of elements, got {align!r:.80}")
     layout = FlatLayout(tuple(leaves), tuple(map(tuple, leaves.values())), align)
     whole = dataclasses.replace(like, layout=layout, axes=(), splits=of_leaves)
@@ -249,16 +250,32 @@ def handle_of(key: str) -> str:
     return key.partition(":")[0]
 
 
-def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, str], tuple[str, Description]]:
-    """`(handle, leaf) -> (key, description)`: leaves are found by name, whatever unit of their handle they are in. A
-    tensor outside of handles has the leaf ""."""
-    out: dict[tuple[str, str], tuple[str, Description]] = {}
+class LeafForm(NamedTuple):
+    """A leaf in a description: the key of its group, the dtype, the number of layers, and the whole shape of one."""
+
+    key: str
+    shape: Any
+    layers: int | None
+    dtype: str | None
+
+    def is_like(self, other: "LeafForm") -> bool:
+        """Returns whether dtype and shape agree, whether each layer is a unit or one unit has them all."""
+        return (self.dtype, self._stacked()) == (other.dtype, other._stacked())
+
+    def _stacked(self) -> Any:
+        return self.shape if self.layers is None or not isinstance(self.shape, list) else [self.layers, *self.shape]
+
+
+def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, str], LeafForm]:
+    """`(handle, leaf) -> its form`: leaves are found by name, whatever unit of their handle they are in. A tensor
+    outside of handles has the leaf ""."""
+    out: dict[tuple[str, str], LeafForm] = {}
     for key, of in described.items():
         for leaf, shape in of.get("leaves", {"": of.get("shape")}).items():
             at = handle_of(key), leaf
             if at in out:
-                raise CheckpointError(f"{where}: {key} and {out[at][0]} both have {leaf or at[0]}")
-            out[at] = key, {"shape": shape, "layers": of.get("layers"), "dtype": of.get("dtype")}
+                raise CheckpointError(f"{where}: {key} and {out[at].key} both have {leaf or at[0]}")
+            out[at] = LeafForm(key, shape, of.get("layers"), of.get("dtype"))
     return out
 
 
@@ -273,37 +290,33 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
     have = _by_leaf(saved, where)
     want = _by_leaf(wanted, where)
     handles = {handle for handle, _ in have}
-    for (handle, leaf), (key, needs) in want.items():
+    for (handle, leaf), needs in want.items():
         if handle not in handles:
-            text = f"{where}: this state has {key}, the checkpoint has not; it holds {_some(saved)}"
-            raise CheckpointError(text + ANOTHER_OPTIMIZER * key.startswith("opt_state"))
-        _, there = have.get((handle, leaf), (key, {}))
-        if _form(there) == _form(needs):
-            continue
-        field = next(field for field in needs if there.get(field) != needs[field])
-        of_leaf = f", leaf {leaf}" if leaf else ""
-        has = _field(field, there)
-        wants = _field(field, needs)
-        raise CheckpointError(f"{where}: {key}{of_leaf}: the checkpoint has {has}, this state {wants}")
+            text = f"{where}: this state has {needs.key}, the checkpoint has not; it holds {_some(saved)}"
+            raise CheckpointError(text + ANOTHER_OPTIMIZER * needs.key.startswith("opt_state"))
+        there = have.get((handle, leaf))
+        if there is None or not there.is_like(needs):
+            fields = needs._fields[1:]
+            field = next(name for name in fields if there is None or getattr(there, name) != getattr(needs, name))
+            at = f"{needs.key}{f', leaf {leaf}' if leaf else ''}"
+            raise CheckpointError(
+                f"{where}: {at}: the checkpoint has {_field(field, there)}, this state {_field(field, needs)}"
+            )
     asked = {handle for handle, _ in want}
-    more = {at: key for at, (key, _) in have.items() if at not in want}
-    names = {f"{leaf} in {key}" if handle in asked else key for (handle, leaf), key in more.items()}
+    names = set()
+    for (handle, leaf), form in have.items():
+        if (handle, leaf) not in want:
+            names.add(f"{leaf} in {form.key}" if handle in asked else form.key)
     if names:
         text = f"{where}: the checkpoint holds {_some(names)}, which this state has not"
         raise CheckpointError(text + ANOTHER_OPTIMIZER * all(name.startswith("opt_state") for name in names))
 
 
-def _form(of: Description) -> tuple[Any, ...]:
-    """Returns the dtype, and the shape with the layer axis, whether each layer is a unit or one unit has them all."""
-    shape = of.get("shape")
-    layers = of.get("layers")
-    return of.get("dtype"), [layers, *shape] if layers is not None and isinstance(shape, list) else shape
-
-
-def _field(field: str, of: Description) -> str:
-    if not of:
+def _field(field: str, form: LeafForm | None) -> str:
+    if form is None:
         return "nothing"
-    return f"shape {tuple(of[field])}" if field == "shape" and isinstance(of[field], list) else f"{field} {of[field]}"
+    value = getattr(form, field)
+    return f"{field} {tuple(value) if isinstance(value, list) else value}"
 
 
 def _some(keys: Any, most: int = 6) -> str:
@@ -316,29 +329,20 @@ def _some(keys: Any, most: int = 6) -> str:
 MANIFEST = "manifest.json"
 FORMAT, PICKLED = 3, 2
 """The format that is written, and that of earlier versions."""
-LARGEST = 2**63
-KINDS: dict[str, tuple[Any, str]] = {
-    "program": (str | None, "text or null"),
-    "extra": (dict, "an object"),
-    "circumstances": (dict, "an object"),
-    "tensors": (dict, "an object"),
-}
-"""The types of the manifest's fields that are no numbers, and their words in errors."""
 DEEPEST = 100
 """Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """The content of `manifest.json`.
 
     step, seed: of the state; ranks: that wrote it; circumstances: of a deterministic mesh; tensors: by key
     program: its JSON; extra: the user's
     """
 
-    step: int
+    step: Annotated[int, Limits(0, 2**63)]
     seed: int
-    ranks: int
+    ranks: Annotated[int, Limits(0, 2**63)]
     circumstances: dict[str, str]
     tensors: dict[str, Description]
     program: str | None
@@ -355,7 +359,7 @@ def deeper_than(most: int, value: Any) -> bool:
 
 
 def to_json(manifest: Manifest) -> str:
-    return json.dumps({"format": FORMAT, **dataclasses.asdict(manifest)}, indent=1)
+    return json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -382,26 +386,18 @@ def from_json(text: str, path: str) -> Manifest:
         raise CheckpointError(f"{path} is no JSON ({type(error).__name__}: {error})") from None
     if deeper_than(DEEPEST, values):
         raise CheckpointError(f"{path}: it is nested deeper than {DEEPEST} levels")
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(values).__name__}")
-    version = values.pop("format", None)
+    version = values.pop("format", None) if isinstance(values, dict) else None
     if version == PICKLED:
         why = "its tensors lie in pickles, which this one does not open; go on with the version that wrote it"
         raise CheckpointError(f"{path}: format {PICKLED}: {why}")
     if version != FORMAT:
         raise CheckpointError(f"{path}: format {version!r:.40}, this version of yafsdp_fn reads format {FORMAT}")
-    fields = [field.name for field in dataclasses.fields(Manifest)]
-    if sorted(values) != sorted(fields):
-        raise CheckpointError(f"{path}: expected the fields {', '.join(fields)}, got {', '.join(values)[:200]}")
-    for name, least in {"step": 0, "seed": -LARGEST, "ranks": 0}.items():
-        number = values[name]
-        if type(number) is not int or not least <= number < LARGEST:
-            raise CheckpointError(f"{path}: {name} is {str(number)[:40]}, expected an integer of 64 bits")
-    for name, (kind, what) in KINDS.items():
-        if not isinstance(values[name], kind):
-            raise CheckpointError(f"{path}: {name} is {type(values[name]).__name__}, expected {what}")
-    for key, described in values["tensors"].items():
+    try:
+        found: Manifest = typed(Manifest, values)
+    except ValueError as error:
+        raise CheckpointError(f"{path}{error}") from None
+    for key, described in found.tensors.items():
         leaves = described.get("leaves", {}) if isinstance(described, dict) else None
         if not isinstance(leaves, dict) or not all(isinstance(shape, list) for shape in leaves.values()):
             raise CheckpointError(f"{path}: tensors: {key[:200]}: expected its dtype and the shapes of its leaves")
-    return Manifest(**values)
+    return found

@@ -29,12 +29,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication.groups import host_group
-from yafsdp_fn.communication.store import new_group
+from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.streams import CommunicationError
 from yafsdp_fn.util import disk
 from yafsdp_fn.util.disk import remove, replace, sync_folder
-from yafsdp_fn.util.torch_private import default_group, side_store, timeout_of
+from yafsdp_fn.util.torch_private import side_store
 
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,18})(\.replaced)?")
@@ -171,31 +170,32 @@ CPU = torch.device("cpu")
 
 
 class AllRanks:
-    """All ranks that share a state, seen from one. group: on the CPU; None for `dist.groups.host_group`; a thread
-    beside the step needs another
+    """All ranks that share a state, seen from one. group: on the CPU; None for this rank alone
 
     members: their global ranks; rank: this one's index among them
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
-        self.group = group = group or host_group()
-        self.members = tuple(dist.get_process_group_ranks(group or default_group()))
-        self.rank, self.count = dist.get_rank(group), len(self.members)
+        self.group = group
+        self.members = (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+        self.count = len(self.members)
+        self.rank = self.members.index(dist.get_rank())
 
     def first(self, work: Callable[[], T], what: str) -> T:
         """Returns `work()` of the first rank on every rank: one rank looks at the disk, so that all see the same."""
         outcome = [_outcome(work) if self.rank == 0 else None]
-        with _talking(what):
-            dist.broadcast_object_list(outcome, src=self.members[0], group=self.group, device=CPU)
+        if self.group is not None:
+            with _talking(what):
+                dist.broadcast_object_list(outcome, src=self.members[0], group=self.group, device=CPU)
         result: T = self._results(outcome, what)[0]
         return result
 
     def each(self, work: Callable[[], T], what: str) -> list[T]:
         """Returns `work()` of each rank. Every rank completes its work before one of them raises."""
-        mine = _outcome(work)
-        outcomes: list[Any] = [mine] * self.count
-        with _talking(what):
-            dist.all_gather_object(outcomes, mine, group=self.group)
+        outcomes: list[Any] = [_outcome(work)] * self.count
+        if self.group is not None:
+            with _talking(what):
+                dist.all_gather_object(outcomes, outcomes[0], group=self.group)
         return self._results(outcomes, what)
 
     def _results(self, outcomes: list[Any], what: str) -> list[Any]:
@@ -206,25 +206,9 @@ class AllRanks:
 
 
 def ranks_of(mesh: DeviceMesh) -> AllRanks:
-    """Returns the ranks of a mesh. All of them call it, on the main thread."""
-    if mesh.size() == dist.get_world_size():
-        return AllRanks()
-    parent, group = getattr(mesh, _GROUP, (None, None))
-    if parent is not default_group():  # a mesh may outlive a restart of the process group
-        group = group_of(mesh, "checkpoints")
-        setattr(mesh, _GROUP, (default_group(), group))
-    return AllRanks(group)
-
-
-_GROUP = "_yafsdp_checkpoints"  # attribute of a mesh of some of the ranks
-
-
-def group_of(mesh: DeviceMesh, name: str) -> ProcessGroup:
-    """Makes a new gloo group of the mesh's ranks. All of them call it, on the main thread."""
-    ranks = mesh.mesh.flatten().tolist()
-    timeout = timeout_of(default_group(), CPU)
-    some = len(ranks) < dist.get_world_size()  # as in communication/groups.py
-    return new_group(ranks, timeout, "gloo", name, use_local_synchronization=some)
+    """Returns the ranks of a mesh, which talk on the main thread."""
+    comms = communicators(mesh)
+    return AllRanks(None if comms.alone else comms.control_group.process_group)
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint import tensors as files
 from yafsdp_fn.checkpoint.content import Content, Manifest, parts
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
-from yafsdp_fn.checkpoint.tensors import CheckpointTensor, FilePlace
+from yafsdp_fn.checkpoint.tensors import CheckpointTensor, part_name
 from yafsdp_fn.communication.micro_shards import circumstances
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.one_state import must_be_one
@@ -61,20 +61,20 @@ class Job(NamedTuple):
             folder.write(target, ranks)
             return ranks.first(lambda: folder.publish(root, step, self.keep_last, self.keep_every), what)
 
-    def _share(self, ranks: AllRanks, what: str) -> dict[FilePlace, Tensor]:
+    def _share(self, ranks: AllRanks, what: str) -> dict[str, Tensor]:
         """Returns the parts that this rank writes: of those that several ranks have, replicas say, one of them."""
         mine = {
-            FilePlace(key, offsets): part
+            part_name(key, offsets): part
             for key, tensor in self.tensors.items()
             for offsets, part in parts(tensor, saved=True).items()
             if part.numel()
         }
-        holders: dict[FilePlace, list[int]] = {}
-        for rank, places in enumerate(ranks.each(lambda: list(mine), what)):
-            for place in places:
-                holders.setdefault(place, []).append(rank)
-        turns = {place: who[number % len(who)] for number, (place, who) in enumerate(holders.items())}
-        return {place: part for place, part in mine.items() if turns[place] == ranks.rank}
+        holders: dict[str, list[int]] = {}
+        for rank, names in enumerate(ranks.each(lambda: list(mine), what)):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        turns = {name: who[number % len(who)] for number, (name, who) in enumerate(holders.items())}
+        return {name: part for name, part in mine.items() if turns[name] == ranks.rank}
 
 
 def save(
@@ -206,8 +206,8 @@ def _load(
     content.check(saved, described, where)
     recuts = content.recuts(tensors, facts.tensors, described, where)
     stored = ranks.each(lambda: _stored(source, tensors, recuts), reading)[ranks.rank]
-    program = _program(facts.program, where)
     memory = like.memory
+    program = _program(facts.program, memory, where)
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
     try:
         with writing(memory):
@@ -216,8 +216,6 @@ def _load(
             memory.refresh(sorted(memory.held))
     finally:
         memory.end_write()
-    if program is not None and not (_fits(program, memory) and _accepted(program, where)):
-        program = None
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state), facts.extra
 
@@ -274,36 +272,32 @@ def _fill(
             stored[key].read_into(target.detach(), offsets)
 
 
-def _program(text: str | None, where: str) -> Program | None:
+def _program(text: str | None, memory: StateMemory, where: str) -> Program | None:
+    """Reads the program that was saved; None if it is of a state unlike that of `memory`, or cut otherwise, or a
+    pipeline that `verify` refuses, which has become stricter since earlier versions have saved some."""
+    if text is None:
+        return None
     try:
-        return None if text is None else Program.from_json(text)
+        program = Program.from_json(text)
     except ValueError as error:
         raise CheckpointError(f"{where}: its program: {error}") from error
-
-
-def _fits(program: Program, memory: StateMemory) -> bool:
-    """Returns whether the program is of a state like that of `memory`, cut alike."""
     trace = program.trace
+    split = None
     if (trace.units, trace.mesh) != (memory.abstract().units, memory.mesh_axes):
-        return False
-    if trace.split is None or memory.assignment is None:
-        return trace.split is None and memory.comms.stages == 1
-    try:
-        return cut(trace._replace(split=None), memory.assignment).split == trace.split
-    except ValueError:
-        return False
-
-
-def _accepted(program: Program, where: str) -> bool:
-    """Returns whether `verify` accepts a pipeline: it has become stricter since earlier versions have saved some."""
+        return None
+    if trace.split is not None and memory.assignment is not None:
+        with suppress(ValueError):  # it cannot be cut so
+            split = cut(trace._replace(split=None), memory.assignment).split
+    if split != trace.split or (split is None and memory.comms.stages > 1):
+        return None
     try:
         if len(program.stages) > 1:
             verify(program)
     except Refused as refused:
         why = str(refused).partition("\n")[0]
         warnings.warn(f"{where}: its program is refused now, and a schedule makes another: {why}", stacklevel=4)
-        return False
-    return True
+        return None
+    return program
 
 
 def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Content], dict[str, content.Description]]:

@@ -165,7 +165,7 @@ def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks)
     with owned(unfinished, ranks, what):
         writer = FileSystemWriter(unfinished, overwrite=True)
         try:
-            dcp_save(mine, storage_writer=writer, process_group=ranks.group)
+            dcp_save(mine, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
         except CheckpointException as error:  # on every rank, where one has failed
             found = {ranks.members[at]: cause for at, (cause, _) in error.failures.items()}
             causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in found.items())

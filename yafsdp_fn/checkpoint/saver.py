@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.checkpoint import io
 from yafsdp_fn.checkpoint.content import Content, ShardSlice, held
-from yafsdp_fn.checkpoint.folder import AllRanks, group_of
+from yafsdp_fn.checkpoint.folder import AllRanks
 from yafsdp_fn.communication.cuda_streams import begin_thread
+from yafsdp_fn.communication.store import new_group
 from yafsdp_fn.runtime.state import ShardedState
+from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 
 class Saver:
@@ -69,9 +71,11 @@ class Saver:
     def _meet(self, mesh: DeviceMesh) -> None:
         """Makes the group of this mesh's ranks, unless it exists."""
         ranks = mesh.mesh.flatten().tolist()
-        if self._group is None or dist.get_process_group_ranks(self._group) != ranks:
+        if len(ranks) > 1 and (self._group is None or dist.get_process_group_ranks(self._group) != ranks):
             self._leave()
-            self._group = group_of(mesh, "save")
+            timeout = timeout_of(default_group(), torch.device("cpu"))
+            some = len(ranks) < dist.get_world_size()  # as in communication/groups.py
+            self._group = new_group(ranks, timeout, "gloo", "save", use_local_synchronization=some)
 
     def _leave(self) -> None:
         # a group of only some ranks stays: torch names new groups by their count

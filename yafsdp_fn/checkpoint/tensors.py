@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: files of safetensors, one for each rank, with the parts that it has written.
 
-    write(folder, rank, {FilePlace("params.layers", (0, 1024)): part, ...})     # a rank's parts, by where they lie
+    write(folder, rank, {part_name("params.layers", (0, 1024)): part, ...})     # a rank's parts, by where they lie
     stored = scan(folder)                           # the headers alone: {key: CheckpointTensor(parts)}
     stored["params.layers"].read_into(shard, (0, a))    # a slice of it, from the parts that overlap
 
@@ -39,27 +39,20 @@ DTYPES = {
 _NAME = re.compile(r"(.*)@((?:\d{1,18}(?:,\d{1,18})*)?)", re.DOTALL)
 
 
-class FilePlace(NamedTuple):
-    """The place of a part: the key of its tensor, and its offsets there."""
-
-    key: str
-    offsets: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.key}@{','.join(map(str, self.offsets))}"
+def part_name(key: str, offsets: tuple[int, ...]) -> str:
+    """Returns the name of a part, from the key of its tensor and its offsets there."""
+    return f"{key}@{','.join(map(str, offsets))}"
 
 
-def write(folder: Path, rank: int, parts: Mapping[FilePlace, Tensor]) -> None:
-    """Writes a rank's parts into `folder`, and has them reach the disk. Raises OSError."""
+def write(folder: Path, rank: int, parts: Mapping[str, Tensor]) -> None:
+    """Writes a rank's parts, by name, into `folder`, and has them reach the disk. Raises OSError."""
     path = folder / f"rank-{rank:05d}{SUFFIX}"
-    for place, part in parts.items():
+    for name, part in parts.items():
         if part.dtype not in DTYPES.values():
-            raise CheckpointError(
-                f"{place.key}: {part.dtype} is not kept in checkpoints; expected one of {list(DTYPES)}"
-            )
+            key = name.rpartition("@")[0]
+            raise CheckpointError(f"{key}: {part.dtype} is not kept in checkpoints; expected one of {list(DTYPES)}")
     try:
-        save_file({place.name: part.detach().cpu().contiguous() for place, part in parts.items()}, path)
+        save_file({name: part.detach().cpu().contiguous() for name, part in parts.items()}, path)
     except SafetensorError as error:  # a full disk, say
         raise OSError(f"{path} cannot be written: {error}") from error
     disk.sync_file(path)

@@ -40,7 +40,7 @@ from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.communication.store import answers
 from yafsdp_fn.communication.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
-from yafsdp_fn.communication.watchdog import PendingLabels, RankPosition, Steps, Watchdog, WorkWatch
+from yafsdp_fn.communication.watchdog import PendingLabels, RankPosition, Steps, Watchdog
 from yafsdp_fn.util.mesh_axes import ALIGN
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
@@ -65,9 +65,6 @@ class Communicators(Groups):
         self.steps = Steps()
         self.states = itertools.count(1)
         self.watchdog: Watchdog | None = None
-        self._watch: WorkWatch | None = None
-        if self.device.type == "cuda" and self.timeout is not None:  # so it is not alone
-            self._watch = WorkWatch(self.world_rank, self.timeout, self.abort_late, self.device)
         self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
         self._connected = set[Hashable]()
         self.streams: dict[str, Stream] = {}
@@ -81,15 +78,12 @@ class Communicators(Groups):
             names += ["send", "receive", "metrics"]
         for name in () if self.alone else names:
             self.stream(name)
-        if self.device.type == "cuda":
-            self._meet()
         if not self.alone and self.timeout is not None:
             with answers(self.timeout, "connecting to the store once more"):
                 store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
-            under_way = weakref.WeakMethod(self.under_way)
-            self.watchdog = Watchdog(
-                store, self.world_rank, self.world, self.timeout, self.steps, under_way, self.device
-            )
+            self.watchdog = Watchdog(store, self)
+        if self.device.type == "cuda":
+            self._meet()
 
     @property
     def lost(self) -> str | None:
@@ -101,8 +95,7 @@ class Communicators(Groups):
         if name not in self.streams:
             made: Stream
             if self.device.type == "cuda":
-                add = None if self._watch is None else partial(self._watch.add, name)
-                made = CudaStream(self.device, self.world_rank, add)
+                made = CudaStream(self.device, self.world_rank, watched=self.timeout is not None)
                 must_differ([*self.streams.values(), made])
             else:
                 made = HostStream(name, self.world_rank)
@@ -398,10 +391,9 @@ class Communicators(Groups):
     def under_way(self) -> PendingLabels:
         """Lists the communication that this rank is in now, for the watchdog's thread. On the CPU a rank that computes
         waits for nothing: its streams run ahead, such as the receive of another microbatch."""
-        if self.device.type == "cpu" and not where.waits(self.steps.thread):
+        if self.device.type == "cpu" and where.collective(self.steps.thread) is None:
             return []
         found = [self._comparing, *(stream.doing for stream in list(self.streams.values()))]
-        found += [] if self._watch is None else self._watch.under_way()
         return [label for label in found if label is not None]
 
     def abort_late(self, what: str) -> None:
@@ -487,8 +479,6 @@ class Communicators(Groups):
         """Ends the streams' threads and destroys the groups."""
         if self.watchdog is not None:
             self.watchdog.close()
-        if self._watch is not None:
-            self._watch.close()
         for stream in self.streams.values():
             stream.close()
         if self.lost is None:  # else another rank may still wait in one of them, and closing would wait for it

@@ -1,7 +1,8 @@
 """CUDA streams and events with the interface of streams.py. The host submits work and never waits for it."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,15 +62,14 @@ class CudaEvent:
 class CudaStream:
     """A high-priority CUDA stream. Collectives with `async_op=False` run on the current stream (torch >= 2.8).
 
-    watch: called as `watch(event, label)` for all submitted work, so that it can see what the device has not finished
+    watched: a watchdog asks for `doing`; ended work is kept until then, hundreds of events a step
     """
 
-    doing: tuple[str] | None = None
-
-    def __init__(self, device: torch.device, rank: int, watch: Callable[[Any, str], None] | None = None) -> None:
+    def __init__(self, device: torch.device, rank: int, *, watched: bool = False) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._rank = rank
-        self._watch = watch
+        self._watched = watched
+        self._pending: deque[tuple[CudaEvent, tuple[str]]] = deque()
         self._broken: str | None = None
 
     def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
@@ -85,8 +85,15 @@ class CudaStream:
                 raise failure(self._rank, self._broken) from error
             event.complete()
             captured = torch.cuda.is_current_stream_capturing()
-        if self._watch is not None and not captured:  # the query of an event of a capture ends the capture
-            self._watch(event, label)
+        if self._watched and not captured:  # the query of an event of a capture ends the capture
+            self._pending.append((event, (label,)))
+
+    @property
+    def doing(self) -> tuple[str] | None:
+        """The label of the first work that the device has not ended."""
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+        return self._pending[0][1] if self._pending else None
 
     def mark_used(self, memory: Tensor) -> None:
         memory.record_stream(self._stream)

@@ -81,17 +81,11 @@ class MeshRanks(Ranks):
             raise ValueError(f"mesh: ranks must ascend along its axes, got {grid.tolist()}")
         outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
         size = dict(zip(outer, sizes, strict=False))
-        at = dict(zip(outer, coordinate, strict=False))
         axes = {name: Axis(*of) for name, *of in zip(names, sizes, coordinate, strict=True) if name in inside}
         self.grid = grid.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
-        self.node = at.get(NODE, 0)
-        self.local_rank = coordinate[len(outer)]
-        for axis in axes.values():
-            self.local_rank = self.local_rank * axis.size + axis.rank
         stages, replicas, nodes, local_ranks = self.grid.shape
+        [[stage, replica, self.node, self.local_rank]] = (self.grid == dist.get_rank()).nonzero().tolist()
         rank = self.node * local_ranks + self.local_rank
-        replica = at.get(REPLICATE, 0)
-        stage = at.get(STAGE, 0)
         super().__init__(replicas, nodes, local_ranks, device_of(mesh), rank, replica, stages, stage, axes)
         self.world_rank = (stage * replicas + replica) * self.ranks + rank
 

@@ -141,7 +141,9 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    doing: tuple[str] | None
+    @property
+    def doing(self) -> tuple[str] | None:
+        """The label of the work running now, in a tuple made for it; for the thread of the watchdog."""
 
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
 

@@ -19,8 +19,8 @@ import torch
 class RankStatus(NamedTuple):
     """The status of one rank, stored as JSON.
 
-    beat: how often it has looked; where: its position, for so many `seconds`
-    waits: the communication under way, the longest for `waited` seconds; op: "op 21 of 96"
+    beat: how often it has looked; where: its position, for so many `seconds`, "op 21 of 96, forward of head" say
+    waits: the communication under way, the longest for `waited` seconds
     program: its fingerprint; line: of the user's Python, "model.py:41 in block"
     shown: it has printed the table
     """
@@ -30,7 +30,6 @@ class RankStatus(NamedTuple):
     seconds: float
     waits: str = ""
     waited: float = 0.0
-    op: str = ""
     program: str = ""
     line: str = ""
     shown: bool = False
@@ -42,7 +41,7 @@ def table(posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
     programs: dict[str, list[int]] = {}
     for rank, post in sorted(posts.items()):
         line = "" if post.waits else post.line
-        alike.setdefault((post.where, post.waits, post.op, post.program, line, rank in silent), []).append(rank)
+        alike.setdefault((post.where, post.waits, post.program, line, rank in silent), []).append(rank)
         if post.program:
             programs.setdefault(post.program, []).append(rank)
     lines = [f"{named(ranks)}: {_line(ranks, posts, silent)}" for ranks in alike.values()]
@@ -73,13 +72,12 @@ def _span(values: Sequence[int]) -> str:
 def _line(ranks: Sequence[int], posts: Mapping[int, RankStatus], silent: Mapping[int, float]) -> str:
     """Describes where `ranks` are, all alike."""
     first = posts[ranks[0]]
-    where = ", ".join(filter(None, [first.op, first.where]))
     if first.waits:
         verb = "wait" if len(ranks) > 1 else "waits"
-        text = f"{verb} for {first.waits}, {_seconds(posts[rank].waited for rank in ranks)}; {where}"
+        text = f"{verb} for {first.waits}, {_seconds(posts[rank].waited for rank in ranks)}; {first.where}"
     else:
         since = _seconds(posts[rank].seconds for rank in ranks)
-        text = "; ".join(filter(None, [f"{where}, {since}", first.line]))
+        text = "; ".join(filter(None, [f"{first.where}, {since}", first.line]))
     if ranks[0] in silent:
         since = _seconds(silent[rank] for rank in ranks)
         return f"no sign of life for {since}: ended, or in a call that holds Python's lock; before that: {text}"
@@ -119,17 +117,17 @@ def line(thread: int) -> str:
 
 
 def collective(thread: int) -> str | None:
-    """Returns the function of torch.distributed that the thread is in, such as a barrier, or None."""
-    code = next((frame.f_code for frame in _frames(thread)), None)
-    if code is None or not code.co_filename.startswith(COLLECTIVES):
-        return None
-    return f"torch.distributed.{code.co_name}"
-
-
-def waits(thread: int) -> bool:
-    """Returns whether the thread is in communication: it waits for a stream, or is in a collective."""
-    files = (frame.f_code.co_filename for frame in _frames(thread))
-    return next((file for file in files if not _standard(file)), "").startswith((COMMUNICATION, COLLECTIVES))
+    """Returns the function of torch.distributed that the thread is in, such as a barrier; "" if it waits in
+    communication otherwise, for a stream of ours, say; None if it is in none."""
+    for depth, frame in enumerate(_frames(thread)):
+        file = frame.f_code.co_filename
+        if file.startswith(COLLECTIVES):
+            return "" if depth else f"torch.distributed.{frame.f_code.co_name}"
+        if file.startswith(COMMUNICATION):
+            return ""
+        if not _standard(file):
+            return None
+    return None
 
 
 def _frames(thread: int) -> Iterator[FrameType]:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import optree
@@ -14,7 +16,7 @@ from yafsdp_fn.optim.cutting import SingleUnitOwner
 from yafsdp_fn.params.sharded import Origin, Sharded, handles_and_leaves, is_sharded
 from yafsdp_fn.params.sources import shards_of, whole_tree
 from yafsdp_fn.params.tree import Tree, dotted, shape_of, tensors_in
-from yafsdp_fn.util.randomness import device_of_leaves, generators
+from yafsdp_fn.util.randomness import device_of_leaves, drawing_from, generators, states
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- Tests the promise of `assume_elementwise`, once: an update of two halves must be the halves of the update.
@@ -24,6 +26,9 @@ from yafsdp_fn.util.torch_private import transforms_active
 #
 # Trees are like those of the step, with a few random numbers in place of every leaf, the same on all ranks and at
 # every number of them: either all ranks refuse, or none.
+
+RANKS = SingleUnitOwner(0, 1), SingleUnitOwner(0, 2), SingleUnitOwner(1, 2)
+"""The ranks of the trial: the only one has the whole, each of two has a half."""
 
 WIDTH = 16
 """Elements along the last axis of a leaf of the whole."""
@@ -60,61 +65,59 @@ class Elementwise:
         leaves = tensors_in(updates)
         if self.tried or transforms_active() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return None
-        drawn_from = generators(device_of_leaves(updates))
-        before = [generator.get_state() for generator in drawn_from]
-        try:
-            whole, *halves = (self._run(updates, params, half) for half in (None, 0, 1))
-        except Exception:  # other shapes may be refused; errors of the update itself show in the step
-            whole, halves = [], []
-        drew = not all(map(torch.equal, before, [generator.get_state() for generator in drawn_from]))
-        for generator, state in zip(drawn_from, before, strict=True):
-            generator.set_state(state)
-        found = None if drew else _difference(whole, halves, len(leaves))
-        self.tried = found is None
-        return found
+        before = states(generators(device_of_leaves(updates)))
+        found = None
+        with drawing_from(before):
+            with suppress(Exception):  # other shapes may be refused; errors of the update itself show in the step
+                found = _difference(*(self._run(updates, params, ranks) for ranks in RANKS))
+            after = states(generator for generator, _ in before)
+        drew = any(not torch.equal(one, two) for (_, one), (_, two) in zip(before, after, strict=True))
+        self.tried = found is None or drew
+        return None if found is None or drew else (found[0] % len(leaves), found[1])
 
-    def _run(self, updates: Tree, params: Tree | None, half: int | None) -> list[Tensor]:
-        """Returns the updates of some steps on the whole, or on one half."""
-        own = None if params is None else _drawn(params, 0, half)
-        state = self.inner.init(_drawn(updates, 0, half) if own is None else own)
+    def _run(self, updates: Tree, params: Tree | None, ranks: SingleUnitOwner) -> list[Tensor]:
+        """Returns the updates of some steps, on the part of small leaves that a rank has."""
+        own = None if params is None else _drawn(params, 0, ranks)
+        state = self.inner.init(_drawn(updates, 0, ranks) if own is None else own)
         out: list[Tensor] = []
         for step in range(STEPS):
-            new, state = self.inner.update(_drawn(updates, 1 + step, half), state, own)
+            new, state = self.inner.update(_drawn(updates, 1 + step, ranks), state, own)
             out += optree.tree_structure(updates).flatten_up_to(new)  # type: ignore[arg-type]
         return out
 
 
-def _drawn(tree: Tree, seed: int, half: int | None) -> Tree:
-    """Returns `tree` with random numbers in small leaves."""
+def _drawn(tree: Tree, seed: int, ranks: SingleUnitOwner) -> Tree:
+    """Returns `tree` with random numbers in small leaves: of the part that a rank has."""
     generator = torch.Generator().manual_seed(seed)
-    owner: Any = SingleUnitOwner(half or 0, 1 if half is None else 2)
 
-    def drawn(leaf: Any, axes: tuple[int, ...]) -> Any:
+    def drawn(leaf: Any, most: int) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if not leaf.ndim:
             return torch.randn((), generator=generator).to(leaf.device, leaf.dtype)
+        axes = [min(n, most) for n in leaf.shape[:-1]]
         values = torch.randn(*axes, WIDTH, generator=generator) + RISE  # means and norms of halves are far apart
-        return (values if half is None else values.chunk(2, -1)[half].contiguous()).to(leaf.device, leaf.dtype)
+        return values.chunk(ranks.ranks, -1)[ranks.rank].contiguous().to(leaf.device, leaf.dtype)
 
     def of_node(node: Any) -> Any:
         if not isinstance(node, Sharded):
-            return drawn(node, tuple(min(n, 2) for n in node.shape[:-1]) if isinstance(node, Tensor) else ())
-        context = dataclasses.replace(node.context, origin=Origin(owner, 0), runner=None)
-        return Sharded(tuple(drawn(leaf, tuple(leaf.shape[:-1])) for leaf in node.leaves), context)
+            return drawn(node, 2)
+        context = dataclasses.replace(node.context, origin=Origin(ranks, 0), runner=None)
+        return Sharded(tuple(drawn(leaf, sys.maxsize) for leaf in node.leaves), context)
 
     return optree.tree_map(of_node, tree, is_leaf=is_sharded)
 
 
-def _difference(whole: list[Tensor], halves: list[list[Tensor]], leaves: int) -> tuple[int, float] | None:
-    for number, (one, *two) in enumerate(zip(whole, *halves, strict=True)):
+def _difference(whole: list[Tensor], first: list[Tensor], second: list[Tensor]) -> tuple[int, float] | None:
+    """Returns the number of the first tensor whose halves differ from it, and by how much of its largest element."""
+    for number, (one, *halves) in enumerate(zip(whole, first, second, strict=True)):
         if not one.ndim or not one.numel():
             continue
-        joined, one = torch.cat(two, -1).double(), one.double()
+        joined, one = torch.cat(halves, -1).double(), one.double()
         same = (joined == one) | (joined.isnan() & one.isnan())
         off = torch.where(same, 0, (joined - one).abs() / one.abs().amax()).amax().item()
-        if not off <= min(ROUNDINGS * torch.finfo(two[0].dtype).eps, MOST):
-            return number % leaves, off
+        if not off <= min(ROUNDINGS * torch.finfo(halves[0].dtype).eps, MOST):
+            return number, off
     return None
 
 

@@ -32,25 +32,25 @@ class LeafExchange:
         self._leaves, self._row, self._rank, self._group = leaves, row, ranks.rank, group
         self._copied = ranks.deterministic
         # rank -> which part of each leaf its vector has, if they are split, and which shard of the vector is there
-        subgroups = enumerate(ranks.subgroups(across=group.over))
-        self._at = {rank: (part, shard) for part, members in subgroups for shard, rank in enumerate(members)}
+        self._at: dict[int, tuple[int, int]] = {}
+        for part, members in enumerate(ranks.subgroups(across=group.over)):
+            self._at.update({rank: (part, shard) for shard, rank in enumerate(members)})
 
         def parts(owner: int, rank: int) -> Parts:
-            n, shard = row.numel(), self._at[rank][1]
+            shard, n = self._at[rank][1], row.numel()
             of_owner = [(i, leaves[i].in_shard(shard, n)) for i, whose in enumerate(owners) if whose == owner]
             return [(i, part) for i, part in of_owner if part]
 
-        everyone = range(ranks.ranks)
         # by rank: parts of its leaves that are here, and parts of this rank's leaves that are there
-        self._here = [parts(owner, ranks.rank) for owner in everyone]
-        self._there = [parts(ranks.rank, rank) for rank in everyone]
+        self._here = [parts(owner, ranks.rank) for owner in range(ranks.ranks)]
+        self._there = [parts(ranks.rank, rank) for rank in range(ranks.ranks)]
         self._owned = [i for i, owner in enumerate(owners) if owner == ranks.rank]
         self._arrives: tuple[list[Parts], list[Tensor]] = [], []
         self._stays: list[Tensor] = []
 
     def lend(self) -> Messages:
         """Returns the messages to owners."""
-        return self._messages([[self._of_row(part) for _, part in parts] for parts in self._here], self._there)
+        return self._messages([[self._of(self._row, part) for _, part in parts] for parts in self._here], self._there)
 
     def whole(self) -> dict[int, Tensor]:
         """Returns the leaves that this rank owns, each in its shape; views of the row if all of it is here, and views
@@ -70,19 +70,22 @@ class LeafExchange:
 
     def give_back(self, new: Mapping[int, Tensor]) -> Messages:
         """Returns the messages back to shards. new: value of each leaf that this rank owns"""
-        whole = {i: from_blocks(leaf, self._leaves[i].blocks).to(self._row.dtype) for i, leaf in new.items()}
-        cut = {i: self._group.cut(self._leaves[i].position, leaf) for i, leaf in whole.items()}
-        flat = {i: [part.reshape(-1) for part in parts] for i, parts in cut.items()}
-        pieces = [
-            [flat[i][self._at[rank][0]].narrow(0, part.start - self._leaves[i].offset, len(part)) for i, part in parts]
-            for rank, parts in enumerate(self._there)
-        ]
+        flat = {}
+        for i, value in new.items():
+            leaf = self._leaves[i]
+            whole = from_blocks(value, leaf.blocks).to(self._row.dtype)
+            flat[i] = [part.reshape(-1) for part in self._group.cut(leaf.position, whole)]
+        pieces: list[list[Tensor]] = [[] for _ in self._there]
+        for rank, parts in enumerate(self._there):
+            for i, part in parts:
+                vector = flat[i][self._at[rank][0]]
+                pieces[rank].append(vector.narrow(0, part.start - self._leaves[i].offset, len(part)))
         return self._messages(pieces, self._here)
 
     def write(self, out: Tensor, scales: Sequence[float] | None = None) -> Tensor:
         """Replaces all leaves in `out`, a shard [n] of any dtype, and returns it. scales: by leaf, in that dtype"""
         for _, i, part, piece in self._arrived():
-            written = self._of_row(part, out).copy_(piece)
+            written = self._of(out, part).copy_(piece)
             if scales is not None and scales[i] != 1:
                 written.mul_(scales[i])
         return out
@@ -91,24 +94,27 @@ class LeafExchange:
         """Returns the messages with `pieces` to each rank, and those with the parts that it sends; a rank's own pieces
         stay where they are."""
         self._stays, pieces[self._rank] = pieces[self._rank], []
-        sizes = [0 if rank == self._rank else sum(len(part) for _, part in parts) for rank, parts in enumerate(arrives)]
+        sizes = [sum(len(part) for _, part in parts) for parts in arrives]
+        sizes[self._rank] = 0
         self._arrives = arrives, [self._row.new_empty(size) for size in sizes]
         return self._arrives[1], [self._packed(of_rank) for of_rank in pieces]
 
     def _arrived(self) -> Iterator[tuple[int, int, range, Tensor]]:
         """Yields `(rank, leaf, elements of the unit, their values)` from all ranks, in their order."""
         for rank, (parts, received) in enumerate(zip(*self._arrives, strict=True)):
-            sizes = [len(part) for _, part in parts]
-            pieces = self._stays if rank == self._rank else torch.split(received, sizes) if parts else ()
-            for (i, part), piece in zip(parts, pieces, strict=True):
-                yield rank, i, part, piece
+            begin = 0
+            for number, (i, part) in enumerate(parts):
+                own = rank == self._rank
+                yield rank, i, part, self._stays[number] if own else received.narrow(0, begin, len(part))
+                begin += len(part)
 
-    def _of_row(self, part: range, row: Tensor | None = None) -> Tensor:
-        row = self._row if row is None else row
+    def _of(self, row: Tensor, part: range) -> Tensor:
         return row.narrow(0, part.start - self._at[self._rank][1] * row.numel(), len(part))
 
     def _packed(self, pieces: list[Tensor]) -> Tensor:
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else self._row.new_empty(0)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else self._row.new_empty(0)
 
 
 def in_blocks(leaf: Tensor, blocks: tuple[int, int] | None) -> Tensor:

@@ -34,8 +34,8 @@ from yafsdp_fn.optim.base import (
 from yafsdp_fn.optim.cutting import rows
 from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, from_blocks, in_blocks
 from yafsdp_fn.params.layout import FlatLayout, Group
-from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, plain_param
-from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
 from yafsdp_fn.util.owners import Leaf, assign
 
@@ -131,24 +131,31 @@ def leafwise(rule: Leafwise) -> GradientTransformation:
 
     def update(updates: Tree, state: LeafwiseState, params: Tree | None = None) -> tuple[Tree, State]:
         accessors, nodes, spec = optree.tree_flatten_with_accessor(updates, is_leaf=is_sharded)
-        states = spec.flatten_up_to(state.of)
-        weights = spec.flatten_up_to(params) if rule.params and params is not None else [None] * len(nodes)
-        handles = [node for node in nodes if isinstance(node, Sharded)]
-        plans = plan(rule, handles)
-        columns: Any = zip(accessors, nodes, states, weights, strict=True)
-        out = [
-            _update_handle(plans, rule, node, kept, weight)
-            if isinstance(node, Sharded)
-            else _plain(rule, at, node, kept, weight)
-            for at, node, kept, weight in columns
-        ]
-        new, after = ([pair[i] for pair in out] for i in range(2))
+        weights = [None] * len(nodes) if params is None or not rule.params else spec.flatten_up_to(params)
+        plans = plan(rule, handles(updates))
+        new, after = [], []
+        columns: Any = zip(accessors, nodes, spec.flatten_up_to(state.of), weights, strict=True)
+        for at, node, kept, weight in columns:
+            if isinstance(node, Sharded):
+                found: tuple[Any, Any] = _update_handle(plans, rule, node, kept, weight)
+            else:
+                found = _plain(rule, at, node, kept, weight)
+            new.append(found[0])
+            after.append(found[1])
         return optree.tree_unflatten(spec, new), LeafwiseState(optree.tree_unflatten(spec, after))
 
     return GradientTransformation(init, update, rule=rule)
 
 
 # ---- On a plain tree: the definition.
+
+
+def _by_layer(at: optree.PyTreeAccessor, work: Callable[..., Tree], *trees: Tree) -> Tree:
+    """Returns `work(*trees)`, of a leaf in a stack for each layer on its own, and stacked."""
+    if not in_stack(at):
+        return work(*trees)
+    layers = range(len(trees[0]))
+    return stacked([work(*[optree.tree_map(itemgetter(i), tree) for tree in trees]) for i in layers])
 
 
 def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
@@ -158,8 +165,7 @@ def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
     if not rule.where(path, param):
         return EmptyState()
     cut = rule.cut(path, param)
-    leaves = [rule.inner.init(in_blocks(leaf, cut)) for leaf in (node if in_stack(at) else [node])]
-    return stacked(leaves) if in_stack(at) else leaves[0]
+    return _by_layer(at, lambda leaf: rule.inner.init(in_blocks(leaf, cut)), node)
 
 
 def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, params: Any) -> tuple[Tensor, Any]:
@@ -173,13 +179,8 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
         new, after = rule.update(given, state, None if params is None else in_blocks(params, cut))
         return from_blocks(new, cut).to(node.dtype) * rule.scale(tuple(given.shape)), after
 
-    if not in_stack(at):
-        return of_leaf(node, state, params)
-    out = [
-        of_leaf(leaf, optree.tree_map(itemgetter(i), state), None if params is None else params[i])
-        for i, leaf in enumerate(node)
-    ]
-    return torch.stack([new for new, _ in out]), stacked([after for _, after in out])
+    found: tuple[Tensor, Any] = _by_layer(at, of_leaf, node, state, params)
+    return found
 
 
 # ---- On a sharded tree: the layout of states, and the update of one unit.
@@ -217,23 +218,22 @@ def _leaves_of(group: Group) -> list[Leaf]:
 
 def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     """Returns the plan of each group, by name, for all handles of a tree: owners are balanced over all of it."""
-    chosen: dict[str, tuple[Group, list[Leaf], int]] = {}
+    chosen: dict[str, tuple[Group, list[Leaf]]] = {}
+    units = []
     for handle in handles:
         for _, group, shard in handle.group_leaves():
-            passes = by_leaf(rule.where, handle.entry, group)
-            cuts = by_leaf(lambda path, p: rule.cut(path, p) if rule.where(path, p) else None, handle.entry, group)
-            leaves = [_worked_on(leaf, cuts[leaf.position]) for leaf in _leaves_of(group) if passes[leaf.position]]
-            chosen[group.name] = group, leaves, shard.shape[-1]
-    if not handles:
-        return {}
-    ranks = handles[0].owner.comms
-    units = [
-        (unit, n, leaves, ranks.subgroups(across=group.over))
-        for group, leaves, n in chosen.values()
-        for unit in group.held
-    ]
-    owners = assign(sorted(units, key=itemgetter(0)), ranks.ranks)
-    return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves, _) in chosen.items()}
+            params = handle.entry.params(group)
+            leaves = []
+            for leaf in _leaves_of(group):
+                path, param = group.layout.names[leaf.position], params[leaf.position]
+                if rule.where(path, param):
+                    leaves.append(_worked_on(leaf, rule.cut(path, param)))
+            chosen[group.name] = group, leaves
+            subgroups = handle.owner.comms.subgroups(across=group.over)
+            units += [(unit, shard.shape[-1], leaves, subgroups) for unit in group.held]
+    ranks = handles[0].owner.comms.ranks if handles else 1
+    owners = assign(sorted(units, key=itemgetter(0)), ranks)
+    return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves) in chosen.items()}
 
 
 def _worked_on(leaf: Leaf, blocks: tuple[int, int] | None) -> Leaf:
@@ -243,22 +243,20 @@ def _worked_on(leaf: Leaf, blocks: tuple[int, int] | None) -> Leaf:
 def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[int, list[int]]) -> GroupPlan:
     shapes = {leaf.position: leaf.shape for leaf in leaves}
     states = {position: rule.inner.init(torch.zeros(shape)) for position, shape in shapes.items()}
-    found = [(p, path, value) for p, state in states.items() for path, value in named_leaves(state)]
     layers = group.layout.shapes[0][:1] if group.pinned else ()
-    layout = FlatLayout(
-        tuple(join(group.layout.names[p], path) for p, path, _ in found),
-        tuple((*layers, *value.shape) for _, _, value in found),
-    )
+    names, whole, of = [], [], []
+    for position, state in states.items():
+        for path, value in named_leaves(state):
+            names.append(join(group.layout.names[position], path))
+            whole.append((*layers, *value.shape))
+            of.append(position)
+    of_states = dataclasses.replace(group, layout=FlatLayout(tuple(names), tuple(whole)), splits=(), axes=())
     # by the leaf that they belong to: its state's leaves, by layer where the unit has them all
-    lie: dict[int, list[list[Leaf]]] = {position: [] for position in states}
-    of_states = dataclasses.replace(group, layout=layout, splits=(), axes=())
-    for number, leaf in itertools.groupby(_leaves_of(of_states), key=lambda leaf: leaf.position):
-        lie[found[number][0]].append(list(leaf))
-    seen = dict.fromkeys(states, 0)
-    of_leaves = []
-    for one in leaves:
-        of_leaves.append([of_layers[seen[one.position]] for of_layers in lie[one.position]])
-        seen[one.position] += 1
+    by_layer: dict[int, list[tuple[Leaf, ...]]] = {position: [] for position in states}
+    for number, each in itertools.groupby(_leaves_of(of_states), key=lambda leaf: leaf.position):
+        by_layer[of[number]].append(tuple(each))
+    layer_by_layer = {position: zip(*each, strict=True) for position, each in by_layer.items()}
+    of_leaves = [list(next(layer_by_layer[leaf.position], ())) for leaf in leaves]
     specs = [optree.tree_structure(states[leaf.position]) for leaf in leaves]
     return GroupPlan(group, leaves, {unit: owners[unit] for unit in group.held}, of_states, of_leaves, specs)
 
@@ -286,15 +284,14 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
             view.copy_(value)  # to all layers, where it has them
         row = whole.view(ranks, -1)[rank]
         shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
-    sizes = [optree.tree_structure(tree).num_leaves for tree in trees]
-    starts = [0, *itertools.accumulate(sizes)]
+    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
+    numbers = handle.entry.spec.flatten_up_to(optree.tree_unflatten(spec, range(spec.num_leaves)))  # in a leaf's place
     groups = []
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
-        positions = tuple(at for leaf in group.leaves for at in range(starts[leaf], starts[leaf + 1]))
         layout = layouts.get(number, FlatLayout((), ()))
-        own = positions if number in layouts else ()
-        groups.append(dataclasses.replace(group, layout=layout, leaves=own, splits=(), axes=()))
-    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
+        own: Any = [numbers[leaf] for leaf in group.leaves if number in layouts]
+        leaves = tuple(optree.tree_leaves(own))
+        groups.append(dataclasses.replace(group, layout=layout, leaves=leaves, splits=(), axes=()))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
     context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)
     return Sharded(tuple(shards), context)
@@ -364,7 +361,7 @@ def _worked(
     return [updates.give_back(new), *([] if states is None else [states.give_back(after)])]
 
 
-def _at_once(parts: Generator[list[Messages], None, Result], ranks: Ranks) -> Result:
+def exchanged(parts: Generator[list[Messages], None, Result], ranks: Ranks) -> Result:
     """Runs `parts`, and exchanges the messages between them."""
     while True:
         try:
@@ -380,23 +377,23 @@ def _update_handle(
 ) -> tuple[Sharded, Sharded]:
     """Updates all units of a handle, one after the other; steps do the same in parts, overlapped."""
     ranks = updates.owner.comms
-    kept = {number: leaf for number, _, leaf in state.group_leaves()}
-    weights = {} if params is None else {number: leaf for number, _, leaf in params.group_leaves()}
-    new, after = [], {}
-    for number, group, shard in updates.group_leaves():
-        nothing = [None] * len(group.held)
-        columns = [rows(group, tree[number]) if number in tree else nothing for tree in (kept, weights)]
-        out = []
-        for unit, row, *others in zip(group.held, rows(group, shard), *columns, strict=True):
-            out.append(_at_once(at_owners(rule, plans[group.name], unit, ranks, row, *others), ranks))
-        new.append(_like(shard, [row for row, _ in out]))
-        if number in kept:
-            after[number] = _like(kept[number], [row for _, row in out if row is not None])
-    states = tuple(after[number] for number, _, _ in state.group_leaves())
-    return Sharded(tuple(new), updates.context), Sharded(states, state.context)
+    written: Any = updates, state
+    written = optree.tree_map(torch.clone, written)
+    new, after = written
+    given, states, weights, new_rows, new_states = map(_by_unit, (updates, state, params, new, after))
+    for _, group, _ in updates.group_leaves():
+        for unit in group.held:
+            work = at_owners(rule, plans[group.name], unit, ranks, given[unit], states.get(unit), weights.get(unit))
+            out, kept = exchanged(work, ranks)
+            new_rows[unit].copy_(out)
+            if kept is not None:
+                new_states[unit].copy_(kept)
+    return new, after
 
 
-def _like(shard: Tensor, of_units: list[Tensor]) -> Tensor:
-    if not of_units:  # all of them are elsewhere
-        return shard
-    return torch.stack(of_units) if shard.ndim == 2 else of_units[0]
+def _by_unit(handle: Sharded | None) -> dict[int, Any]:
+    """Returns the rows of a handle by unit."""
+    found: dict[int, Any] = {}
+    for _, group, shard in [] if handle is None else handle.group_leaves():
+        found.update(zip(group.held, rows(group, shard), strict=True))
+    return found

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from yafsdp_fn.communication.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation
 from yafsdp_fn.optim.leafwise import Leafwise, plan
-from yafsdp_fn.optim.step.units import UnitSteps, leafwise_stages
+from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import tensors_in
@@ -96,7 +96,8 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
         return ()
     leaves: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
     params = trainable(placement.handles(placement.shards("meta")))
-    for rule, own in leafwise_stages(tx, params):
+    lanes = leafwise_lanes(tx, params)
+    for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
         for of_group in plan(rule, handles(own)).values():
             measured = [_measured(rule, leaf, placement) for leaf in of_group.leaves]
             for unit in of_group.owners:

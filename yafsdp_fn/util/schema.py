@@ -13,7 +13,14 @@ import reprlib
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-WORDS = {int: "an int of 64 bits", float: "a finite number", str: "a string", bool: "true or false", NoneType: "null"}
+WORDS = {
+    int: "an int of 64 bits",
+    float: "a finite number",
+    str: "a string",
+    bool: "true or false",
+    NoneType: "null",
+    dict: "an object",
+}
 LARGEST = 1e300
 """Numbers are at most so large: sums of them are finite."""
 
@@ -26,9 +33,9 @@ class Limits(NamedTuple):
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """Converts `value` to a `kind`: int, float, str, bool, X | None, Literal, tuple[X, ...], tuple[X, Y], any of these
-    with its limits, or a NamedTuple of these, which is a list of its fields in order, or an object; those with a
-    default may be missing.
+    """Converts `value` to a `kind`: int, float, str, bool, X | None, Literal, tuple[X, ...], tuple[X, Y], dict (whose
+    content is not looked at), any of these with its limits, or a NamedTuple of these, which is a list of its fields in
+    order, or an object; those with a default may be missing.
 
     Raises ValueError that begins with the way to what is wrong, `.visits[2].units[0]` say."""
     if hasattr(kind, "_fields"):
@@ -39,6 +46,8 @@ def typed(kind: Any, value: Any) -> Any:
         return _limited(typed(inner[0], value), inner[1:])
     if origin is tuple:
         return _tuple(inner, value)
+    if origin is dict:
+        return typed(dict, value)
     if origin in (UnionType, Union):  # of null and one other
         return None if value is None else typed(inner[inner[0] is NoneType], value)
     if origin is Literal:

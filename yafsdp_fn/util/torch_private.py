@@ -190,11 +190,6 @@ def store_port() -> int | None:
     return getattr(store, "port", None)
 
 
-def store_in_process() -> Any:
-    """Returns a rendezvous store for a process group of one."""
-    return torch._C._distributed_c10d.HashStore()
-
-
 def memory_key(tensor: Tensor) -> int:
     """Returns a key of the memory behind a tensor, valid while it lives; `data_ptr` is 0 for fake tensors."""
     found: int = tensor.untyped_storage()._cdata

@@ -22,6 +22,7 @@ import os, signal, sys
 from datetime import timedelta
 import torch
 import yafsdp_fn as ya
+import yafsdp_fn.api.mesh
 from tests.harness.failing import TX, Fault, batch, loss_with, state
 from tests.harness.groups import breakable
 from yafsdp_fn.communication import groups

@@ -79,40 +79,32 @@ def inject_hyperparams(
         # first with plain numbers, so that the host refuses bad ones here
         tx = made({name: _first_value(name, schedule) for name, schedule in schedules.items()})
 
-        def floats(like: Any) -> torch.dtype:
-            return hyperparam_dtype or reduce(
-                torch.promote_types, (leaf.dtype for leaf in optree.tree_leaves(like)), torch.float32
-            )
-
-        def tensors(values: dict[str, Any], like: Any) -> dict[str, Tensor]:
-            leaves = optree.tree_leaves(like)
-            device = leaves[0].device if leaves else None
-
-            def tensor(value: Any) -> Tensor:
-                if isinstance(value, Tensor):
-                    return value.to(device=device)
-                kind = torch.int32 if isinstance(value, Integral) else floats(like)
-                return torch.full((), value, dtype=kind, device=device)
-
-            return {name: tensor(value) for name, value in values.items()}
-
-        def at(count: Tensor, like: Any) -> dict[str, Tensor]:
-            values = tensors({name: schedule(count) for name, schedule in schedules.items()}, like)
-            return {
-                name: value.to(floats(like)) if value.is_floating_point() else value for name, value in values.items()
-            }
+        def tensors(kept: dict[str, Any], count: Tensor, like: Any) -> dict[str, Tensor]:
+            """Returns those that are kept, and the values of schedules at the count, as tensors on its device."""
+            dtypes = [leaf.dtype for leaf in optree.tree_leaves(like)]
+            floats = hyperparam_dtype or reduce(torch.promote_types, dtypes, torch.float32)
+            values = {}
+            for name, value in {**kept, **{name: schedule(count) for name, schedule in schedules.items()}}.items():
+                if not isinstance(value, Tensor):
+                    kind = torch.int32 if isinstance(value, Integral) else floats
+                    value = torch.full((), value, dtype=kind, device=count.device)
+                elif name in schedules and value.is_floating_point():
+                    value = value.to(floats)
+                values[name] = value.to(count.device)
+            return values
 
         def init(params: Any) -> Any:
             count = new_count(params)
-            values = {**tensors(numbers, params), **at(count, params)}
-            values = {name: value.clone() for name, value in values.items()}  # to be written to
+            values = {
+                name: value.clone() for name, value in tensors(numbers, count, params).items()
+            }  # to be written to
             return InjectHyperparamsState(count, values, tx.init(params))
 
         def update(updates: Any, state: InjectHyperparamsState, params: Any | None = None) -> tuple[Any, Any]:
-            like = updates if params is None else params
-            values = {**state.hyperparams, **at(state.count, like)}
-            out, inner = checked_update(made(tensors(values, like)), updates, state.inner_state, params)
-            return out, InjectHyperparamsState(state.count + 1, values, inner)
+            values = tensors(state.hyperparams, state.count, updates if params is None else params)
+            out, inner = checked_update(made(values), updates, state.inner_state, params)
+            after = {**state.hyperparams, **{name: values[name] for name in schedules}}
+            return out, InjectHyperparamsState(state.count + 1, after, inner)
 
         return GradientTransformation(init, update, tx.elementwise, Around(tx))
 

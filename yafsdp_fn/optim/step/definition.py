@@ -89,12 +89,11 @@ class Definition:
         self.lane, params, chosen = lane, lane.params, lane.chosen
         found = handles(params)
         self._masks = None if chosen is None else _masks(chosen, params)
-        self._group = {unit: group for handle in found for _, group, _ in handle.group_leaves() for unit in group.held}
         rules = [(id(tx), tx.rule) for tx, _ in lane.stages if isinstance(tx.rule, Leafwise) and lane.units]
         self._plans = {number: plan(rule, found) for number, rule in rules}
         states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
-        self._cut: tuple[list[UnitTree | None], list[UnitTree]] | None = None  # trees, and states
+        self._cut: list[UnitTree] = []
         self._new: dict[int, Tensor] = {}
         self._compared = False
 
@@ -103,21 +102,16 @@ class Definition:
 
         Leaves of one unit travel to owners and back between two of them; those of all do inside the update.
         """
-        todo, params, grads, copies = self.lane[:4]
-        masks, units, parts = self._masks, call.units, call.parts
-        if call.cutter is not None and units is not None:
-            self._cut = self._cut or self._cut_by(call.cutter)
-            trees, states = self._cut
-            todo = [(tx, state.of(units)) for (tx, _), state in zip(todo, states, strict=True)]
-            params, grads, copies, masks = (None if tree is None else tree.of(units) for tree in trees)
+        units, parts = call.units, call.parts
+        params, grads, copies, masks, *states = self._trees(call)
         # before the first write, which ends the generation that the handles are of
-        leaves, copied = optree.tree_leaves(params), None if copies is None else optree.tree_leaves(copies)
+        leaves, copied = optree.tree_leaves(params), optree.tree_leaves(copies)
         updates = grads if call.scale is None else optree.tree_map(lambda g: (g / call.scale).to(g.dtype), grads)
         seen = params
         if masks is not None:
             updates, seen = (optree.tree_map(lambda m, x: torch.where(m, x, 0), masks, t) for t in (updates, params))
         pairs: list[tuple[Tensor, Tensor]] = []
-        for tx, state in todo:
+        for (tx, _), state in zip(self.lane.stages, states, strict=True):
             if isinstance(tx.rule, Leafwise) and units:
                 updates, after = yield from self._at_owners(tx.rule, id(tx), updates, state, seen, units)
                 parts -= 2
@@ -143,20 +137,26 @@ class Definition:
         self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
         (unit,) = units
-        group = self._group[unit]
+        of_group = next(of for of in self._plans[number].values() if unit in of.owners)
         (row,), spec = optree.tree_flatten(updates)
         states, of_state = optree.tree_flatten(state)
         (weights,) = optree.tree_leaves(params) if rule.params else (None,)
-        of_group, of_unit = self._plans[number][group.name], states[0] if states else None
+        of_unit = states[0] if states else None
         ranks = handles(self.lane.params)[0].owner.comms
         row, kept = yield from at_owners(rule, of_group, unit, ranks, row, of_unit, weights)
         return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, [] if kept is None else [kept])
 
-    def _cut_by(self, cutter: Cutter) -> tuple[list[UnitTree | None], list[UnitTree]]:
+    def _trees(self, call: StepCall) -> list[Tree]:
+        """Returns parameters, gradients, copies, masks and the states of the stages, of the units of a call."""
         lane = self.lane
-        trees = {"params": lane.params, "the gradients": lane.grads, "the copies": lane.copies, "masks": self._masks}
-        states = [cutter.cut(f"the state of {name(tx)}", state) for tx, state in lane.stages]
-        return [None if tree is None else cutter.cut(what, tree) for what, tree in trees.items()], states
+        trees = [lane.params, lane.grads, lane.copies, self._masks, *(state for _, state in lane.stages)]
+        if call.cutter is None or call.units is None:
+            return trees
+        if not self._cut:
+            of_states = [f"the state of {name(tx)}" for tx, _ in lane.stages]
+            called = ["params", "the gradients", "the copies", "masks", *of_states]
+            self._cut = [call.cutter.cut(what, tree) for what, tree in zip(called, trees, strict=True)]
+        return [tree.of(call.units) for tree in self._cut]
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:
         """Raises RuntimeError if the new value differs from an earlier unit's. On a device it reads them in the first

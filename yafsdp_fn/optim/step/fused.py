@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import optree
@@ -63,38 +63,21 @@ def copying_kernel(tensor: Tensor) -> Callable[..., None] | None:
 LARGE = 1 << 22
 """Elements of a unit, over all ranks, from which its own launches of the copying kernel cost less than they save."""
 
-Launch = Callable[[float, bool, Sequence[Leaves], Scalar, Scalar], None]
-"""`(weight decay, large, pieces, grad_scale, found_inf)`: one call of the kernel for all pieces, stretches of elements,
-each `[param, grad, *moments, [copy]]`.
-
-large: the pieces are of large units; with copies, each may then have its own launch
-"""
-
 
 class Fusion(NamedTuple):
     """A sequence of rules that one kernel implements.
 
-    stages: its rules and their states; moments: trees that it updates beside the parameters
     kernel: torch's, `(params, grads, *moments, [], [count] * len(params), lr=, weight_decay=, grad_scale=, found_inf=,
         maximize=, **settings)`; without a count, `(params, grads, *moments or [], ...)`
-    taken: completed steps, if the kernel needs them
-    adam, copying: the rule, and for float32 parameters a kernel that takes copies too, `(param, grad, *moments, copy,
-        scalars, weight_decay=)`, or None
-    lossy: the kernel is wrong for 16-bit parameters on the CPU
+    moments: trees that it updates beside the parameters
+    adam, taken: Adam's rule, and completed steps, if it is Adam's
     """
 
-    stages: Sequence[Stage]
-    moments: tuple[Tree, ...]
     kernel: Callable[..., None]
     settings: dict[str, Any]
-    taken: Tensor | None = None
+    moments: tuple[Tree, ...]
     adam: Adam | None = None
-    copying: Callable[..., None] | None = None
-    lossy: bool = False
-
-    @property
-    def decay(self) -> Decay:
-        return next((tx.rule for tx, _ in self.stages if isinstance(tx.rule, Decay)), Decay(0.0))
+    taken: Tensor | None = None
 
     def columns(self, params: Tree, grads: Tree, copies: Tree | None) -> list[Leaves] | None:
         """Returns the leaves of parameters, gradients, moments and copies, or None if the kernel does not accept them.
@@ -102,68 +85,18 @@ class Fusion(NamedTuple):
         It reads raw memory of parameters and moments, of one dtype, in one order.
         """
         spec = optree.tree_structure(params)
-        columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in (params, grads, *self.moments)]  # type: ignore[misc]
-        rows = list(zip(columns[0], *columns[2:], strict=True))
+        trees = [params, grads, *self.moments, *([] if copies is None else [copies])]
+        columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in trees]  # type: ignore[misc]
+        rows = list(zip(columns[0], *columns[2 : 2 + len(self.moments)], strict=True))
         if len({(leaf.device, leaf.dtype) for row in rows for leaf in row}) != 1:
             return None
-        kind, half = columns[0][0].device.type, columns[0][0].element_size() < 4
-        if kind not in ("cpu", "cuda") or (kind == "cpu" and half and self.lossy):
-            return None
-        if kind == "cuda" and columns[0][0].dtype == torch.float64:  # rates and powers of betas would be in float32
-            return None
-        if not all(leaf.is_contiguous() and leaf.shape == row[0].shape for row in rows for leaf in row):
-            return None
-        return columns if copies is None else [*columns, spec.flatten_up_to(copies)]  # type: ignore[list-item]
-
-    def begin(self) -> Launch:
-        """Returns a step's kernel. Values that depend on counts are computed here, before any part of the step."""
-        width = 2 + len(self.moments)
-        count = None if self.taken is None else self.taken + 1
-        step = None if count is None else count.float()
-        corrected: tuple[Tensor, ...] = ()
-        if self.adam is not None and self.copying is not None and count is not None:
-            corrected = corrections(self.adam, count)
-        scale, state = self.stages[-1][0].rule, self.stages[-1][1]
-        assert isinstance(scale, Scale)
-        lr = -(scale.by(state.count) if callable(scale.by) else scale.by)
-
-        def launch(
-            weight_decay: float, large: bool, pieces: Sequence[Leaves], grad_scale: Scalar, found_inf: Scalar
-        ) -> None:
-            full = [piece for piece in pieces if piece[0].numel()]  # the CUDA kernels refuse empty tensors
-            if not full:
-                return
-            columns = [list(column) for column in zip(*full, strict=True)]
-            device, dtype = columns[0][0].device, columns[0][0].dtype
-            # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
-            columns[1] = [grad.to(dtype).contiguous() for grad in columns[1]]
-            if grad_scale is not None and dtype == torch.float64:
-                for grad in columns[1]:
-                    grad.div_(grad_scale)  # the kernels read it in float32
-                grad_scale = None
-            scalars = {"grad_scale": _fp32(grad_scale, device), "found_inf": _fp32(found_inf, device)}
-            scalars |= {"lr": lr if device.type == "cpu" else _fp32(lr, device), "weight_decay": weight_decay}
-            if self.copying is not None and large and len(columns) > width and dtype == torch.float32:
-                usual = {"lr": lr, "grad_scale": 1.0, "found_inf": 0.0}
-                given = [value if scalars[name] is None else scalars[name] for name, value in usual.items()]
-                # `full_like`: to copy a number from the host could make it wait
-                known = [x if isinstance(x, Tensor) else torch.full_like(corrected[0], x) for x in given]
-                packed = torch.stack([*known, *corrected])
-                for row in zip(*columns, strict=True):
-                    self.copying(*row, packed, weight_decay=weight_decay)
-                return
-            rest = [[], [step] * len(full)] if step is not None else [] if self.moments else [[]]
-            self.kernel(*columns[:width], *rest, **scalars, maximize=False, **self.settings)
-            for copies in columns[width:]:
-                foreach_copy(copies, columns[0])
-
-        return launch
-
-    def advance(self, found_inf: Scalar) -> None:
-        """Counts the step, unless it is skipped."""
-        for _, state in self.stages:
-            if isinstance(state, ScaleByAdamState | ScaleByScheduleState):
-                state.count.add_(1 if found_inf is None else found_inf != 1)
+        kind, dtype = columns[0][0].device.type, columns[0][0].dtype
+        if kind == "cpu":  # in torch 2.13 that of SGD leaves all but the last few elements as they are (issue 191763)
+            accepted = self.adam is not None or dtype.itemsize >= 4
+        else:  # rates and powers of betas would be in float32
+            accepted = kind == "cuda" and dtype != torch.float64
+        as_it_lies = all(leaf.is_contiguous() and leaf.shape == row[0].shape for row in rows for leaf in row)
+        return columns if accepted and as_it_lies else None
 
 
 class RowStretch(NamedTuple):
@@ -181,23 +114,80 @@ class FusedSteps:
     """Takes steps by one kernel, on rows of units, cut into runs that decay alike; plain leaves are such runs."""
 
     def __init__(self, lane: Lane, fusion: Fusion, columns: list[Leaves]) -> None:
-        self.lane, self._fusion, self._columns = lane, fusion, columns
-        self._launch: Launch | None = None  # of the step under way
+        self.lane = lane
+        self._fusion = fusion
+        self._columns = columns
+        self._like = columns[0][0]
+        self._decay = next((tx.rule for tx, _ in lane.stages if isinstance(tx.rule, Decay)), Decay(0.0))
+        self._width = 2 + len(fusion.moments)  # columns without copies
+        self._copying: Callable[..., None] | None = None
+        if fusion.adam is not None and len(columns) > self._width and self._like.dtype == torch.float32:
+            self._copying = copying_kernel(self._like)
+        # of the step under way, which all its parts share
+        self._scalars: dict[str, Any] | None = None
+        self._counts: Scalar = None
+        self._packed: Scalar = None
 
     def steps(self, call: StepCall) -> Iterator[list[Messages]]:
         """Takes the step of some units, or of all, in the last of its parts."""
         for _ in range(1, call.parts):
             yield []
-        self._launch = self._launch or self._fusion.begin()
-        units = self._pieces if call.units is None else call.units
+        if self._scalars is None:
+            self._begin(call.scale, call.found_inf)
         kinds: dict[tuple[bool, bool], list[Leaves]] = {}
-        for unit in units:
+        for unit in self._pieces if call.units is None else call.units:
             for piece in self._pieces[unit]:
-                kinds.setdefault((piece.decays, piece.large), []).append(piece.tensors)
+                if piece.tensors[0].numel():  # the CUDA kernels refuse empty tensors
+                    kinds.setdefault((piece.decays, piece.large), []).append(piece.tensors)
         call.on_write()  # the user's learning rate and decay mask have been asked
         for (decays, large), pieces in kinds.items():
-            decay = self._fusion.decay.weight_decay if decays else 0.0
-            self._launch(decay, large, pieces, call.scale, call.found_inf)
+            self._launch(pieces, self._decay.weight_decay if decays else 0.0, large, call.scale)
+
+    def _begin(self, scale: Scalar, found_inf: Scalar) -> None:
+        """Computes a step's scalars, of which some depend on counts, before any part of it. The host waits for none."""
+        rule, state = self.lane.stages[-1][0].rule, self.lane.stages[-1][1]
+        assert isinstance(rule, Scale)
+        lr = -(rule.by(state.count) if callable(rule.by) else rule.by)
+        wide = self._like.dtype == torch.float64
+        self._scalars = {
+            "lr": lr if self._like.device.type == "cpu" else _fp32(lr, self._like.device),
+            "grad_scale": None if wide else _fp32(scale, self._like.device),
+            "found_inf": _fp32(found_inf, self._like.device),
+        }
+        if self._fusion.adam is None or self._fusion.taken is None:
+            return
+        count = self._fusion.taken + 1
+        self._counts = count.float()
+        if self._copying is not None:
+            corrected = corrections(self._fusion.adam, count)
+            usual = {"lr": lr, "grad_scale": 1.0, "found_inf": 0.0}
+            known = [usual[name] if value is None else value for name, value in self._scalars.items()]
+            # `full_like`: to copy a number from the host could make it wait
+            tensors = [x if isinstance(x, Tensor) else torch.full_like(corrected[0], x) for x in known]
+            self._packed = torch.stack([*tensors, *corrected])
+
+    def _launch(self, pieces: Sequence[Leaves], weight_decay: float, large: bool, scale: Scalar) -> None:
+        """Calls the kernel for all pieces. large: they are of large units; with copies, each has its own launch"""
+        columns = [list(column) for column in zip(*pieces, strict=True)]
+        # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
+        columns[1] = [grad.to(self._like.dtype).contiguous() for grad in columns[1]]
+        if scale is not None and self._like.dtype == torch.float64:
+            for grad in columns[1]:
+                grad.div_(scale)  # the kernels read it in float32
+        fusion = self._fusion
+        if self._copying is not None and fusion.adam is not None and large:
+            rule = fusion.adam
+            betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "decoupled": fusion.kernel is fused_adamw}
+            for row in zip(*columns, strict=True):
+                self._copying(*row, self._packed, weight_decay=weight_decay, **betas)
+            return
+        rest: list[Any] = [] if fusion.moments else [[]]
+        if self._counts is not None:
+            rest = [[], [self._counts] * len(pieces)]
+        how = {**(self._scalars or {}), **fusion.settings, "weight_decay": weight_decay, "maximize": False}
+        fusion.kernel(*columns[: self._width], *rest, **how)
+        for copies in columns[self._width :]:
+            foreach_copy(copies, columns[0])
 
     @cached_property
     def _pieces(self) -> dict[int, list[RowStretch]]:
@@ -219,13 +209,15 @@ class FusedSteps:
         """Returns whether a leaf decays; None if it takes no step."""
         if self.lane.chosen is not None and not self.lane.chosen(path, param):
             return None
-        mask = self._fusion.decay.mask
+        mask = self._decay.mask
         return mask is None or bool(mask(path, param))
 
     def finish(self, found_inf: Scalar) -> None:
-        """Ends a step, after all units have taken it: counts advance."""
-        self._launch = None
-        self._fusion.advance(found_inf)
+        """Ends a step, after all units have taken it: counts advance, unless it is skipped."""
+        self._scalars = None
+        for _, state in self.lane.stages:
+            if isinstance(state, ScaleByAdamState | ScaleByScheduleState):
+                state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
 def _split(runs: Runs, numel: int, leaves: Sequence[Tensor]) -> list[RowStretch]:
@@ -259,28 +251,22 @@ def recognise(stages: Sequence[Stage]) -> Fusion | None:
     """Returns the kernel for these rules, or None."""
     rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
     match rules:
-        case [Adam() as adam, Scale()] | [Adam() as adam, Decay(), Scale()]:
-            return _adam(fused_adamw, stages, adam, states[0], decoupled=True)
-        case [Decay(), Adam() as adam, Scale()]:
-            return _adam(fused_adam, stages, adam, states[1], decoupled=False)
-        case [Momentum() as rule, Scale()] | [Decay(), Momentum() as rule, Scale()] if rule.decay > 0:
-            return _sgd(stages, (states[-2].trace,), rule.decay, rule.nesterov)
+        case [Adam() as rule, Scale()] | [Adam() as rule, Decay(), Scale()]:
+            return _adam(fused_adamw, rule, states[0])
+        case [Decay(), Adam() as rule, Scale()]:
+            return _adam(fused_adam, rule, states[1])
+        case [Momentum() as momentum, Scale()] | [Decay(), Momentum() as momentum, Scale()] if momentum.decay > 0:
+            return _sgd(momentum, states[-2].trace)
         case [Scale()] | [Decay(), Scale()]:
-            return _sgd(stages, (), 0.0, False)
+            return _sgd(Momentum(0.0, False))
     return None
 
 
-def _adam(
-    kernel: Callable[..., None], stages: Sequence[Stage], rule: Adam, state: ScaleByAdamState, *, decoupled: bool
-) -> Fusion:
+def _adam(kernel: Callable[..., None], rule: Adam, state: ScaleByAdamState) -> Fusion:
     settings = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "amsgrad": False}
-    copying = copying_kernel(state.count)
-    if copying is not None:
-        copying = partial(copying, beta1=rule.b1, beta2=rule.b2, eps=rule.eps, decoupled=decoupled)
-    return Fusion(stages, (state.mu, state.nu), kernel, settings, state.count, rule, copying)
+    return Fusion(kernel, settings, (state.mu, state.nu), rule, state.count)
 
 
-def _sgd(stages: Sequence[Stage], moments: tuple[Tree, ...], momentum: float, nesterov: bool) -> Fusion:
-    rule: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "dampening": 0.0, "is_first_step": False}
-    # in torch 2.13 it leaves all but the last few elements as they are (pytorch issue 191763)
-    return Fusion(stages, moments, fused_sgd, rule, lossy=True)
+def _sgd(rule: Momentum, *moments: Tree) -> Fusion:
+    settings = {"momentum": rule.decay, "nesterov": rule.nesterov, "dampening": 0.0, "is_first_step": False}
+    return Fusion(fused_sgd, settings, moments)

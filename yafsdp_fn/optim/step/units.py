@@ -1,7 +1,7 @@
 """An optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from yafsdp_fn.optim.base import (
 )
 from yafsdp_fn.optim.cutting import Cutter, named
 from yafsdp_fn.optim.leaf_exchange import Messages
-from yafsdp_fn.optim.leafwise import Leafwise
+from yafsdp_fn.optim.leafwise import Leafwise, exchanged
 from yafsdp_fn.optim.partition import Masked, Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
@@ -129,19 +129,21 @@ def parts_of(tx: Any, params: Tree) -> dict[int, int]:
     {2: 3, 3: 3, 4: 3, 5: 3}
     """
     found: dict[int, int] = {}
-    _, lanes, whole = analysis(tx)
-    for own, chosen in lanes if whole is None else ():
-        rounds = sum(isinstance(stage.rule, Leafwise) for stage, _ in own)
-        for unit in units_of(_own(params, chosen)) if rounds else ():
-            found[unit] = max(found.get(unit, 1), 1 + 2 * rounds)
+    for rules, own in leafwise_lanes(tx, params):
+        for unit in units_of(own):
+            found[unit] = max(found.get(unit, 1), 1 + 2 * len(rules))
     return dict(sorted(found.items()))
 
 
-def leafwise_stages(tx: Any, params: Tree) -> list[tuple[Leafwise, Tree]]:
-    """The transformations of whole leaves, in the parts of a step, each with the part of `params` that it concerns."""
+def leafwise_lanes(tx: Any, params: Tree) -> list[tuple[list[Leafwise], Tree]]:
+    """The transformations of whole leaves in each lane, with the part of `params` that they concern."""
     _, lanes, whole = analysis(tx)
-    found = [(stage.rule, chosen) for own, chosen in lanes if whole is None for stage, _ in own]
-    return [(rule, _own(params, chosen)) for rule, chosen in found if isinstance(rule, Leafwise)]
+    found = []
+    for own, chosen in lanes if whole is None else ():
+        rules = [stage.rule for stage, _ in own if isinstance(stage.rule, Leafwise)]
+        if rules:
+            found.append((rules, _own(params, chosen)))
+    return found
 
 
 def _own(tree: Tree, chosen: LeafRule | None) -> Tree:
@@ -199,9 +201,9 @@ class UnitSteps:
         self._scale: Scalar = None
         self._lanes: list[FusedSteps | Definition] = []
         for own, chosen in lanes:
-            trees = _own(params, chosen), _own(grads, chosen), None if copies is None else _own(copies, chosen)
-            units = None if self._why_not or not handles(params) else frozenset(units_of(trees[0]))
-            lane = Lane(own, *trees, chosen, units)
+            parts, of_grads, of_copies = (_own(tree, chosen) for tree in (params, grads, copies))
+            units = None if self._why_not or not handles(params) else frozenset(units_of(parts))
+            lane = Lane(own, parts, of_grads, of_copies, chosen, units)
             self._lanes.append(fused_steps(lane) or Definition(lane))
         self.parts = parts_of(self._tx, params)  # of the steps of units, where there are several
         # unit between parts -> next part, the parts to come, messages before it
@@ -271,9 +273,8 @@ class UnitSteps:
             if (parts := self.parts.get(unit, 1)) == 1 and not part:
                 continue
             if part is None:
-                for messages in self._steps([unit], parts, found_inf, on_write):
-                    for received, sent in messages:
-                        handles(self._params)[0].owner.comms.exchange(received, sent)
+                ranks = handles(self._params)[0].owner.comms
+                exchanged(self._steps([unit], parts, found_inf, on_write), ranks)
                 continue
             now, steps = self._open.pop(unit, (0, self._steps([unit], parts, found_inf, on_write), []))[:2]
             if part != now:
@@ -284,7 +285,7 @@ class UnitSteps:
 
     def _steps(
         self, units: Sequence[int] | None, parts: int, found_inf: Scalar, on_write: OnWrite
-    ) -> Iterator[list[Messages]]:
+    ) -> Generator[list[Messages], None, None]:
         """Takes the step of `units`, or of all, in all lanes; yields the messages between parts. Lanes that need fewer
         write in the last one, too."""
         cutter, of_each = None if units is None else self._cutter, []
