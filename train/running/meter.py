@@ -141,9 +141,10 @@ class Recorded:
             self._write()
 
     def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        if self._path is not None and self._trace is None:
+        begins = self._trace is None
+        if self._path is not None and begins:
             self._measure(state, batch)
-        program = self._program(state)
+        program = None if begins else self._program(state)
         if program is None:
             done = self._step(state, batch)
             self._write()  # behind a step that was none of them: on a GPU they have ended, or soon will have
@@ -161,11 +162,11 @@ class Recorded:
             self._path = None
 
     def _program(self, state: State) -> ya.Program | None:
-        """The next step's program, where that step is to be recorded. The first one has none yet."""
+        """The next step's program, where that step is to be recorded. The first one of a start has none yet."""
         step = state.step + 1
         soon = min(-step % self._every, self._steps - step) < TOGETHER if self._every else False
         first = not self._written and len(self._taken) < TOGETHER
-        program = self._step.program(state) if self._trace is not None and (soon or first) else None
+        program = self._step.program(state) if soon or first else None
         return program if program is not None and len(program.stages) == 1 else None
 
     def _write(self) -> None:

@@ -51,6 +51,12 @@ NOT_FROM_PLAIN = (
 )
 
 
+NOT_COMPILED = (
+    "torch.compile of a loss or of a step: what they communicate cannot be traced. Compile blocks, once, outside of "
+    "the loss: block = torch.compile(block)"
+)
+
+
 # ---- The function of a step, with its schedule, programs and state.
 
 
@@ -81,7 +87,9 @@ class StepFunction:
         graphs: bool = False,
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
-        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        if hasattr(fun, "_torchdynamo_orig_callable"):
+            raise TypeError(NOT_COMPILED)
+        if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule = schedule
