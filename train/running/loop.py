@@ -32,13 +32,13 @@ import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import say_apart
-from train.config import ConfigError, Settings, require
+from train.config import ConfigError, Settings, own_function, require
 from train.data.rows import Batch, Place, Reader, Rows, at_most, batches
 from train.data.tokenizer import Bytes, Tokenizer
 from train.running import run, setup, together
 from train.running.elastic import CANNOT_WORK
 from train.running.meter import Meter, Recorded
-from train.running.report import Record, Report, Terminal
+from train.running.report import Log, Record, Report, Terminal
 from train.running.run import this_start
 from train.running.saves import Diverged, Saves, Skips, Spikes, load
 from train.running.together import Stopper
@@ -152,6 +152,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     if here.stages > 1:  # what cannot be cut, or scheduled, is refused before there is a run
         batch, _ = next(batches(job.training, position, config.data.batch, here, seed=config.seed))
         setup.check_stages(config, train_step, state, batch)
+    logs = own_logs(config.log)
     run.keep(config)
     skips = Skips(config.max_skipped, config.max_rollbacks)
     # before there is a reader's thread: processes that a pipeline forks in it would inherit the pipes of commands that
@@ -168,6 +169,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             log_every=config.log_every,
             console=console,
             unit=unit,
+            logs=logs,
         ) as report,
         Saves(folder / "checkpoints", report, config) as saves,
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,
@@ -218,6 +220,21 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             report.events.add("machine", **vars(ya.planner.calibrate("this machine", device=here.device.type)))
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")
+
+
+def own_logs(where: str) -> list[Log]:
+    """The function that --log names, on rank 0 alone: its file may begin a run of wandb."""
+    logs: list[Log] = []
+
+    def read() -> None:
+        try:
+            logs.append(own_function(where, "log", "one that is given a dict"))
+        except Exception as error:
+            raise ConfigError(f"log: {where}: {type(error).__name__}: {error}") from error
+
+    if where:
+        together.on_rank_0(read, "reading the file of --log")
+    return logs
 
 
 class Garbage:
