@@ -430,8 +430,8 @@ class Settings:
     log_every: int = 10
     """Steps between printed lines where standard output is not a terminal. metrics.jsonl has every step."""
     log: str = ""
-    """FILE.py:NAME: your function of a line of metrics.jsonl, a dict; rank 0 calls it for each of them (docs/running.md:
-    wandb and mlflow, three lines each)."""
+    """FILE.py:NAME: your function of a line of metrics.jsonl, a dict, which rank 0 calls: wandb, mlflow
+    (docs/running.md)."""
     timeline_every: int = 50
     """Steps between those of which rank 0 records when each op ran, into timeline.json, the newest one; 0: none."""
     gc_every: int = 50

@@ -18,9 +18,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -160,7 +160,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     about_start = this_start(here)
 
     with (
-        Garbage(config.gc_every) as garbage,
+        garbage_stays() if config.gc_every else nullcontext(),
         Stopper() as stop,
         Report(
             folder if here.leads else None,
@@ -171,16 +171,17 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             unit=unit,
             logs=logs,
         ) as report,
-        Saves(folder / "checkpoints", report, config) as saves,
+        checkpoint.Saver(folder / "checkpoints", keep_last=config.keep, keep_every=config.keep_every or None) as saver,
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,
-        Recorded(
+    ):
+        recorded_step = Recorded(
             train_step,
             folder / "timeline.json" if here.leads else None,
             every=config.timeline_every if here.stages == 1 else 0,
             steps=config.steps,
             warn=report.warn,
-        ) as recorded_step,
-    ):
+        )
+        saves = Saves(saver, folder / "checkpoints", report, config)
         about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
         counted = {"unit": unit, "tokenizer": job.tokenizer.fingerprint()}
         read = {"text": job.training.describe(), "heldout": job.heldout.describe()}
@@ -200,7 +201,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             batch = reader.next()
             state, metrics = recorded_step(state, batch)
             meter.push(state.step, metrics)
-            garbage.settle(state.step)
+            if due(state.step, config.gc_every, last=False):
+                gc.collect()
             stopped, last = stop.agreed(), state.step == config.steps
             if skips.too_many:
                 meter.flush()
@@ -216,6 +218,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
                     saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
                 meter.restart()
+        recorded_step.write()
         if config.calibrate and not stopped:
             report.events.add("machine", **vars(ya.planner.calibrate("this machine", device=here.device.type)))
         if stopped:
@@ -237,29 +240,19 @@ def own_logs(where: str) -> list[Log]:
     return logs
 
 
-class Garbage:
-    """Python's cyclic garbage, collected every `every` steps while this is entered, and at no other time; 0: as Python
-    likes. What is there at the beginning is taken to stay, so that a collection only walks what steps have left."""
-
-    def __init__(self, every: int) -> None:
-        self._every, self._enabled = every, gc.isenabled()
-
-    def settle(self, step: int) -> None:
-        """Collects after `step`, if it is due."""
-        if due(step, self._every, last=False):
-            gc.collect()
-
-    def __enter__(self) -> Garbage:
-        if self._every:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._every:
-            gc.unfreeze()
-        if self._every and self._enabled:
+@contextmanager
+def garbage_stays() -> Iterator[None]:
+    """Python collects no cyclic garbage of its own accord inside. What is there at the beginning is taken to stay, so
+    that a collection only walks what steps have left."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
             gc.enable()
 
 

@@ -148,7 +148,7 @@ class StateMemory(Placement[Communicators]):
         self._half_written = False
 
     def owns(self, number: int, leaf: object) -> bool:
-        own = self.master.tensors[number]
+        own: Any = self.master.tensors[number]
         return leaf is own or (isinstance(leaf, Tensor) and memory_key(leaf) == memory_key(own))  # or a view of it
 
     def why_gone(self) -> str:

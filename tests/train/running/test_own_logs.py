@@ -42,8 +42,13 @@ def on_the_page() -> str:
 def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 200)
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
-    stand_in = f"import sys, types\nwandb = types.ModuleType('wandb')\nexec({STAND_IN.format(seen=str(seen), raises=raises)!r}, vars(wandb))\n"
-    own.write_text(f"{stand_in}sys.modules['wandb'] = wandb\n{on_the_page()}\n")
+    module = STAND_IN.format(seen=str(seen), raises=raises)
+    made = [
+        "import sys, types",
+        "sys.modules['wandb'] = wandb = types.ModuleType('wandb')",
+        f"exec({module!r}, vars(wandb))",
+    ]
+    own.write_text("\n".join([*made, on_the_page()]))
     ranks = pools[2].run(inside, flags(tmp_path, "--steps", "6", "--log", f"{own}:log"))
     assert [rank.error for rank in ranks] == ["", ""]
     begun, *lines = map(json.loads, seen.read_text().splitlines())
