@@ -274,10 +274,10 @@ UNCLEAR: dict[str, Any] = {
     ),
     "TypeError: train_step: a plain tensor is among the state's params, all of which are shards": with_a_plain_tensor,
     "TypeError: layers['w'] = ...: a state is not written to; ya.shard makes another": written_to,
-    "AttributeError: a ShardedState has no half; it is here: ya.init(..., precision=ya.Precision(compute=": (
+    "AttributeError: 'ShardedState' object has no attribute 'half'; it is here: ya.init(..., precision=": (
         lambda mesh: new(mesh).half()
     ),
-    "AttributeError: the function of a module has no eval; it is here: _, answer = ya.functionalize(module.eval()": (
+    "AttributeError: 'Functionalized' object has no attribute 'eval'; it is here: _, answer = ya.functionalize(module.eval()": (
         in_eval_mode
     ),
     "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": (

@@ -201,7 +201,7 @@ NUMBERS = ("--ranks", "--max-restarts")
 
 
 def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Returns the number of ranks, that of restarts, and the command. Raises ValueError, whose text says what is wrong."""
+    """Returns the number of ranks, that of restarts, and the command. Raises ValueError, which says what is wrong."""
     numbers, rest = dict.fromkeys(NUMBERS, 0), list(argv)
     automatic = False
     while rest and rest[0].startswith("--"):

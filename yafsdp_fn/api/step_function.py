@@ -461,13 +461,16 @@ def _append(results: Results, mean: Mean, aux: Tree) -> None:
     results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
 
 
+def pair_of(out: Any) -> tuple[Any, Tree]:
+    """Returns loss and aux, as they came. Raises TypeError for anything else."""
+    if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+        raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+    return out
+
+
 def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
     """Returns loss and aux from the function's result. Raises TypeError for anything else."""
-    aux: Any = None
-    if has_aux:
-        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
-            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
-        out, aux = out
+    out, aux = pair_of(out) if has_aux else (out, None)
     mean = as_mean(out, depends=depends)
     return mean, of_tensors(aux, mean.total.device)
 

@@ -175,7 +175,7 @@ class Functionalized:
     if not TYPE_CHECKING:  # a type checker is to see misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"the function of a module has no {name}{hint(f'model.{name}')}")
+            raise AttributeError(f"'Functionalized' object has no attribute '{name}'{hint(f'model.{name}')}")
 
     def __call__(self, params: Mapping[str, Tree], *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward on `params`."""

@@ -109,7 +109,7 @@ class ShardedState:
     if not TYPE_CHECKING:  # a type checker is to see misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"a ShardedState has no {name}{hint(f'state.{name}')}")
+            raise AttributeError(f"'ShardedState' object has no attribute '{name}'{hint(f'state.{name}')}")
 
     # ---- copies
 
