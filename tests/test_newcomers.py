@@ -277,7 +277,7 @@ UNCLEAR: dict[str, Any] = {
     "AttributeError: 'ShardedState' object has no attribute 'half'; it is here: ya.init(..., precision=": (
         lambda mesh: new(mesh).half()
     ),
-    "AttributeError: 'Functionalized' object has no attribute 'eval'; it is here: _, answer = ya.functionalize(module.eval()": (
+    "AttributeError: 'Functionalized' object has no attribute 'eval'; it is here: _, answer = ya.functionalize(": (
         in_eval_mode
     ),
     "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": (
