@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from typing import Any
 
 import numpy as np
+import optree
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -180,6 +182,29 @@ def without_a_graph(make: Any) -> Any:
     return lambda mesh: ya.train_step(lambda params, batch: make(loss_fn(params, batch)), TX)(new(mesh), BATCH)[1]
 
 
+def of_old_leaves(mesh: Any) -> Any:
+    state = new(mesh)
+    kept = optree.tree_map(lambda leaf: leaf.detach(), state.params)  # the same memory
+    ya.train_step(loss_fn, TX)(state, BATCH)
+    return ya.eval_step(loss_fn)(kept, BATCH)
+
+
+def with_a_plain_tensor(mesh: Any) -> Any:
+    state = new(mesh)
+    state.params["more"] = {"w": torch.zeros(4)}
+    return ya.train_step(loss_fn, TX)(state, BATCH)
+
+
+def written_to(mesh: Any) -> None:
+    new(mesh).params["layers"]["w"] = torch.zeros(2, 4, 4)
+
+
+def in_eval_mode(mesh: Any) -> Any:
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    _, model = ya.functionalize(torch.nn.Sequential(layers), "0")
+    return model.eval()  # type: ignore[attr-defined]
+
+
 def made_under_inference_mode(mesh: Any) -> Any:
     with torch.inference_mode():
         batch = {"x": torch.ones(4, 4)}
@@ -200,9 +225,61 @@ SILENT: dict[str, Any] = {
     "TypeError: scan(f, carry, xs): the carry is the stack layers: layers are xs": (
         lambda mesh: ya.scan(lambda x, w: (x, None), new(mesh).params["layers"], torch.ones(2, 4))
     ),
+    "TypeError: shard_batch: x is a list of 4, of which every one would get all rows; give a tensor, whose rows are": (
+        lambda mesh: ya.shard_batch({"x": [1.0, 2.0, 3.0, 4.0]}, mesh)
+    ),
+    "TypeError: shard_batch: text is a list of 2, of which every one": (
+        lambda mesh: ya.shard_batch({"x": torch.ones(2, 4), "text": ["a", "b"]}, mesh)
+    ),
+    "TypeError: microbatches: x of argument 1 is a list of 2, of which every one": (
+        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"x": [[1.0] * 4, [2.0] * 4]})
+    ),
+    "ValueError: shard_batch: these are a rank's own rows already": (
+        lambda mesh: ya.shard_batch(ya.shard_batch({"x": torch.ones(4, 4)}, mesh), mesh)
+    ),
+    "ValueError: shard_batch: rows differ: classes has 8, x has 4. Shard batches of different sizes one by one": (
+        lambda mesh: ya.shard_batch({"x": torch.ones(4, 4), "classes": torch.ones(8)}, mesh)
+    ),
+    "TypeError: global_norm of a state would count the optimizer's moments; give its parameters: state.params": (
+        lambda mesh: ya.global_norm(new(mesh))
+    ),
+    "TypeError: vdot of a state would count the optimizer's moments": lambda mesh: ya.vdot(new(mesh), new(mesh)),
+    "TypeError: Stacked 'layers' has a list of 2 trees alike. Layers are stacked, leaf by leaf: ya.Param((layers,": (
+        lambda mesh: ya.init({"layers": ya.Stacked([{"w": ya.Param((4, 4))}, {"w": ya.Param((4, 4))}])}, mesh=mesh)
+    ),
+    "TypeError: seed=None: expected an integer, the same on every rank": (
+        lambda mesh: ya.init(PARAMS, TX, mesh=mesh, seed=None)  # type: ignore[arg-type]
+    ),
+    "RuntimeError: layers: these are parameters of a state that was donated": of_old_leaves,
+    "RuntimeError: step.program(state): no step of this function has run on a state of this kind yet; step.lower": (
+        lambda mesh: ya.train_step(loss_fn, TX).program(new(mesh))
+    ),
+    "ValueError: microbatches=True: expected an integer >= 1": (
+        lambda mesh: ya.train_step(loss_fn, TX, microbatches=True)
+    ),
 }
 
 UNCLEAR: dict[str, Any] = {
+    "TypeError: frozen(tree, 'bf16'): expected a floating dtype, such as torch.bfloat16": (
+        lambda mesh: ya.frozen(PARAMS, "bf16")  # type: ignore[arg-type]
+    ),
+    "TypeError: torch.compile of a loss or of a step: what they communicate cannot be traced. Compile blocks, once": (
+        lambda mesh: ya.train_step(torch.compile(loss_fn), TX)
+    ),
+    "TypeError: torch.compile of a loss or of a step: what they communicate cannot be traced": (
+        lambda mesh: torch.compile(ya.train_step(loss_fn, TX), backend="eager")(new(mesh), BATCH)
+    ),
+    "TypeError: a state belongs to ranks, and is not pickled: ya.checkpoint.save(folder, state) writes it": (
+        lambda mesh: pickle.dumps(new(mesh))
+    ),
+    "TypeError: train_step: a plain tensor is among the state's params, all of which are shards": with_a_plain_tensor,
+    "TypeError: layers['w'] = ...: a state is not written to; ya.shard makes another": written_to,
+    "AttributeError: 'ShardedState' object has no attribute 'half'; it is here: ya.init(..., precision=": (
+        lambda mesh: new(mesh).half()
+    ),
+    "AttributeError: 'Functionalized' object has no attribute 'eval'; it is here: _, answer = ya.functionalize(": (
+        in_eval_mode
+    ),
     "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": (
         lambda mesh: ya.init(PARAMS, TX, mesh=mesh, precision="bf16")
     ),

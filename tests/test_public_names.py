@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.small import one_rank
 from yafsdp_fn.optim import adamw
 from yafsdp_fn.util.foreign_names import MEANT
 
@@ -51,10 +53,23 @@ def test_a_name_that_is_elsewhere_or_misspelt_is_named() -> None:
     assert misspelt.value.name == "simulat" and misspelt.value.obj is ya.planner  # Python adds "did you mean" by these
 
 
+def function_of_a_module() -> Any:
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    return ya.functionalize(torch.nn.Sequential(layers), "0")[1]
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "state": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()),
+    "model": function_of_a_module,
+}
+
+
 @pytest.mark.parametrize("name", sorted(MEANT))
 def test_a_name_of_another_library_says_what_it_is_here(name: str) -> None:
     within, _, last = name.rpartition(".")
-    space = getattr(ya, within) if within else ya
+    space = ya
+    if within:
+        space = OBJECTS[within]() if within in OBJECTS else getattr(ya, within)
     with pytest.raises(AttributeError, match=rf"no attribute '{last}'; it is here: \w") as error:
         getattr(space, last)
     for path in re.findall(r"\bya((?:\.\w+)+)", str(error.value)):  # what it says is there

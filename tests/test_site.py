@@ -168,6 +168,42 @@ def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) ->
             assert not lines or max(lines) > 120, (name, max(lines))
 
 
+CONTRAST = """(() => {
+    const channels = text => (text.match(/[\\d.]+/g) || []).map(Number);
+    const onto = ([r, g, b, a = 1], below) => [r, g, b].map((c, k) => c * a + below[k] * (1 - a));
+    const linear = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+    const behind = at => {
+        const own = channels(getComputedStyle(at).backgroundColor);
+        if (own[3] === undefined || own[3] === 1) return own.slice(0, 3);
+        return onto(own, at.parentElement ? behind(at.parentElement) : [255, 255, 255]);
+    };
+    const found = new Set(), texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    for (let node; node = texts.nextNode();) {
+        const at = node.parentElement, style = getComputedStyle(at);
+        if (!node.data.trim() || !at.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+        const below = behind(at), [a, b] = [light(onto(channels(style.color), below)), light(below)];
+        const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), size = parseFloat(style.fontSize);
+        const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+        if (ratio < (large ? 3 : 4.5)) found.add(`${at.tagName}.${at.className} ${ratio.toFixed(2)}: ${node.data}`);
+    }
+    return [...found];
+})()"""
+"""Text whose contrast with what is behind it is less than WCAG asks for (AA)."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_the_contrast_that_one_can_read(scheme: str, site: Site) -> None:
+    seen = ("index", "tutorial", "know", "faq", "api/training", "gallery/index", "playground/index", "from_scratch")
+    with served(site.folder) as url, Browser(1400, 1000) as browser:
+        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        for name in seen:
+            browser.open(f"{url}{name}.html")
+            browser.wait("document.readyState == 'complete'")
+            assert browser.evaluate(CONTRAST) == [], name
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_pictures_are_dark_on_a_dark_page(site: Site) -> None:
     for scheme, expected in (("light", "none"), ("dark", "invert(0.88) hue-rotate(180deg)")):

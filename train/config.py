@@ -432,6 +432,9 @@ class Settings:
     """Times that it goes back before it gives up."""
     log_every: int = 10
     """Steps between printed lines where standard output is not a terminal. metrics.jsonl has every step."""
+    log: str = ""
+    """FILE.py:NAME: your function of a line of metrics.jsonl, a dict, which rank 0 calls: wandb, mlflow
+    (docs/running.md)."""
     timeline_every: int = 50
     """Steps between those of which rank 0 records when each op ran, into timeline.json, the newest one; 0: none."""
     gc_every: int = 50
@@ -453,6 +456,7 @@ class Settings:
     def __post_init__(self) -> None:
         counts(self, steps=1, eval_every=AUTO, checkpoint_every=0, keep=1, keep_every=0, log_every=1, timeline_every=0)
         counts(self, gc_every=0)
+        require(not self.log or is_own(self.log), f"log is {self.log!r}: expected FILE.py:NAME")
         require(0 <= self.skip_spikes < float("inf"), f"skip_spikes is {self.skip_spikes}: a number of at least 0")
         counts(self, max_skipped=1, max_rollbacks=0, eval_batches=0)
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")

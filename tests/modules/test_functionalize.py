@@ -24,7 +24,7 @@ from tests.harness.oracle import compare
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
 
-CODE, FROM_FILES = re.findall(
+CODE, FROM_FILES, BALANCED = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S
 )
 F64 = ya.Precision(torch.float64)
@@ -166,6 +166,41 @@ def page(mesh: Any, folder: Path) -> None:
 def test_the_page_runs(pools: dict[int, Pool], tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the page trains a model of transformers")
     pools[2].run(page, tmp_path)
+
+
+def mixture() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = {**LLAMA_LIKE, "num_local_experts": 4, "output_router_logits": True}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings, num_experts_per_tok=2))
+
+
+def balanced(mesh: Any, tokens: Tensor) -> Tensor:
+    params, model = ya.functionalize(mixture(), "model.layers")
+    names: dict[str, Any] = {"model": model, "torch": torch, "ya": ya}
+    exec(BALANCED, names)
+    batch = ya.shard_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+    grads = []
+    for remat in (ya.schedules.remat.none, ya.schedules.remat.all):
+        schedule = ya.schedules.zero3(remat=remat)
+        of = ya.value_and_grad(names["loss_fn"], schedule=schedule)(ya.shard(params, mesh=mesh).params, batch)
+        grads.append((of[0], ya.unshard(of[1])))
+    compare(grads[0], grads[1], 1e-6, "when recomputed")
+    return grads[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: int, pools: dict[int, Pool]) -> None:
+    module, tokens = mixture(), torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(0))
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    out = module(tokens[:, :-1], use_cache=False)
+    loss = F.cross_entropy(out.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss = loss + 0.01 * load_balancing_loss_func(out.router_logits, 4, 2)
+    loss.backward()
+    for found, grads in pools[world].run(balanced, tokens):
+        compare(found, loss.detach(), 1e-6, "the loss")
+        compare(grads, tree_of(module, grads, "model.layers", lambda param: param.grad), 1e-5, "gradients")
 
 
 # ---- a module that has what transformers' have not
@@ -643,20 +678,72 @@ def test_a_weight_that_is_used_elsewhere_is_named(monkeypatch: pytest.MonkeyPatc
         model(ya.materialize(params), tokens_of(0))
 
 
-def test_a_hook_inside_of_a_visit_is_refused_and_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+HOOKS: list[tuple[str, Callable[[nn.Module], Any]]] = [
+    ("was given a hook while", lambda m: m.register_forward_pre_hook(lambda *_: None)),
+    ("was given a hook while", lambda m: m.register_full_backward_hook(lambda *_: None)),
+    ("was given a hook while", lambda m: m.register_forward_hook(lambda *_, **__: None, with_kwargs=True)),
+    ("a hook returns another output", lambda m: m.register_forward_hook(lambda module, args, output: output + 1)),
+]
+
+
+@pytest.mark.parametrize(("message", "register"), HOOKS)
+def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_stay(
+    message: str, register: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params, model = ya.functionalize(made(), "layers")
     plain, forward = ya.materialize(params), Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
-        self.layers[1].up.register_forward_hook(lambda *_: None)
+        register(self.layers[1].up)
         return forward(self, tokens)
 
     before = model(plain, tokens_of(0))
     monkeypatch.setattr(Model, "forward", hooks)
-    with pytest.raises(RuntimeError, match=r"layers.1.up was given a hook while the model ran"):
+    with pytest.raises(RuntimeError, match=f"layers.1.up:? {message}"):
         model(plain, tokens_of(0))
     monkeypatch.setattr(Model, "forward", forward)
     compare(model(plain, tokens_of(0)), before, 0, "the next call")
+
+
+def test_a_hook_that_comes_after_its_visit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, model = ya.functionalize(made(), "layers")
+    forward = Model.forward
+
+    def hooks(self: Any, tokens: Tensor) -> Tensor:
+        out = forward(self, tokens)
+        self.layers[1].up.register_forward_hook(lambda *_: None)
+        return out
+
+    monkeypatch.setattr(Model, "forward", hooks)
+    with pytest.raises(RuntimeError, match=r"layers.1.up was given a hook while the model ran"):
+        model(ya.materialize(params), tokens_of(0))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
+    sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params, model = ya.functionalize(made(), "layers")
+    forward = Model.forward
+
+    def penalised(self: Any, tokens: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for layer in self.layers:
+            layer.up.register_forward_hook(lambda module, args, output: seen.append(output))
+        out = forward(self, tokens)
+        assert len(seen) == len(self.layers)
+        return out + sum(x.square().mean() for x in seen)
+
+    monkeypatch.setattr(Model, "forward", penalised)
+    whole = ya.shard(params, None, mesh=one_rank()).params if sharded else ya.materialize(params)
+    loss, grads = ya.value_and_grad(squares(model))(whole, tokens_of(0))
+    module = made()
+    plain = module(tokens_of(0)).square().mean()
+    plain.backward()
+    compare(loss, plain.detach(), 1e-6, "the loss")
+    found = ya.unshard(grads) if sharded else grads
+    own = torch.stack([layer.up.weight.grad for layer in module.layers])
+    compare(ya.params.without_markers(found["layers"])["up.weight"], own, 1e-5, "a gradient")
 
 
 def test_params_of_another_model_are_refused() -> None:

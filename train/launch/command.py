@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from train.launch.lines import Lines
 from train.machine import ROOT, gpus
@@ -166,11 +166,10 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     try:
-        wanted = parse(argv)
+        count, restarts, command = parse(argv)
     except ValueError as error:
         print(f"{USAGE}\n\n{error}", file=sys.stderr)
         return CANNOT_WORK
-    count, restarts, command = wanted
     ranks = Ranks(count, command)
     for number in (signal.SIGINT, signal.SIGTERM):  # before the first rank, which would be left behind
         signal.signal(number, ranks.on_signal)
@@ -198,19 +197,11 @@ def as_many_as_fit(command: Sequence[str]) -> int:
     return ranks
 
 
-class Wanted(NamedTuple):
-    """The launch that is asked for."""
-
-    ranks: int
-    restarts: int
-    command: list[str]
-
-
 NUMBERS = ("--ranks", "--max-restarts")
 
 
-def parse(argv: Sequence[str]) -> Wanted:
-    """Raises ValueError, whose text says what is wrong."""
+def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Returns the number of ranks, that of restarts, and the command. Raises ValueError, which says what is wrong."""
     numbers, rest = dict.fromkeys(NUMBERS, 0), list(argv)
     automatic = False
     while rest and rest[0].startswith("--"):
@@ -236,4 +227,4 @@ def parse(argv: Sequence[str]) -> Wanted:
         raise ValueError(unknown(rest[0]))
     if automatic:
         numbers["--ranks"] = as_many_as_fit(rest)
-    return Wanted(numbers["--ranks"], numbers["--max-restarts"], rest)
+    return numbers["--ranks"], numbers["--max-restarts"], rest

@@ -18,9 +18,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -32,13 +32,13 @@ import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import say_apart
-from train.config import ConfigError, Settings, require
+from train.config import ConfigError, Settings, own_function, require
 from train.data.rows import Batch, Place, Reader, Rows, at_most, batches
 from train.data.tokenizer import Bytes, Tokenizer
 from train.running import run, setup, together
 from train.running.elastic import CANNOT_WORK
 from train.running.meter import Meter, Recorded
-from train.running.report import Record, Report, Terminal
+from train.running.report import Log, Record, Report, Terminal
 from train.running.run import this_start
 from train.running.saves import Diverged, Saves, Skips, Spikes, load
 from train.running.together import Stopper
@@ -152,6 +152,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     if here.stages > 1:  # what cannot be cut, or scheduled, is refused before there is a run
         batch, _ = next(batches(job.training, position, config.data.batch, here, seed=config.seed))
         setup.check_stages(config, train_step, state, batch)
+    logs = own_logs(config.log)
     run.keep(config)
     skips = Skips(config.max_skipped, config.max_rollbacks)
     # before there is a reader's thread: processes that a pipeline forks in it would inherit the pipes of commands that
@@ -159,7 +160,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     about_start = this_start(here)
 
     with (
-        Garbage(config.gc_every) as garbage,
+        garbage_stays() if config.gc_every else nullcontext(),
         Stopper() as stop,
         Report(
             folder if here.leads else None,
@@ -168,17 +169,19 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             log_every=config.log_every,
             console=console,
             unit=unit,
+            logs=logs,
         ) as report,
-        Saves(folder / "checkpoints", report, config) as saves,
+        checkpoint.Saver(folder / "checkpoints", keep_last=config.keep, keep_every=config.keep_every or None) as saver,
         Reader(job.training, position, config.data.batch, here, seed=config.seed) as reader,
-        Recorded(
+    ):
+        recorded_step = Recorded(
             train_step,
             folder / "timeline.json" if here.leads else None,
             every=config.timeline_every if here.stages == 1 else 0,
             steps=config.steps,
             warn=report.warn,
-        ) as recorded_step,
-    ):
+        )
+        saves = Saves(saver, folder / "checkpoints", report, config)
         about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
         counted = {"unit": unit, "tokenizer": job.tokenizer.fingerprint()}
         read = {"text": job.training.describe(), "heldout": job.heldout.describe()}
@@ -198,7 +201,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             batch = reader.next()
             state, metrics = recorded_step(state, batch)
             meter.push(state.step, metrics)
-            garbage.settle(state.step)
+            if due(state.step, config.gc_every, last=False):
+                gc.collect()
             stopped, last = stop.agreed(), state.step == config.steps
             if skips.too_many:
                 meter.flush()
@@ -214,35 +218,41 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
                     saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
                 meter.restart()
+        recorded_step.write()
         if config.calibrate and not stopped:
             report.events.add("machine", **vars(ya.planner.calibrate("this machine", device=here.device.type)))
         if stopped:
             report.say(f"stopped by a signal after step {state.step}; continue with --name {config.name} --resume")
 
 
-class Garbage:
-    """Python's cyclic garbage, collected every `every` steps while this is entered, and at no other time; 0: as Python
-    likes. What is there at the beginning is taken to stay, so that a collection only walks what steps have left."""
+def own_logs(where: str) -> list[Log]:
+    """The function that --log names, on rank 0 alone: its file may begin a run of wandb."""
+    logs: list[Log] = []
 
-    def __init__(self, every: int) -> None:
-        self._every, self._enabled = every, gc.isenabled()
+    def read() -> None:
+        try:
+            logs.append(own_function(where, "log", "one that is given a dict"))
+        except Exception as error:
+            raise ConfigError(f"log: {where}: {type(error).__name__}: {error}") from error
 
-    def settle(self, step: int) -> None:
-        """Collects after `step`, if it is due."""
-        if due(step, self._every, last=False):
-            gc.collect()
+    if where:
+        together.on_rank_0(read, "reading the file of --log")
+    return logs
 
-    def __enter__(self) -> Garbage:
-        if self._every:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if self._every:
-            gc.unfreeze()
-        if self._every and self._enabled:
+@contextmanager
+def garbage_stays() -> Iterator[None]:
+    """Python collects no cyclic garbage of its own accord inside. What is there at the beginning is taken to stay, so
+    that a collection only walks what steps have left."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
             gc.enable()
 
 

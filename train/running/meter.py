@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -133,20 +132,14 @@ class Recorded:
         self._written = False  # whether this start has recorded any
         self._taken: list[tuple[int, ya.Program, Recording]] = []
 
-    def __enter__(self) -> Recorded:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self._write()
-
     def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        if self._path is not None and self._trace is None:
+        begins = self._trace is None
+        if self._path is not None and begins:
             self._measure(state, batch)
-        program = self._program(state)
+        program = None if begins else self._program(state)
         if program is None:
             done = self._step(state, batch)
-            self._write()  # behind a step that was none of them: on a GPU they have ended, or soon will have
+            self.write()  # behind a step that was none of them: on a GPU they have ended, or soon will have
             return done
         with ya.timeline.record() as recording:
             state, metrics = self._step(state, batch)
@@ -161,14 +154,15 @@ class Recorded:
             self._path = None
 
     def _program(self, state: State) -> ya.Program | None:
-        """The next step's program, where that step is to be recorded. The first one has none yet."""
+        """The next step's program, where that step is to be recorded. The first one of a start has none yet."""
         step = state.step + 1
         soon = min(-step % self._every, self._steps - step) < TOGETHER if self._every else False
         first = not self._written and len(self._taken) < TOGETHER
-        program = self._step.program(state) if self._trace is not None and (soon or first) else None
+        program = self._step.program(state) if soon or first else None
         return program if program is not None and len(program.stages) == 1 else None
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Writes what was recorded and not yet written: for steps that have ended."""
         if not self._taken or self._path is None or self._trace is None:
             return
         timelines = sorted(((recording.timeline(), at) for at, (*_, recording) in enumerate(self._taken)), key=_seconds)

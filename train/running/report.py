@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -46,6 +46,9 @@ class Record(NamedTuple):
     skipped: bool = False
     """Loss or gradient were not finite, and the state stayed as it was."""
 
+
+Log = Callable[[dict[str, Any]], object]
+"""A function that is given each line of metrics.jsonl, without what is null."""
 
 RECENT = 2000
 """Steps whose losses the live line can show."""
@@ -80,13 +83,21 @@ class Report:
     folder: None on all ranks but 0, which write no files (and have a quiet console)
     steps: of the whole run; first: the step that a resumed run starts after, 0 for one that begins: what an earlier
         start left, that never came to a checkpoint, is dropped
-    unit: what a loss is the mean over
+    unit: what a loss is the mean over; logs: called on rank 0, until one raises
     """
 
     def __init__(
-        self, folder: Path | None, *, steps: int, first: int, log_every: int, console: Console, unit: str = "byte"
+        self,
+        folder: Path | None,
+        *,
+        steps: int,
+        first: int,
+        log_every: int,
+        console: Console,
+        unit: str = "byte",
+        logs: Sequence[Log] = (),
     ) -> None:
-        self.console, self._unit = console, unit
+        self.console, self._unit, self._logs = console, unit, list(logs)
         self._steps, self._first, self._log_every = steps, first, log_every
         self._leads = folder is not None
         self.events = Events(None if folder is None else folder / "events.jsonl")
@@ -190,6 +201,12 @@ class Report:
             if key not in ("step", "skipped") and value is not None:
                 kind = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
                 self._board.add(kind, value, int(record["step"]))
+        for log in [*self._logs]:
+            try:
+                log({key: value for key, value in record.items() if value is not None})
+            except Exception as error:
+                self._logs.remove(log)
+                self.warn(f"--log: {type(error).__name__}: {error}; it is not called again")
 
 
 def finite(value: float) -> float | None:

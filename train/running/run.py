@@ -88,7 +88,8 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     sharding = earlier.sharding
     if is_own(sharding.schedule):  # a file does not say what code to run: only the command line does
         sharding = dataclasses.replace(sharding, schedule=SAVED)
-    saved = dataclasses.replace(earlier, resume=True, runs=given.runs, name=folder.name, sharding=sharding)
+    kept = dataclasses.replace(earlier, log="", sharding=sharding)
+    saved = dataclasses.replace(kept, resume=True, runs=given.runs, name=folder.name)
     config = read(saved)
     for field, (old, new) in differences(saved, config).items():
         if field in FIXED or (field.startswith(("data.", "lora.")) and field not in FREE):

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,21 +29,13 @@ PAUSES = (1.0, 4.0)
 
 
 class Saves:
-    """Checkpoints in `folder`. One that cannot be written is a warning: older ones stay, and a quarter of
+    """Checkpoints in `folder`, by its saver. One that cannot be written is a warning: older ones stay, and a quarter of
     --checkpoint-every later the next one is tried. Every rank calls all of it alike."""
 
-    def __init__(self, folder: Path, report: Report, config: Settings) -> None:
-        self._folder, self._report = folder, report
+    def __init__(self, saver: checkpoint.Saver, folder: Path, report: Report, config: Settings) -> None:
+        self._saver, self._folder, self._report = saver, folder, report
         self._settles = max(1, config.checkpoint_every // 4)
-        self._saver = checkpoint.Saver(folder, keep_last=config.keep, keep_every=config.keep_every or None)
         self._under_way: int | None = None  # the step whose checkpoint is being written
-
-    def __enter__(self) -> Saves:
-        self._saver.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._saver.__exit__(kind, value, tb)
 
     def accepts(self, step: int, sound: bool, ends: bool) -> bool:
         """Tells whether a state is saved: a ruined one would take the place of one that is not. Where the run ends with

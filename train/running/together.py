@@ -21,6 +21,7 @@ import torch.distributed as dist
 import yafsdp_fn as ya
 from train.config import ConfigError, Settings
 from train.config_json import flat
+from yafsdp_fn.communication.where import named
 
 T = TypeVar("T")
 
@@ -78,13 +79,9 @@ def alike(mine: Mapping[str, str]) -> None:
         for rank, each in enumerate(every):
             sides.setdefault(each.get(name, "nothing"), []).append(rank)
         if len(sides) > 1:
-            found.append(f"{name}: " + ", ".join(f"{text} on rank {_some(ranks)}" for text, ranks in sides.items()))
+            found.append(f"{name}: " + ", ".join(f"{text} on {named(ranks)}" for text, ranks in sides.items()))
     if found:
         raise ConfigError("ranks were started differently, and would train different models:\n  " + "\n  ".join(found))
-
-
-def _some(ranks: list[int], most: int = 8) -> str:
-    return ", ".join(map(str, ranks[:most])) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

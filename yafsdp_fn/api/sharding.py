@@ -286,6 +286,8 @@ def _filled(
     once shapes are known to agree"""
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
+    if not hasattr(seed, "__index__"):
+        raise TypeError(f"seed={seed!r}: expected an integer, the same on every rank")
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:

@@ -51,6 +51,12 @@ NOT_FROM_PLAIN = (
 )
 
 
+NOT_COMPILED = (
+    "torch.compile of a loss or of a step: what they communicate cannot be traced. Compile blocks, once, outside of "
+    "the loss: block = torch.compile(block)"
+)
+
+
 # ---- The function of a step, with its schedule, programs and state.
 
 
@@ -81,7 +87,9 @@ class StepFunction:
         graphs: bool = False,
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
-        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
+        if hasattr(fun, "_torchdynamo_orig_callable"):
+            raise TypeError(NOT_COMPILED)
+        if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule = schedule
@@ -453,13 +461,16 @@ def _append(results: Results, mean: Mean, aux: Tree) -> None:
     results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
 
 
+def pair_of(out: Any) -> tuple[Any, Tree]:
+    """Returns loss and aux, as they came. Raises TypeError for anything else."""
+    if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+        raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+    return out
+
+
 def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
     """Returns loss and aux from the function's result. Raises TypeError for anything else."""
-    aux: Any = None
-    if has_aux:
-        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
-            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
-        out, aux = out
+    out, aux = pair_of(out) if has_aux else (out, None)
     mean = as_mean(out, depends=depends)
     return mean, of_tensors(aux, mean.total.device)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.api.step_function import StepFunction, default_schedule
+from yafsdp_fn.api.step_function import StepFunction, default_schedule, pair_of
 from yafsdp_fn.communication.ranks import Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
 from yafsdp_fn.params.layout import tree_layout
@@ -21,7 +21,6 @@ from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.operation_costs import in_pieces
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.tracer import trace_call
 from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.torch_private import transforms_active, without_driver
@@ -123,7 +122,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(_fake, batch)
-    fun = _loss_alone(loss_fn) if has_aux else loss_fn
+    fun = (lambda params, batch: pair_of(loss_fn(params, batch))[0]) if has_aux else loss_fn
     arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
     with GpuAllocations() if device == "cuda" else nullcontext():
         found = trace_call(arguments, placement, mode)
@@ -152,15 +151,3 @@ def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Preci
 
 def _fake(leaf: Any) -> Any:
     return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _loss_alone(loss_fn: Callable[[Tree, Tree], Any]) -> Callable[[Tree, Tree], Any]:
-    """`loss_fn` without its aux."""
-
-    def alone(params: Tree, batch: Tree) -> Any:
-        out = loss_fn(params, batch)
-        if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
-            raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
-        return out[0]
-
-    return alone

@@ -4,24 +4,26 @@ state, metrics = train_step(loss_fn, tx)(state, batch)
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from yafsdp_fn import optim
-from yafsdp_fn.api.step_function import StepFunction, default_schedule
+from yafsdp_fn.api.step_function import NOT_COMPILED, StepFunction, default_schedule
 from yafsdp_fn.communication.micro_shards import microbatches_on
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.runtime.arguments import Seed
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.state import PlainState, ShardedState
 from yafsdp_fn.runtime.updates import Measured, StepUpdates, combined, divided
 from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.squares import squared_norm, sum_of_squares
+from yafsdp_fn.util.torch_private import eval_frame_callback
 
 Metrics = dict[str, Any]
 State = TypeVar("State", ShardedState, PlainState)
@@ -45,6 +47,8 @@ class TrainStep:
         self._skip_nonfinite, self._skip = skip_nonfinite, skip
 
     def __call__(self, state: State, batch: Tree) -> tuple[State, Metrics]:
+        if callable(eval_frame_callback()):
+            raise TypeError(NOT_COMPILED)
         if isinstance(state, PlainState):
             return self._plain(state, batch)
         if not isinstance(state, ShardedState):
@@ -55,6 +59,10 @@ class TrainStep:
         state = state.check() if self._donate else state.copy()
         memory = state.memory
         arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()
+        if any(isinstance(node, Tensor) for node in arguments.nodes):
+            raise TypeError(
+                "train_step: a plain tensor is among the state's params, all of which are shards: ya.shard them"
+            )
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
         self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
         new, metrics = updates.finish()
@@ -122,19 +130,27 @@ class TrainStep:
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
         memory = state.check().memory
-        if memory.comms.stages == 1:
-            return self.program(state) or self._function.programs.build(self.trace(state, batch)).all_stages
-        from yafsdp_fn.runtime.stage_io import shapes
+        batch_shapes = None
+        if memory.comms.stages > 1:
+            from yafsdp_fn.runtime.stage_io import shapes
 
-        microbatches = microbatches_on(memory.comms, self._function.microbatches)
-        batch_shapes = shapes(self._function.arguments((state.params, batch), {}).rest)
-        known = self._function.measured(memory, microbatches, batch_shapes)
+            batch_shapes = shapes(self._function.arguments((state.params, batch), {}).rest)
+        known = self._known(memory, batch_shapes)
         return known or self._function.programs.build(self.trace(state, batch)).all_stages
 
-    def program(self, state: ShardedState) -> Program | None:
-        """Returns the program in use for this state, None before the first step: `lower` returns that one."""
-        memory = state.check().memory
-        return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches))
+    def program(self, state: ShardedState) -> Program:
+        """Returns the program in use for this state. Raises RuntimeError before the first step on a state of its
+        kind."""
+        found = self._known(state.check().memory)
+        if found is None:
+            raise RuntimeError(
+                "step.program(state): no step of this function has run on a state of this kind yet; "
+                "step.lower(state, batch) returns its program, and runs nothing"
+            )
+        return found
+
+    def _known(self, memory: StateMemory, batch: Hashable = None) -> Program | None:
+        return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches), batch)
 
 
 # ---- The verb.

@@ -1,10 +1,11 @@
 """functionalize, load_into: a torch module as a function of a tree of weights, and the weights back into the module."""
 
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -21,6 +22,7 @@ from yafsdp_fn.modules.tree import (
     Places,
     copied,
     form_of,
+    hooks_below,
     placed,
     refuse_hooks,
     tree_of,
@@ -32,6 +34,7 @@ from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
 from yafsdp_fn.runtime.visit import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
+from yafsdp_fn.util.foreign_names import hint
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.
@@ -122,24 +125,31 @@ class _Visited:
         return {name: weight.clone() for name, weight in self.weights(units).items()}
 
     def run(
-        self, units: Sequence[Tree], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, units: Sequence[Tree], args: tuple[Any, ...], kwargs: dict[str, Any], hooked: tuple[str, ...]
     ) -> tuple[list[Any], torch_pytree.TreeSpec]:
-        """Runs the module as a block of `apply`. torch's pytrees take the outputs apart, since they know the classes of
-        transformers."""
+        """Runs the module as a block of `apply`; returns its output, and those of the modules below it that have hooks,
+        in the order of their calls. torch's pytrees take the outputs apart, since they know the classes of
+        transformers.
+
+        hooked: the names of these modules
+        """
+        seen: list[tuple[str, Any]] = []
         with copied(self.module, self.name, self.weights(units)) as made:
             for part in made.modules():
                 if (straight := _straight(part)) is not None:
                     vars(part)["forward"] = straight
-            return torch_pytree.tree_flatten(made(*args, **kwargs))
+            for path in hooked:
+                made.get_submodule(path).register_forward_hook(partial(_note, seen, path))
+            return torch_pytree.tree_flatten((made(*args, **kwargs), seen))
 
     def run_layer(
-        self, carry: Tree, unit: Tree, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, carry: Tree, unit: Tree, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: tuple[str, ...]
     ) -> tuple[list[Any], torch_pytree.TreeSpec]:
         """Runs the module as the block of a layer. carry: its first tensor, in a tuple, or in a dict if it has
         a name"""
         if isinstance(carry, dict):
-            return self.run([unit], args, {**carry, **kwargs})
-        return self.run([unit], (*carry, *args), kwargs)
+            return self.run([unit], args, {**carry, **kwargs}, hooked)
+        return self.run([unit], (*carry, *args), kwargs, hooked)
 
 
 class _Skeleton(NamedTuple):
@@ -162,6 +172,11 @@ class Functionalized:
     def __repr__(self) -> str:
         return f"Functionalized({type(self._base).__name__}, layers={self._layers!r})"
 
+    if not TYPE_CHECKING:  # a type checker is to see misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"'Functionalized' object has no attribute '{name}'{hint(f'model.{name}')}")
+
     def __call__(self, params: Mapping[str, Tree], *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward on `params`."""
         if not isinstance(params, Mapping) or params.keys() != self._units:
@@ -172,15 +187,17 @@ class Functionalized:
         for unit, layers in stacks.items():
             rows |= zip(layers, _rows(params[unit], unit, len(layers)), strict=True)
         firsts = {layers[0] for layers in stacks.values()}
+        called = set[int]()  # hooks that were given while the model ran
         root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
         with copied(root, "", weights, may_note=True) as made:
             for of in visited:
                 units = [rows[of.name]] if of.name in rows else [params[unit] for unit in of.units]
-                vars(made.get_submodule(of.name))["forward"] = partial(_visit, of, units, of.name in firsts)
+                part = made.get_submodule(of.name)
+                vars(part)["forward"] = partial(_visit, of, units, of.name in firsts, weakref.ref(part), called)
             out = made(*args, **kwargs)
             for of in visited:
-                refuse_hooks(made.get_submodule(of.name), of.name)
+                refuse_hooks(made.get_submodule(of.name), of.name, called)
         return out
 
     def name_of(self, name: str) -> str:
@@ -223,22 +240,52 @@ def _straight(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def _visit(of: _Visited, units: list[Tree], first: bool, *args: Any, **kwargs: Any) -> Tree:
-    """Runs a visit in place of the forward of `of`. first: it is the first layer of its stack"""
+def _note(seen: list[tuple[str, Any]], path: str, module: nn.Module, args: Any, output: Any) -> None:
+    seen.append((path, output))
+
+
+def _visit(
+    of: _Visited,
+    units: list[Tree],
+    first: bool,
+    part: "weakref.ref[nn.Module]",
+    called: set[int],
+    *args: Any,
+    **kwargs: Any,
+) -> Tree:
+    """Runs a visit in place of the forward of `of`, then the hooks of modules below it, on their outputs.
+
+    first: it is the first layer of its stack; part: the module of this call, which may have been given hooks;
+    called: gets their numbers
+    """
     _check((args, kwargs), f"{of.name} is called with")
+    below = part()
+    assert below is not None
+    hooks = hooks_below(below)
+    hooked = tuple(hooks)
+    for found in hooks.values():
+        called.update(found)
     if isinstance(units[0], HandleWeights):
         carry: Any = args[:1]
         if not args:
             key = next((key for key, value in kwargs.items() if isinstance(value, Tensor)), None)
             carry = {} if key is None else {key: kwargs.pop(key)}
         name = "{}[{}]".format(*of.name.rsplit(".", 1))
-        given = carry, units[0], args[1:], kwargs
+        given = carry, units[0], args[1:], kwargs, hooked
         call = BlockCall(name, of.run_layer, given, first=first, signature=of.run_layer, carries=True)
         out, spec = run_block(call)
     else:
-        out, spec = apply(of.run, units, args, kwargs)
+        out, spec = apply(of.run, units, args, kwargs, hooked)
     _check(out, f"{of.name} returns")
-    return torch_pytree.tree_unflatten(out, spec)
+    output, seen = torch_pytree.tree_unflatten(out, spec)
+    for path, result in seen:
+        for hook in hooks[path].values():
+            if hook(below.get_submodule(path), (), result) is not None:
+                raise RuntimeError(
+                    f"{join(of.name, path)}: a hook returns another output for it, but is called after the visit of "
+                    f"{of.name}, which has used the first one; return None"
+                )
+    return output
 
 
 def _rows(stack: Tree, name: str, count: int) -> list[Tree]:

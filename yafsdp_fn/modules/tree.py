@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, NoReturn
@@ -153,19 +153,29 @@ def _buffers(part: nn.Module) -> set[tuple[str, int, int]]:
     }
 
 
-def refuse_hooks(module: nn.Module, name: str) -> None:
-    """Raises RuntimeError if a module below a visited one got a hook, whose results could not leave the visit with
-    their gradient."""
+def hooks_below(module: nn.Module) -> dict[str, dict[int, Callable[..., Any]]]:
+    """Returns the hooks on the outputs of modules below `module`, by their names, those that take keywords aside."""
+    found: dict[str, dict[int, Callable[..., Any]]] = {}
     for path, part in module.named_modules():
-        if path and hooked(part):
+        hooks = {key: hook for key, hook in part._forward_hooks.items() if key not in part._forward_hooks_with_kwargs}
+        if path and hooks:
+            found[path] = hooks
+    return found
+
+
+def refuse_hooks(module: nn.Module, name: str, called: Collection[int]) -> None:
+    """Raises RuntimeError if a module below a visited one got a hook that was not called: before its forward, in the
+    backward, with keywords, or after the visit."""
+    for path, part in module.named_modules():
+        if path and hooked(part, called):
             raise RuntimeError(
                 f"{join(name, path)} was given a hook while the model ran, which cannot be called inside of a visit; "
-                "transformers does so for output_attentions, output_hidden_states and router outputs: leave them off"
+                "hooks on outputs, (module, args, output), are called behind it, if they are there before it"
             )
 
 
-def hooked(module: nn.Module) -> bool:
-    return any(vars(module).get(hooks) for hooks in HOOKS[:4])
+def hooked(module: nn.Module, but: Collection[int] = ()) -> bool:
+    return any(key not in but for hooks in HOOKS[:4] for key in vars(module).get(hooks, ()))
 
 
 # ---- Arranges the parameters of a module as a tree of units, with its layers as stacks, or says why it cannot.

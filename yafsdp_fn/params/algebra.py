@@ -150,6 +150,8 @@ def normal_like(seed: int, tree: Tree) -> Tree:
 
 def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:
     """Returns `local` of the sharded leaves, summed over ranks, plus `local` of the plain ones. what: for errors"""
+    if hasattr(a, "opt_state"):
+        raise TypeError(f"{what} of a state would count the optimizer's moments; give its parameters: state.params")
     found = [h.check() for h in handles(a)]
     other = [h.check() for h in handles(b)]
     plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))

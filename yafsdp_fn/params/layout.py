@@ -409,6 +409,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
             if not top:
                 raise ValueError(f"{path or 'params'}: a Stacked inside a Unit or another Stacked; stacks do not nest")
             stacked = True
+            _must_be_one_layer(path, node.tree)
             walk(node.tree, path, kind, False)
         elif isinstance(node, Frozen):
             walk(node.tree, path, kind._replace(trainable=False, dtype=node.dtype or kind.dtype), top)
@@ -494,6 +495,18 @@ class _Kind(NamedTuple):
 
 def _in_word(what: str, dtype: torch.dtype | None) -> str:
     return "" if dtype is None else f"{what}({str(dtype).removeprefix('torch.')})"
+
+
+def _must_be_one_layer(path: str, tree: Tree) -> None:
+    """Raises TypeError for a list of layers, of which each would be taken for a stack."""
+    if type(tree) not in (list, tuple) or len(tree) < 2:
+        return
+    forms = {str(optree.tree_map(shape_of, layer)) for layer in tree}
+    if len(forms) == 1:
+        raise TypeError(
+            f"Stacked {path!r} has a list of {len(tree)} trees alike. Layers are stacked, leaf by leaf: "
+            "ya.Param((layers, ...)), or torch.stack of their tensors. If each is a stack, put them in a dict"
+        )
 
 
 def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:

@@ -119,6 +119,9 @@ class NotATensor:
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(self._not_a_tensor(f"[{key!r}]"))
 
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        raise TypeError(f"{self._visited_by()[0]}[{key!r}] = ...: a state is not written to; ya.shard makes another")
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -104,6 +104,8 @@ def frozen(tree: Any, dtype: torch.dtype | None = None) -> Frozen:
     >>> {unit.name: unit.trainable for unit in trace.units}
     {'embed': False, 'head': True, 'layers[0]': True, 'layers[1]': True, 'layers[2]': True, 'layers[3]': True}
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"frozen(tree, {dtype!r}): expected a floating dtype, such as torch.bfloat16")
     return Frozen(tree, dtype)
 
 

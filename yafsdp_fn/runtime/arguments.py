@@ -16,7 +16,7 @@ from yafsdp_fn.communication.groups import MeshRanks, device_of
 from yafsdp_fn.communication.micro_shards import micro_shards_of, microbatches_on
 from yafsdp_fn.communication.ranks import Axis
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
-from yafsdp_fn.params.tree import Frozen, Tree, dotted, shape_of
+from yafsdp_fn.params.tree import Frozen, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.runtime.memory import Shards
 from yafsdp_fn.runtime.reductions import Mean
 
@@ -205,7 +205,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     """Returns this rank's part of a global batch, on the mesh's device. Every tensor leaf [B, ...] is cut along its
     first axis into equal parts, one per rank of the mesh, replicas included; with stages, one per rank of a stage, the
     same in all stages. NumPy's arrays become tensors. Raises ValueError, naming the leaf, if B is not a multiple of
-    their number.
+    their number. Python's numbers and strings, and tuples of them, stay whole; a list of them is refused.
 
     Only this rank's rows are copied, and nothing that is on the device already (meta tensors stay as they are). The
     host does not wait for the copy of pinned memory: leave it unchanged until the step that reads the batch has ended.
@@ -221,7 +221,8 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
-    batch = optree.tree_map(_as_tensor, batch, is_leaf=is_sharded)
+    batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
+    _must_have_the_same_rows(batch)
     rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
     if micro_shards is None:
         mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)
@@ -267,14 +268,38 @@ def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> 
     return optree.tree_map_with_accessor(cut, batch, is_leaf=is_sharded)
 
 
-def _as_tensor(leaf: Any) -> Any:
-    return torch.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+OF_A_RANK = "_yafsdp_rows_of_a_rank"  # attribute of a tensor
+
+
+def _whole_rows(leaf: Any) -> Any:
+    """Returns a leaf of a global batch as a tensor of its own."""
+    if isinstance(leaf, np.ndarray):
+        return torch.as_tensor(leaf)
+    if not _is_cut(leaf):
+        return leaf
+    if hasattr(leaf, OF_A_RANK):
+        raise ValueError("shard_batch: these are a rank's own rows already, as shard_batch returned them")
+    return leaf.view_as(leaf)
+
+
+def _must_have_the_same_rows(batch: Tree) -> None:
+    rows = {leaf.shape[0]: path for path, leaf in named_leaves(batch) if _is_cut(leaf)}
+    if len(rows) > 1:
+        found = ", ".join(f"{path} has {count}" for count, path in rows.items())
+        raise ValueError(
+            f"shard_batch: rows differ: {found}. Shard batches of different sizes one by one; what every rank needs "
+            "whole, such as weights of classes, goes into the loss by its closure"
+        )
 
 
 def _moved(leaf: Any, device: torch.device) -> Any:
-    if not isinstance(leaf, Tensor) or leaf.device == device or leaf.is_meta:
+    if not isinstance(leaf, Tensor):
         return leaf
-    return leaf.to(device, non_blocking=leaf.is_pinned())
+    if leaf.device != device and not leaf.is_meta:
+        leaf = leaf.to(device, non_blocking=leaf.is_pinned())
+    if _is_cut(leaf):
+        setattr(leaf, OF_A_RANK, True)
+    return leaf
 
 
 # ---- pieces of a batch
@@ -285,20 +310,20 @@ def split_batch(
 ) -> Callable[[int], Tree]:
     """Returns a function from a part's number to that part of `batch`.
 
-    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole; NumPy's arrays are refused. `name`: names
-    a leaf in errors
+    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole; NumPy's arrays, and lists of anything but
+    tensors, are refused. `name`: names a leaf in errors
     """
-    if count > 1:
-        accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=is_sharded)
-        for accessor, leaf in zip(accessors, leaves, strict=True):
-            shown = name(accessor) or "the batch"
-            if isinstance(leaf, np.ndarray) and leaf.ndim:
-                raise TypeError(
-                    f"{what}: {shown} is a NumPy array of shape {leaf.shape}, of which every one would get all rows; "
-                    "give a tensor, as ya.shard_batch makes it"
-                )
-            if _is_cut(leaf) and leaf.shape[0] % count:
-                raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {count} {unit}")
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=lambda n: is_sharded(n) or _is_list(n))
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        shown = name(accessor) or "the batch"
+        if (isinstance(leaf, np.ndarray) and leaf.ndim) or _is_list(leaf):
+            is_what = f"list of {len(leaf)}" if _is_list(leaf) else f"NumPy array of shape {leaf.shape}"
+            raise TypeError(
+                f"{what}: {shown} is a {is_what}, of which every one would get all rows; give a tensor, whose rows are "
+                "split, or a tuple, which stays whole"
+            )
+        if _is_cut(leaf) and leaf.shape[0] % count:
+            raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {count} {unit}")
 
     def cut(leaf: Any, index: int) -> Any:
         if count == 1 or not _is_cut(leaf):
@@ -307,6 +332,13 @@ def split_batch(
         return leaf.narrow(0, index * rows, rows)
 
     return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)
+
+
+def _is_list(node: Any) -> bool:
+    """Returns whether `node` is a list of Python's values: one for each row, presumably."""
+    if type(node) is not list or not node:
+        return False
+    return isinstance(node[0], int | float | complex | str | bytes) or _is_list(node[0])
 
 
 def _is_cut(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.util.torch_private import memory_key
 
 # ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
 #
@@ -134,6 +135,12 @@ class StateMemory(Placement[Communicators]):
             return out
         return master.to(self.gather_dtype(group.units[0])) if group.trainable else master
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a state belongs to ranks, and is not pickled: ya.checkpoint.save(folder, state) writes it, state.copy() "
+            "copies it, and ya.unshard(state.params) makes whole tensors of it"
+        )
+
     # ---- generations
 
     def begin_write(self) -> None:
@@ -147,7 +154,8 @@ class StateMemory(Placement[Communicators]):
         self._half_written = False
 
     def owns(self, number: int, leaf: object) -> bool:
-        return leaf is self.master.tensors[number]
+        own: Any = self.master.tensors[number]
+        return leaf is own or (isinstance(leaf, Tensor) and memory_key(leaf) == memory_key(own))  # or a view of it
 
     def why_gone(self) -> str:
         if self._half_written:

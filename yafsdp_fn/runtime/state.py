@@ -8,7 +8,7 @@ Donation happens at the commit, the last thing a step does, so that an exception
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -25,6 +25,7 @@ from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.util.foreign_names import hint
 
 # ---- The state of sharded training.
 
@@ -105,6 +106,11 @@ class ShardedState:
         must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
             return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+
+    if not TYPE_CHECKING:  # a type checker is to see misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"'ShardedState' object has no attribute '{name}'{hint(f'state.{name}')}")
 
     # ---- copies
 

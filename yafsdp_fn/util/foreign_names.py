@@ -13,6 +13,8 @@ _WRAPPER = (
     "ya.functionalize(module, layers), then ya.shard and ya.train_step(loss, tx): no wrapper, functions of a tree"
 )
 _LOSS = "what a loss returns, ya.Mean(total, weight): the mean over all ranks and microbatches"
+_PRECISION = "ya.init(..., precision=ya.Precision(compute=torch.bfloat16)), on the mesh's device"
+_MODE = "_, answer = ya.functionalize(module.eval(), layers), another function of the same params"
 _LOAD = "ya.checkpoint.load(folder, like=state)"
 
 MEANT = {
@@ -50,6 +52,15 @@ MEANT = {
     # others
     "TrainState": "ya.init(params, tx, mesh=mesh): state.step, state.params, state.opt_state",
     "get_peft_model": "ya.lora(params, rank)",
+    # attributes of a state, and of a function of a module
+    "state.parameters": "state.params, a tree of handles",
+    "state.state_dict": "ya.checkpoint.save(folder, state); ya.unshard(state.params) for whole tensors",
+    "state.half": _PRECISION,
+    "state.bfloat16": _PRECISION,
+    "state.to": _PRECISION,
+    "model.eval": _MODE,
+    "model.train": _MODE,
+    "model.parameters": "the tree that ya.functionalize returned beside it, or state.params",
     # optimizers
     "optim.Adam": "ya.optim.adam(learning_rate), a function that makes it",
     "optim.AdamW": "ya.optim.adamw(learning_rate, weight_decay=0.01), a function that makes it",

@@ -31,6 +31,9 @@ transforms_active = torch._C._are_functorch_transforms_active
 is_transform_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
 """Returns whether a tensor belongs to a transform, in which it requires grad without saying so."""
 
+eval_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""Returns a function inside what torch.compile has wrapped, traced or not: the public flags tell of tracing alone."""
+
 graph_task_id = torch._C._current_graph_task_id
 """Returns the number of this thread's run of autograd: tells a backward from one inside it."""
 

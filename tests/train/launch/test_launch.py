@@ -344,9 +344,9 @@ def test_as_many_ranks_as_there_are_gpus(
 ) -> None:
     monkeypatch.setattr(machine, "DRIVERS", (__file__,) if found else ())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: found or 3)  # without a driver nobody asks torch
-    assert launch.parse(["--ranks", "auto", *command]).ranks == ranks
+    assert launch.parse(["--ranks", "auto", *command])[0] == ranks
     assert capsys.readouterr().err == line + "\n"
-    assert launch.parse(["--ranks", "auto", "--ranks", "3", *command]).ranks == 3
+    assert launch.parse(["--ranks", "auto", "--ranks", "3", *command])[0] == 3
 
 
 def test_make_train_takes_what_is_there() -> None:

@@ -1,0 +1,77 @@
+"""`--log FILE.py:NAME`: a function of a user's that rank 0 calls with each line of metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness.pool import Pool
+from tests.train.inside import flags, inside, text
+from train.config import Config, ConfigError
+from train.running import run
+
+PAGE = Path(__file__).parents[3] / "docs" / "running.md"
+STAND_IN = """
+import json, os
+
+def init(project):
+    (open({seen!r}, "a")).write(json.dumps(["begun", project]) + chr(10))
+    return Run()
+
+class Run:
+    def log(self, numbers):
+        if numbers["step"] == {raises}:
+            raise ConnectionError("no server")
+        (open({seen!r}, "a")).write(json.dumps(numbers) + chr(10))
+"""
+"""A module in place of wandb."""
+
+
+def on_the_page() -> str:
+    """The first column of the page's example."""
+    block = PAGE.read_text().partition("    # mine.py,")[2].partition("\n\n")[0]
+    return "\n".join(re.split(r"\s{6,}", line[4:])[0] for line in block.splitlines()[1:]).replace(
+        "run.log", "    run.log"
+    )
+
+
+@pytest.mark.parametrize("raises", [-1, 3])
+def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    seen, own = tmp_path / "seen", tmp_path / "mine.py"
+    module = STAND_IN.format(seen=str(seen), raises=raises)
+    made = [
+        "import sys, types",
+        "sys.modules['wandb'] = wandb = types.ModuleType('wandb')",
+        f"exec({module!r}, vars(wandb))",
+    ]
+    own.write_text("\n".join([*made, on_the_page()]))
+    ranks = pools[2].run(inside, flags(tmp_path, "--steps", "6", "--log", f"{own}:log"))
+    assert [rank.error for rank in ranks] == ["", ""]
+    begun, *lines = map(json.loads, seen.read_text().splitlines())
+    kept = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert begun == ["begun", "mine"] and len(kept) == 6
+    assert lines == (kept if raises < 0 else kept[:2])
+    assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
+
+
+def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(
+    pools: dict[int, Pool], tmp_path: Path
+) -> None:
+    text(tmp_path, 200)
+    (tmp_path / "mine.py").write_text("import nothing_like_it\n")
+    found = {rank.error for rank in pools[2].run(inside, flags(tmp_path, "--log", f"{tmp_path / 'mine.py'}:log"))}
+    (error,) = found
+    assert "ConfigError: log: " in error and "ModuleNotFoundError: No module named 'nothing_like_it'" in error
+    assert not (tmp_path / "runs" / "a" / "config.json").exists()
+
+
+def test_a_config_of_others_logs_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"log": "evil.py:f"}))
+    assert run.parse(["--resume", "--runs", str(tmp_path), "--name", "a"], Config, quiet=False).log == ""
+    with pytest.raises(ConfigError, match=r"log is 'wandb': expected FILE.py:NAME"):
+        Config(log="wandb")
