@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.planner.activations import held_values
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.footprint import state_bytes
@@ -375,50 +375,33 @@ class _StageBound:
         head = part.visits[-1]
         held = always + carries + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
         graphs = [(self._inner(v), self.recompute[v.id] * m) for v in self.visits if v is not head]
+        # what is gathered or reduced more often frees bytes, for seconds of each link
         cut = [unit for unit in self.units if not self._aliased(unit)]
-        weights = [(unit.gather_bytes, self._again(unit)) for unit in cut]
+        again = [(unit.gather_bytes, m, self._gathers(unit)) for unit in cut]
         summed = [unit for unit in self.trained if unit in cut and m > 1]
-        gradients = [(unit.reduce_bytes, self.costs.phases(Reduce((unit.id,), (0,)))) for unit in summed]
-        of_weights = sum(nbytes for nbytes, _ in weights)
-        of_gradients = sum(nbytes for nbytes, _ in gradients)
-        total = (held + of_weights + of_gradients + sum(nbytes for nbytes, _ in graphs)) * (1 - 1e-9)
-
-        def gathers_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
-            return [(nbytes, m * _cheapest(ways, resources)) for nbytes, ways in weights]
-
-        def reductions_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
-            return [(nbytes, (m - 1) * _cheapest([way], resources)) for nbytes, way in gradients]
-
-        # bytes that they free, with their seconds
-        gathers = gathers_on(LINKS)
-        reductions = reductions_on(LINKS)
-        links = {link: gathers_on((link,)) + reductions_on((link,)) for link in LINKS}
+        again += [(unit.reduce_bytes, m - 1, [Reduce((unit.id,), (0,))]) for unit in summed]
+        links = {
+            link: [(nbytes, times * min(self._on(link, op) for op in ways)) for nbytes, times, ways in again]
+            for link in LINKS
+        }
+        total = (held + sum(each[0] for each in [*graphs, *again])) * (1 - 1e-9)
 
         def lacks(seconds: float) -> float:
-            moved = [
-                _most(gathers, seconds - self.busy["gather"]) + of_gradients,
-                _most(reductions, seconds - self.busy["reduce"]) + of_weights,
-                *(_most(items, seconds - self.busy[link]) for link, items in links.items()),
-            ]
             offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))
-            return total - self.room - _most(graphs, seconds - whole) - min(moved) - offloaded
+            moved = min(_most(items, seconds - self.busy[link]) for link, items in links.items())
+            return total - self.room - _most(graphs, seconds - whole) - moved - offloaded
 
         return lacks
 
-    def _again(self, unit: UnitSpec) -> list[tuple[Phase, ...]]:
-        """Ways to gather a unit once more: from all ranks, and from the node where there is one."""
-        ways = [self.costs.phases(Gather((unit.id,), (0,)))]
-        if self.trace.local_ranks_of(unit) < self.trace.ranks_of(unit):
-            ways.append(self.costs.phases(Gather((unit.id,), (0,), "node")))
-        return ways
+    def _gathers(self, unit: UnitSpec) -> list[Op]:
+        """Returns the ways to gather a unit once more: from all ranks, and from the node where there is one."""
+        gather = Gather((unit.id,), (0,))
+        nodes = self.trace.local_ranks_of(unit) < self.trace.ranks_of(unit)
+        return [gather, gather._replace(source="node")] if nodes else [gather]
 
-
-def _cheapest(ways: Iterable[tuple[Phase, ...]], resources: tuple[str, ...]) -> float:
-    """Returns the least seconds on some resources, of several ways to do the same."""
-    least = math.inf
-    for way in ways:
-        least = min(least, sum(seconds for resource, seconds in way if resource in resources))
-    return least
+    def _on(self, link: str, op: Op) -> float:
+        """Returns the seconds of a link that an op takes: its latency is saved where collectives are merged."""
+        return sum(seconds for resource, seconds in self.costs.phases(op) if resource == link)
 
 
 def _most(items: Iterable[tuple[float, float]], budget: float) -> float:
