@@ -1,6 +1,7 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -123,11 +124,11 @@ class Point(NamedTuple):
         return f"{self.order.name}({call}){on}, {counted(self.order.microbatches, 'microbatch')}{segments}"
 
 
-def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
+def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterator[tuple[str, Mesh]]:
     """Builders and the meshes of as many ranks as `trace` has that they can run on.
 
     Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
-    Axes inside blocks stay as they are, innermost.
+    Axes inside blocks stay as they are, innermost. few: those for a stage: shard groups of all, of a quarter, of a node
     """
     world = trace.stage_ranks
     node = cluster.gpus_per_node
@@ -142,10 +143,10 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
         return (*outer, *trace.inside)
 
     yield "zero3", cut(world, by_node)
-    if nested and node > 1:
+    if nested and node > 1 and not few:
         yield "hpz", cut(world, True)
     for size in _group_sizes(world, node):
-        if size % alike == 0:
+        if size % alike == 0 and (not few or size in (world // 4, node, alike)):
             yield "hsdp", (("replicate", world // size), *cut(size, by_node and size > node))
     if world > 1 and alike == 1:
         yield "ddp", (("replicate", world), ("shard", 1))
@@ -207,23 +208,8 @@ def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
-    low = 0
-    high = most
-    below = value(low)
-    above = value(high)
-    if above <= limit:
-        return high
-    while high - low > 1:
-        guess = low + (high - low) * (limit - below) // (above - below)
-        middle = min(max(guess, low + 1), high - 1)
-        if (found := value(middle)) <= limit:
-            low = middle
-            below = found
-        else:
-            high = middle
-            above = found
-    return low
+    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n."""
+    return bisect_right(range(1, most + 1), limit, key=value)
 
 
 def by_seconds(choice: Choice) -> tuple[float, float, int]:
