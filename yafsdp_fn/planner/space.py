@@ -1,7 +1,6 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -208,8 +207,23 @@ def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n."""
-    return bisect_right(range(1, most + 1), limit, key=value)
+    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
+    low = 0
+    high = most
+    below = value(low)
+    above = value(high)
+    if above <= limit:
+        return high
+    while high - low > 1:
+        guess = low + (high - low) * (limit - below) // (above - below)
+        middle = min(max(guess, low + 1), high - 1)
+        if (found := value(middle)) <= limit:
+            low = middle
+            below = found
+        else:
+            high = middle
+            above = found
+    return low
 
 
 def by_seconds(choice: Choice) -> tuple[float, float, int]:
