@@ -287,32 +287,29 @@ def _check_shape(split: Split, rows: Sequence[Sequence[Action]]) -> None:
             f"from_actions: {len(rows)} rows of actions for {split.stages} stages; build the state on "
             f"ya.mesh(stage={len(rows)})"
         )
-    homes: dict[int, set[int]] = {}
-    for stage, row in enumerate(rows):
-        for action in row:
-            homes.setdefault(action.segment, set()).add(stage)
-    count = max(homes, default=-1) + 1
-    one_each = sorted(homes) == list(range(count)) and all(len(stages) == 1 for stages in homes.values())
-    found = [min(homes[segment]) for segment in range(count)] if one_each else None
-    if found and tuple(found) != split.homes:
+    homes = sorted({(action.segment, stage) for stage, row in enumerate(rows) for action in row})
+    stages = tuple(stage for _, stage in homes)
+    if homes and [segment for segment, _ in homes] == [*range(len(homes))] and stages != split.homes:
         raise ValueError(
-            f"from_actions: the rows have segments on stages {' '.join(map(str, found))}, the state has them on "
+            f"from_actions: the rows have segments on stages {' '.join(map(str, stages))}, the state has them on "
             f"{' '.join(map(str, split.homes))}; give it that assignment (ya.schedules.assign: per_stage, shape)"
         )
 
 
 def _check_calls(split: Split, rows: Sequence[Sequence[Action]], trace: Trace) -> None:
-    calls = [[action for action in row if action.call is not None] for row in rows]
-    found: list[str] = []
-    first: int | None = None
-    for stage, at, why in wrong_calls(split, [_calls(row) for row in rows], trace.microbatches, trace.trains):
-        where = f"row {stage}" if at is None else f"row {stage}, column {calls[stage][at].column} ({calls[stage][at]})"
-        found.append(f"{where}: {why}")
-        first = stage if first is None else first
-    if found:
-        more = [f"... and {len(found) - MOST} more"] * (len(found) > MOST)
-        lines = [f"rule 'calls': {found[0]}", *[f"    {line}" for line in [*found[1:MOST], *more]]]
-        raise Refused("calls", -1, "\n".join(lines), first)
+    wrong = list(wrong_calls(split, [_calls(row) for row in rows], trace.microbatches, trace.trains))
+    if not wrong:
+        return
+    lines = []
+    for stage, at, why in wrong[:MOST]:
+        where = f"row {stage}"
+        if at is not None:
+            action = [action for action in rows[stage] if action.call is not None][at]
+            where += f", column {action.column} ({action})"
+        lines.append(f"{where}: {why}")
+    if len(wrong) > MOST:
+        lines.append(f"... and {len(wrong) - MOST} more")
+    raise Refused("calls", -1, "rule 'calls': " + "\n    ".join(lines), wrong[0][0])
 
 
 def _calls(row: Sequence[Action]) -> list[Call]:
@@ -323,23 +320,25 @@ def _check_weights(rows: Sequence[Sequence[Action]]) -> None:
     for row in rows:
         there: set[int] = set()
         for action in row:
-            if action.word == "UNSHARD" and action.segment in there:
-                action.refuse("weights", f"segment {action.segment} is there already")
-            if action.word in ("RESHARD", "F", "B", "I") and action.segment not in there:
-                why = f"the weights of segment {action.segment} are not there; no {action.segment}UNSHARD before it"
-                action.refuse("weights", why)
+            segment = action.segment
             if action.word == "UNSHARD":
-                there.add(action.segment)
+                if segment in there:
+                    action.refuse("weights", f"segment {segment} is there already")
+                there.add(segment)
+            elif action.word in ("RESHARD", "F", "B", "I") and segment not in there:
+                action.refuse(
+                    "weights", f"the weights of segment {segment} are not there; no {segment}UNSHARD before it"
+                )
             elif action.word == "RESHARD":
-                there.remove(action.segment)
+                there.remove(segment)
 
 
 def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action]]) -> None:
+    trained = {s for s in range(len(split.homes)) if any(trace.visits[number].trained for number in split.visits(s))}
     for row in rows:
         added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
         for action in row:
-            known = action.segment < len(split.homes)
-            if not known or not any(trace.visits[number].trained for number in split.visits(action.segment)):
+            if action.segment not in trained:
                 continue
             if action.word in ("B", "W"):
                 added[action.segment] = action

@@ -18,14 +18,15 @@ the bound. It counts the memory of the state, of weights and gradients in slots,
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from yafsdp_fn.planner.activations import held_values
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.footprint import state_bytes
-from yafsdp_fn.planner.simulate import LINKS, check_costs
+from yafsdp_fn.planner.orders import CallGraph
+from yafsdp_fn.planner.simulate import LINKS, check_costs, overhead
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Receive, Reduce, Send, Update
 from yafsdp_fn.program.program import after_program, stage_trace
 from yafsdp_fn.program.split import Call, Kind, Split
@@ -104,25 +105,23 @@ class _Path:
         self.split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
         if trace.stage is not None:  # alone, it waits for nobody
             self.split = self.split._replace(flows=())
-        self.costs = Costs(trace, cluster)
-        segments = range(len(self.split.homes))
-        # where there are stages, segments wait for the first half of a backward alone
-        half: Literal["both", "inputs"] = "both" if trace.split is None else "inputs"
-        self.forward = [self._call(s, lambda v: Forward(v, (), True)) for s in segments]
-        self.inputs = [self._call(s, lambda v: Backward(v, (), (), half=half)) for s in segments]
-        both = [self._call(s, lambda v: Backward(v, (), ())) for s in segments]
-        self.weights = [max(0.0, whole - part) for whole, part in zip(both, self.inputs, strict=True)]
+        calls = CallGraph.of_step(trace._replace(split=self.split), cluster)
+        self.forward, self.inputs, self.weights = calls.forward, calls.inputs, calls.weights
+        count = len(self.forward)
         self.seconds = [*self.forward, *reversed(self.inputs)]
-        self.edges = [(s, self._backward(s), 0.0) for s in segments]
-        for number, (source, target, _, grad_bytes) in enumerate(self.split.flows):
-            self.edges.append((source, target, self._message(number, False)))
-            if grad_bytes:
-                self.edges.append((self._backward(target), self._backward(source), self._message(number, True)))
+        self.edges = [(s, self._backward(s), 0.0) for s in range(count)]
+        costs = Costs(trace, cluster)
+        for number, flow in enumerate(self.split.flows):
+            crosses = self.split.homes[flow.source] != self.split.homes[flow.target]
+            there, back = (crosses * costs.seconds(Send(number, 0, 0, back)) for back in (False, True))
+            self.edges.append((flow.source, flow.target, there))
+            if flow.grad_bytes:
+                self.edges.append((self._backward(flow.target), self._backward(flow.source), back))
         self.edges.sort(key=lambda edge: edge[1])
-        begins = self._begins([0.0 for _ in segments])
-        self.begins = begins[: len(segments)]
-        self.turns = begins[: len(segments) - 1 : -1]
-        self.drains = [self._drain(segment) for segment in segments]
+        begins = self._begins([0.0] * count)
+        self.begins = begins[:count]
+        self.turns = begins[: count - 1 : -1]
+        self.drains = [self._drain(segment) for segment in range(count)]
 
     def again(self, segment: int) -> float:
         """Returns the least from the end of a segment's forward to the begin of its backward, in one microbatch."""
@@ -147,13 +146,6 @@ class _Path:
 
     def _backward(self, segment: int) -> int:
         return 2 * len(self.split.homes) - 1 - segment
-
-    def _message(self, flow: int, back: bool) -> float:
-        source, target = self.split.ends(flow, back)
-        return 0.0 if source == target else self.costs.seconds(Send(flow, 0, 0, back))
-
-    def _call(self, segment: int, op: Callable[[int], Op]) -> float:
-        return sum(self.costs.seconds(op(visit)) for visit in self.split.visits(segment))
 
 
 # ---- One stage.
@@ -181,12 +173,8 @@ class _StageBound:
         part = self.trace
         self.costs = Costs(part, cluster)
         self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
-        used: set[int] = set()
-        trained: set[int] = set()
-        for visit in self.visits:
-            used.update(visit.units)
-            if part.trains:
-                trained.update(visit.trained)
+        used = {unit for visit in self.visits for unit in visit.units}
+        trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
         self.units = [part.units[unit] for unit in sorted(used)]
         self.trained = [unit for unit in self.units if unit.id in trained]
         self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
@@ -261,8 +249,8 @@ class _StageBound:
         if self.trace.trains and self.room < math.inf:
             found["memory"] = self._with_room(max(found.values()))
         slowest = 1 + self.cluster.straggling(self.trace.world)
-        overhead = self.cluster.overhead(sum(u.numel > 0 or self.trace.stage is None for u in self.trace.units))
-        return {name: seconds * slowest + overhead for name, seconds in found.items()}
+        after = overhead(self.trace, self.cluster)
+        return {name: seconds * slowest + after for name, seconds in found.items()}
 
     # ---- compute
 
