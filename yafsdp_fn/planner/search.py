@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from yafsdp_fn.planner import footprint
@@ -194,7 +194,7 @@ def search(
     found: dict[Choice, Trace] = {}
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if sweep.bound >= fastest * sweep.shown or _spares(sweep.plain, found):
+        if sweep.bound >= fastest * sweep.shown:
             continue
         choice = sweep.best(fastest)
         if choice is not None:
@@ -357,16 +357,6 @@ class Sweep:
 
     def _program(self, point: Point) -> Program:
         return point.schedule()(self.whole)
-
-
-def _spares(point: Point, found: Iterable[Choice]) -> bool:
-    """Tells whether an order takes less memory than another of the same layout, which recomputes nothing already."""
-    order = point.order
-    if order is None or order.name not in pipelines.V_SHAPED[1:]:
-        return False
-    alike = [(point.builder, point.mesh, order._replace(name=name)) for name in pipelines.V_SHAPED]
-    plain = [choice.point for choice in found if not choice.point.remat]
-    return any((other.builder, other.mesh, other.order) in alike for other in plain)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:

@@ -158,9 +158,8 @@ def alike_on(trace: Trace) -> int:
 
 def _group_sizes(world: int, node: int) -> list[int]:
     """Sizes of shard groups other than 1 and all: divisors of a node, then nodes by doubling."""
-    inside = [size for size in range(2, min(node, world - 1) + 1) if node % size == 0 and world % size == 0]
-    across = [node * 2**k for k in range(1, world.bit_length())]
-    return inside + [size for size in across if size < world and world % size == 0]
+    divisors = [size for size in range(2, world) if world % size == 0]
+    return [size for size in divisors if node % size == 0 or (size % node == 0 and (size // node).bit_count() == 1)]
 
 
 def layers(trace: Trace) -> int:

@@ -290,27 +290,37 @@ class StepWithoutStages:
         self.trace = trace
         self.cluster = cluster
         self.budget = budget
+        self.rng = rng
         self.measure = measure
         self.point = point
         self.changes = Changes(trace, cluster, rng)
         self.known: dict[StageConfig, Outcome] = {}
-        self.best = self.first = StageConfig.of(point, trace)
-        self.seconds = self._measured(self.first).seconds
+        self.best = self.now = self.first = StageConfig.of(point, trace)
+        self.outcome = self._measured(self.first)
+        self.now_s = self.outcome.seconds
         self.starts = self._starts()
+        self.moves = 0
 
     def move(self) -> None:
-        """Measures one configuration more: of those to begin with, then changes of the best."""
-        config = next(self.starts, None) or self.changes.of(self.best)
-        seconds = self._measured(config).seconds
-        simpler = len(config.recomputed) <= len(self.best.recomputed)
-        if seconds < self.seconds or (seconds == self.seconds and simpler):
+        """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
+        config = next(self.starts, None) or self.changes.of(self.now)
+        found = self._measured(config)
+        seconds = found.seconds
+        self.moves += 1
+        heat = 0.003 * self.outcome.seconds * math.exp(-self.moves / 500)
+        slower = seconds - self.now_s
+        if slower <= 0 or (seconds < math.inf and self.rng.random() < math.exp(-slower / heat)):
+            self.now = config
+            self.now_s = seconds
+        simpler = len(config.recomputed) < len(self.best.recomputed)
+        if seconds < self.outcome.seconds or (seconds == self.outcome.seconds and simpler):
             self.best = config
-            self.seconds = seconds
+            self.outcome = found
 
     def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
         """Returns the best program without changes that save nothing, and what the others save."""
         best = self.best
-        enough = self.seconds * (1 + 1e-5)
+        enough = self.outcome.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
             without = best._replace(**{field: getattr(self.first, field)})
             best = without if self._known(without).seconds <= enough else best
