@@ -129,7 +129,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
                 op = op._replace(slots=tuple(slots[unit] for unit in visit.units))
             if reductions and isinstance(op, Forward):
                 op = op._replace(early=())
-            elif reductions and op.grad_slots:
+            elif reductions and isinstance(op, Backward) and op.grad_slots:
                 op = op._replace(grad_slots=visit.trained)
         ops.append(op)
         if ends:

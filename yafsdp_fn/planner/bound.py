@@ -365,14 +365,14 @@ class _StageBound:
         graphs = [(self._inner(v), self.recompute[v.id] * m) for v in self.visits if v is not head]
         # what is gathered or reduced more often frees bytes, for seconds of each link
         cut = [unit for unit in self.units if not self._aliased(unit)]
-        again = [(unit.gather_bytes, m, self._gathers(unit)) for unit in cut]
+        again: list[tuple[int, int, list[Op]]] = [(unit.gather_bytes, m, self._gathers(unit)) for unit in cut]
         summed = [unit for unit in self.trained if unit in cut and m > 1]
         again += [(unit.reduce_bytes, m - 1, [Reduce((unit.id,), (0,))]) for unit in summed]
-        links = {
-            link: [(nbytes, times * min(self._on(link, op) for op in ways)) for nbytes, times, ways in again]
-            for link in LINKS
-        }
-        total = (held + sum(each[0] for each in [*graphs, *again])) * (1 - 1e-9)
+        links: dict[str, list[tuple[int, float]]] = {link: [] for link in LINKS}
+        for nbytes, times, ways in again:
+            for link, items in links.items():
+                items.append((nbytes, times * min(self._on(link, op) for op in ways)))
+        total = (held + sum(nbytes for nbytes, _ in graphs) + sum(nbytes for nbytes, *_ in again)) * (1 - 1e-9)
 
         def lacks(seconds: float) -> float:
             offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))

@@ -38,7 +38,10 @@ KERNELS = {"gather": re.compile(r"nccl.*AllGather"), "reduce": re.compile(r"nccl
 OF_NCCL = re.compile(r"nccl", re.I)
 COLLECTIVES = {Gather: "all_gather", Reduce: "post_backward_reduce"}
 """The range of a collective."""
-SIDES = {Forward: ("pre_forward", "post_forward"), Backward: ("pre_backward", "post_backward_reduce")}
+SIDES: dict[type, tuple[str, str]] = {
+    Forward: ("pre_forward", "post_forward"),
+    Backward: ("pre_backward", "post_backward_reduce"),
+}
 """The ranges between which a module computes, or one around it. A compute follows the first of its own module."""
 
 Window = tuple[float, float]
@@ -158,7 +161,9 @@ def _recorded(timed: Sequence[Timed], step: int | None) -> tuple[Window, list[Ra
     for e in host:
         if match := RANGE.match(e.name):
             ranges.append(Range(e.ts, e.end, (match[1], match[2] or "")))
-    launches = {e.correlation: e.ts for e in timed if e.cat in LAUNCHES and e.correlation is not None}
+    launches: dict[int | None, float] = {
+        e.correlation: e.ts for e in timed if e.cat in LAUNCHES and e.correlation is not None
+    }
     kernels = []
     for e in timed:
         launched = launches.get(e.correlation) if e.cat == KERNEL else None

@@ -284,9 +284,13 @@ def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, tuple[Bar,
         "stack": [unit and unit.stack for unit in leading],
     }
     for name, of in places.items():
-        if len({*of} - {None}) > 1:
-            runs = [(str(at), *ends) for at, *ends in _runs(zip(of, computes, strict=True)) if at is not None]
-            yield name, tuple(Bar("strip", *ends, STRIP_COLOUR, at, short=at.rpartition(".")[2]) for at, *ends in runs)
+        if len({*of} - {None}) < 2:
+            continue
+        bars = []
+        for at, start, end in _runs(zip(of, computes, strict=True)):
+            if at is not None:
+                bars.append(Bar("strip", start, end, STRIP_COLOUR, str(at), short=str(at).rpartition(".")[2]))
+        yield name, tuple(bars)
 
 
 def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: bool) -> Iterator[BoxRow]:
