@@ -237,12 +237,6 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
     m = simulator.calls.microbatches
     count = len(calls.homes)
     own = [calls.of(stage) for stage in range(calls.stages)]
-    # a forward leaves room for later segments of its stage to go on with one microbatch, one recomputation at a time
-    again = [max(0.0, calls.between[s] - calls.held[s]) for s in range(count)]
-    room = [*calls.held, *again]
-    for s, home in enumerate(calls.homes):
-        later = sum(calls.held[t] for t in own[home] if t > s)
-        room[s] += later + max(again[t] for t in own[home])
     done = [0] * (3 * count)  # calls of each line
     ends: dict[int, float] = {}
     used = [0.0] * calls.stages
@@ -269,7 +263,7 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
                 arrives = ends.get(code + source, math.inf) + simulator.delay[code] if source else 0.0
                 if arrives > now:
                     soonest = min(soonest, arrives)
-                elif used[stage] + room[line] > memory + 1e-9:
+                elif used[stage] + simulator.takes[code] > memory:
                     blocked = True
                 elif rules.likes[line] > liked:
                     best = line

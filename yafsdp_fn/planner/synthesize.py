@@ -299,7 +299,7 @@ CUTS = 6
 FASTEST = 3
 """Cuts that take turns, those that begin with the fastest programs; and how many of them go on after `ROUNDS` turns."""
 ROUNDS = 8
-TURN = 100
+TURN = 250
 """Moves of orders in a turn, which takes about as long as a program is built and simulated."""
 
 
