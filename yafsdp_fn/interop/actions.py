@@ -1,9 +1,10 @@
 """Reads rows of actions of torch.distributed.pipelining as a schedule of ours."""
 
 import csv
+import itertools
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -114,28 +115,26 @@ def _read(item: Any, row: int, column: int) -> Iterable[Action]:
 def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reductions: bool) -> Program:
     """Returns `program` with the gathers of `actions`, the row that its order was made of, with their reductions, or
     both."""
-    if not gathers and not reductions:
-        return program
-    dropped = (*[Gather, Stash] * gathers, *[Reduce, AllReduce] * reductions)
-    slots = _slots(program.trace, actions) if gathers else {}
-    listed = list(_listed(program.trace, actions, slots, gathers, reductions))
-    ops: list[Op] = list(listed[0])
-    assert program.trace.split is not None
-    for op, call, _, ends in in_calls(program.ops, _calls(actions), program.trace.split):
-        if isinstance(op, dropped):
+    trace = program.trace
+    assert trace.split is not None
+    slots = _slots(trace, actions) if gathers else {}
+    before, *after = _listed(trace, actions, slots, gathers, reductions)
+    ops: list[Op] = before
+    for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.split):
+        if (gathers and isinstance(op, Gather | Stash)) or (reductions and isinstance(op, Reduce | AllReduce)):
             continue
         if isinstance(op, Forward | Backward):
-            visit = program.trace.visits[op.visit]
+            visit = trace.visits[op.visit]
             if gathers and op.slots:
                 op = op._replace(slots=tuple(slots[unit] for unit in visit.units))
-            if reductions and isinstance(op, Backward) and op.grad_slots:
-                op = op._replace(grad_slots=visit.trained)
-            elif reductions and isinstance(op, Forward):
+            if reductions and isinstance(op, Forward):
                 op = op._replace(early=())
+            elif reductions and isinstance(op, Backward) and op.grad_slots:
+                op = op._replace(grad_slots=visit.trained)
         ops.append(op)
         if ends:
-            ops += listed[call + 1]
-    return Program(program.trace, tuple(begun_early(ops) if reductions else ops))
+            ops += after[call]
+    return Program(trace, tuple(begun_early(ops) if reductions else ops))
 
 
 def _listed(
@@ -148,7 +147,6 @@ def _listed(
     ops: list[Op] = []
     for action in actions:
         visits = [trace.visits[number] for number in _visits(trace, action.segment)]
-        units = tuple(dict.fromkeys(unit for visit in visits for unit in visit.units))
         if action.call is not None:
             yield ops
             ops = []
@@ -157,21 +155,24 @@ def _listed(
                 added.update(trained)
                 left.subtract(trained)
         elif gathers and action.word == "UNSHARD":
-            missing = {unit for unit in units if not held[unit]}
+            missing = {unit for unit in units_of(trace, action.segment) if not held[unit]}
             for visit in visits:
                 new = tuple(unit for unit in visit.units if unit in missing)
-                ops += [Gather(new, tuple(slots[unit] for unit in new))] * bool(new)
+                if new:
+                    ops.append(Gather(new, tuple(slots[unit] for unit in new)))
                 missing.difference_update(new)
-            held.update(units)
-        elif gathers and action.word in WEIGHTS:
-            held.subtract(units)
+            held.update(units_of(trace, action.segment))
+        elif gathers and action.word == "RESHARD":
+            held.subtract(units_of(trace, action.segment))
         elif reductions and action.word == REDUCTION:
             for visit in reversed(visits):
                 ready = tuple(unit for unit in visit.trained if unit in added)
-                added.difference_update(ready)
-                ops += [Reduce(ready, ready)] * bool(ready)
                 complete = tuple(unit for unit in ready if not left[unit])
-                ops += [AllReduce(complete)] * bool(complete and trace.replicas > 1)
+                added.difference_update(ready)
+                if ready:
+                    ops.append(Reduce(ready, ready))
+                if complete and trace.replicas > 1:
+                    ops.append(AllReduce(complete))
     yield ops + sums_over_stages(trace) * reductions
 
 
@@ -179,26 +180,26 @@ def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
     """Returns unit -> slot: segments that are there at the same time are in different ones, units of a size share
     them."""
     assert trace.split is not None and trace.stage is not None
-    there: list[int] = []
-    beside: dict[int, set[int]] = {}
+    there: set[int] = set()
+    beside: defaultdict[int, set[int]] = defaultdict(set)
     for action in actions:
         if action.word == "UNSHARD":
-            beside.setdefault(action.segment, set()).update(there)
+            beside[action.segment] |= there
             for other in there:
                 beside[other].add(action.segment)
-            there.append(action.segment)
+            there.add(action.segment)
         elif action.word == "RESHARD":
             there.remove(action.segment)
     lane: dict[int, int] = {}
     for segment, others in beside.items():
-        taken = {lane[other] for other in others if other in lane}
-        lane[segment] = next(k for k in range(len(beside)) if k not in taken)
-    uses = Counter(unit for segment in trace.split.of(trace.stage) for unit in _units(trace, segment))
+        taken = {lane.get(other) for other in others}
+        lane[segment] = next(k for k in itertools.count() if k not in taken)
+    uses = Counter(unit for segment in trace.split.of(trace.stage) for unit in units_of(trace, segment))
     numbers: dict[tuple[int, ...], int] = {}
     slots: dict[int, int] = {}
     for segment in trace.split.of(trace.stage):
         sizes: Counter[int] = Counter()
-        for unit in _units(trace, segment):
+        for unit in units_of(trace, segment):
             size = trace.units[unit].gather_bytes
             key = (-1, unit) if uses[unit] > 1 else (lane.get(segment, -2), size, sizes[size])
             sizes[size] += 1
@@ -206,7 +207,8 @@ def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
     return slots
 
 
-def _units(trace: Trace, segment: int) -> tuple[int, ...]:
+def units_of(trace: Trace, segment: int) -> tuple[int, ...]:
+    """Returns the units that the visits of a segment use."""
     return tuple(dict.fromkeys(unit for number in _visits(trace, segment) for unit in trace.visits[number].units))
 
 
@@ -253,29 +255,30 @@ def from_actions(
     inside = sharding_of(sharding)
     words = {action.word for row in actions for action in row}
 
+    gathers = not words.isdisjoint(WEIGHTS)
+    reductions = REDUCTION in words
+    listed = not words.isdisjoint(MESSAGES)
+
+    def as_listed(part: Trace) -> Program:
+        assert part.stage is not None
+        if not gathers and not reductions:
+            return inside(part)
+        return literal(inside(part), actions[part.stage], gathers=gathers, reductions=reductions)
+
     def schedule(trace: Trace) -> Program:
         split = split_of(trace)
         if not trace.trains:
             return staged(forward_only, inside)(trace)
         _check_shape(split, actions)
         _check_calls(split, actions, trace)
-        if not words.isdisjoint(WEIGHTS):
+        if gathers:
             _check_weights(actions)
-        if REDUCTION in words:
+        if reductions:
             _check_reductions(trace, split, actions)
-        listed = not words.isdisjoint(MESSAGES)
         if not listed:
-            lists = with_messages(split, [_calls(row) for row in actions])
-        else:
-            _check_flows(split)
-            lists = [list(_items(split, row)) for row in actions]
-
-        def as_listed(part: Trace) -> Program:
-            assert part.stage is not None
-            gathers = not words.isdisjoint(WEIGHTS)
-            return literal(inside(part), actions[part.stage], gathers=gathers, reductions=REDUCTION in words)
-
-        return pipeline(trace, lists, as_listed, together=listed)
+            return pipeline(trace, with_messages(split, [_calls(row) for row in actions]), as_listed)
+        _check_flows(split)
+        return pipeline(trace, [list(_items(split, row)) for row in actions], as_listed, together=True)
 
     return schedule
 
@@ -287,32 +290,29 @@ def _check_shape(split: Split, rows: Sequence[Sequence[Action]]) -> None:
             f"from_actions: {len(rows)} rows of actions for {split.stages} stages; build the state on "
             f"ya.mesh(stage={len(rows)})"
         )
-    homes: dict[int, set[int]] = {}
-    for stage, row in enumerate(rows):
-        for action in row:
-            homes.setdefault(action.segment, set()).add(stage)
-    count = max(homes, default=-1) + 1
-    one_each = sorted(homes) == list(range(count)) and all(len(stages) == 1 for stages in homes.values())
-    found = [min(homes[segment]) for segment in range(count)] if one_each else None
-    if found and tuple(found) != split.homes:
+    homes = sorted({(action.segment, stage) for stage, row in enumerate(rows) for action in row})
+    stages = tuple(stage for _, stage in homes)
+    if homes and [segment for segment, _ in homes] == [*range(len(homes))] and stages != split.homes:
         raise ValueError(
-            f"from_actions: the rows have segments on stages {' '.join(map(str, found))}, the state has them on "
+            f"from_actions: the rows have segments on stages {' '.join(map(str, stages))}, the state has them on "
             f"{' '.join(map(str, split.homes))}; give it that assignment (ya.schedules.assign: per_stage, shape)"
         )
 
 
 def _check_calls(split: Split, rows: Sequence[Sequence[Action]], trace: Trace) -> None:
-    calls = [[action for action in row if action.call is not None] for row in rows]
-    found: list[str] = []
-    first: int | None = None
-    for stage, at, why in wrong_calls(split, [_calls(row) for row in rows], trace.microbatches, trace.trains):
-        where = f"row {stage}" if at is None else f"row {stage}, column {calls[stage][at].column} ({calls[stage][at]})"
-        found.append(f"{where}: {why}")
-        first = stage if first is None else first
-    if found:
-        more = [f"... and {len(found) - MOST} more"] * (len(found) > MOST)
-        lines = [f"rule 'calls': {found[0]}", *[f"    {line}" for line in [*found[1:MOST], *more]]]
-        raise Refused("calls", -1, "\n".join(lines), first)
+    wrong = list(wrong_calls(split, [_calls(row) for row in rows], trace.microbatches, trace.trains))
+    if not wrong:
+        return
+    lines = []
+    for stage, at, why in wrong[:MOST]:
+        where = f"row {stage}"
+        if at is not None:
+            action = [action for action in rows[stage] if action.call is not None][at]
+            where += f", column {action.column} ({action})"
+        lines.append(f"{where}: {why}")
+    if len(wrong) > MOST:
+        lines.append(f"... and {len(wrong) - MOST} more")
+    raise Refused("calls", -1, "rule 'calls': " + "\n    ".join(lines), wrong[0][0])
 
 
 def _calls(row: Sequence[Action]) -> list[Call]:
@@ -323,23 +323,25 @@ def _check_weights(rows: Sequence[Sequence[Action]]) -> None:
     for row in rows:
         there: set[int] = set()
         for action in row:
-            if action.word == "UNSHARD" and action.segment in there:
-                action.refuse("weights", f"segment {action.segment} is there already")
-            if action.word in ("RESHARD", "F", "B", "I") and action.segment not in there:
-                why = f"the weights of segment {action.segment} are not there; no {action.segment}UNSHARD before it"
-                action.refuse("weights", why)
+            segment = action.segment
             if action.word == "UNSHARD":
-                there.add(action.segment)
+                if segment in there:
+                    action.refuse("weights", f"segment {segment} is there already")
+                there.add(segment)
+            elif action.word in ("RESHARD", "F", "B", "I") and segment not in there:
+                action.refuse(
+                    "weights", f"the weights of segment {segment} are not there; no {segment}UNSHARD before it"
+                )
             elif action.word == "RESHARD":
-                there.remove(action.segment)
+                there.remove(segment)
 
 
 def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action]]) -> None:
+    trained = {s for s in range(len(split.homes)) if any(trace.visits[number].trained for number in split.visits(s))}
     for row in rows:
         added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
         for action in row:
-            known = action.segment < len(split.homes)
-            if not known or not any(trace.visits[number].trained for number in split.visits(action.segment)):
+            if action.segment not in trained:
                 continue
             if action.word in ("B", "W"):
                 added[action.segment] = action

@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, written
+from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, units_of, written
 from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import AllReduce, Forward, Gather, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
@@ -116,9 +116,8 @@ class _StageCalls:
             self.own[call.segment].append(at)
         self.at = [(each.call, each.inside) for each in in_calls(program.ops, self.calls, split)]
 
-    def units(self, segment: int) -> frozenset[int]:
-        visits = self.program.trace.visits[slice(*self.split.segments[segment])]
-        return frozenset(unit for visit in visits for unit in visit.units)
+    def units(self, segment: int) -> tuple[int, ...]:
+        return units_of(self.program.trace, segment)
 
     def row(self) -> Iterator[str]:
         """Returns the actions in order: sends, reductions and frees, gathers, receives."""
@@ -154,8 +153,12 @@ class _StageCalls:
         for op, (at, inside) in zip(self.program.ops, self.at, strict=True):
             if isinstance(op, Reduce):
                 last |= dict.fromkeys(op.units, at + inside)
-        each = {segment: [last[unit] for unit in self.units(segment) if unit in last] for segment in self.own}
-        return {segment: max(places) for segment, places in each.items() if places}
+        found: dict[int, int] = {}
+        for segment in self.own:
+            places = [last[unit] for unit in self.units(segment) if unit in last]
+            if places:
+                found[segment] = max(places)
+        return found
 
     def gathered(self) -> dict[int, int]:
         """Call -> the call before which the first of the gathers that it reads is issued: one of an earlier call goes
@@ -169,8 +172,9 @@ class _StageCalls:
     def streams(self, segment: int) -> bool:
         """Tells whether units of the segment share slots, so that it is never there as a whole."""
         own = self.units(segment)
-        slots = {pair for op in self.program.ops for pair in self.program.trace.weights_of(op) if pair[0] in own}
-        return len({slot for _, slot in slots}) < len(own)
+        weights_of = self.program.trace.weights_of
+        slots = {slot for op in self.program.ops for unit, slot in weights_of(op) if unit in own}
+        return len(slots) < len(own)
 
     @cached_property
     def stays(self) -> list[tuple[int, int, int]]:

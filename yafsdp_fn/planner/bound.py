@@ -18,14 +18,15 @@ the bound. It counts the memory of the state, of weights and gradients in slots,
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from yafsdp_fn.planner.activations import held_values
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.footprint import state_bytes
-from yafsdp_fn.planner.simulate import LINKS, check_costs
+from yafsdp_fn.planner.orders import CallGraph
+from yafsdp_fn.planner.simulate import LINKS, check_costs, overhead
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Receive, Reduce, Send, Update
 from yafsdp_fn.program.program import after_program, stage_trace
 from yafsdp_fn.program.split import Call, Kind, Split
@@ -104,25 +105,23 @@ class _Path:
         self.split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
         if trace.stage is not None:  # alone, it waits for nobody
             self.split = self.split._replace(flows=())
-        self.costs = Costs(trace, cluster)
-        segments = range(len(self.split.homes))
-        # where there are stages, segments wait for the first half of a backward alone
-        half: Literal["both", "inputs"] = "both" if trace.split is None else "inputs"
-        self.forward = [self._call(s, lambda v: Forward(v, (), True)) for s in segments]
-        self.inputs = [self._call(s, lambda v: Backward(v, (), (), half=half)) for s in segments]
-        both = [self._call(s, lambda v: Backward(v, (), ())) for s in segments]
-        self.weights = [max(0.0, whole - part) for whole, part in zip(both, self.inputs, strict=True)]
+        calls = CallGraph.of_step(trace._replace(split=self.split), cluster)
+        self.forward, self.inputs, self.weights = calls.forward, calls.inputs, calls.weights
+        count = len(self.forward)
         self.seconds = [*self.forward, *reversed(self.inputs)]
-        self.edges = [(s, self._backward(s), 0.0) for s in segments]
-        for number, (source, target, _, grad_bytes) in enumerate(self.split.flows):
-            self.edges.append((source, target, self._message(number, False)))
-            if grad_bytes:
-                self.edges.append((self._backward(target), self._backward(source), self._message(number, True)))
+        self.edges = [(s, self._backward(s), 0.0) for s in range(count)]
+        costs = Costs(trace, cluster)
+        for number, flow in enumerate(self.split.flows):
+            crosses = self.split.homes[flow.source] != self.split.homes[flow.target]
+            there, back = (crosses * costs.seconds(Send(number, 0, 0, back)) for back in (False, True))
+            self.edges.append((flow.source, flow.target, there))
+            if flow.grad_bytes:
+                self.edges.append((self._backward(flow.target), self._backward(flow.source), back))
         self.edges.sort(key=lambda edge: edge[1])
-        begins = self._begins([0.0 for _ in segments])
-        self.begins = begins[: len(segments)]
-        self.turns = begins[: len(segments) - 1 : -1]
-        self.drains = [self._drain(segment) for segment in segments]
+        begins = self._begins([0.0] * count)
+        self.begins = begins[:count]
+        self.turns = begins[: count - 1 : -1]
+        self.drains = [self._drain(segment) for segment in range(count)]
 
     def again(self, segment: int) -> float:
         """Returns the least from the end of a segment's forward to the begin of its backward, in one microbatch."""
@@ -147,13 +146,6 @@ class _Path:
 
     def _backward(self, segment: int) -> int:
         return 2 * len(self.split.homes) - 1 - segment
-
-    def _message(self, flow: int, back: bool) -> float:
-        source, target = self.split.ends(flow, back)
-        return 0.0 if source == target else self.costs.seconds(Send(flow, 0, 0, back))
-
-    def _call(self, segment: int, op: Callable[[int], Op]) -> float:
-        return sum(self.costs.seconds(op(visit)) for visit in self.split.visits(segment))
 
 
 # ---- One stage.
@@ -181,12 +173,8 @@ class _StageBound:
         part = self.trace
         self.costs = Costs(part, cluster)
         self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
-        used: set[int] = set()
-        trained: set[int] = set()
-        for visit in self.visits:
-            used.update(visit.units)
-            if part.trains:
-                trained.update(visit.trained)
+        used = {unit for visit in self.visits for unit in visit.units}
+        trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
         self.units = [part.units[unit] for unit in sorted(used)]
         self.trained = [unit for unit in self.units if unit.id in trained]
         self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
@@ -261,8 +249,8 @@ class _StageBound:
         if self.trace.trains and self.room < math.inf:
             found["memory"] = self._with_room(max(found.values()))
         slowest = 1 + self.cluster.straggling(self.trace.world)
-        overhead = self.cluster.overhead(sum(u.numel > 0 or self.trace.stage is None for u in self.trace.units))
-        return {name: seconds * slowest + overhead for name, seconds in found.items()}
+        after = overhead(self.trace, self.cluster)
+        return {name: seconds * slowest + after for name, seconds in found.items()}
 
     # ---- compute
 
@@ -375,50 +363,33 @@ class _StageBound:
         head = part.visits[-1]
         held = always + carries + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
         graphs = [(self._inner(v), self.recompute[v.id] * m) for v in self.visits if v is not head]
+        # what is gathered or reduced more often frees bytes, for seconds of each link
         cut = [unit for unit in self.units if not self._aliased(unit)]
-        weights = [(unit.gather_bytes, self._again(unit)) for unit in cut]
+        again: list[tuple[int, int, list[Op]]] = [(unit.gather_bytes, m, self._gathers(unit)) for unit in cut]
         summed = [unit for unit in self.trained if unit in cut and m > 1]
-        gradients = [(unit.reduce_bytes, self.costs.phases(Reduce((unit.id,), (0,)))) for unit in summed]
-        of_weights = sum(nbytes for nbytes, _ in weights)
-        of_gradients = sum(nbytes for nbytes, _ in gradients)
-        total = (held + of_weights + of_gradients + sum(nbytes for nbytes, _ in graphs)) * (1 - 1e-9)
-
-        def gathers_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
-            return [(nbytes, m * _cheapest(ways, resources)) for nbytes, ways in weights]
-
-        def reductions_on(resources: tuple[str, ...]) -> list[tuple[float, float]]:
-            return [(nbytes, (m - 1) * _cheapest([way], resources)) for nbytes, way in gradients]
-
-        # bytes that they free, with their seconds
-        gathers = gathers_on(LINKS)
-        reductions = reductions_on(LINKS)
-        links = {link: gathers_on((link,)) + reductions_on((link,)) for link in LINKS}
+        again += [(unit.reduce_bytes, m - 1, [Reduce((unit.id,), (0,))]) for unit in summed]
+        links: dict[str, list[tuple[int, float]]] = {link: [] for link in LINKS}
+        for nbytes, times, ways in again:
+            for link, items in links.items():
+                items.append((nbytes, times * min(self._on(link, op) for op in ways)))
+        total = (held + sum(nbytes for nbytes, _ in graphs) + sum(nbytes for nbytes, *_ in again)) * (1 - 1e-9)
 
         def lacks(seconds: float) -> float:
-            moved = [
-                _most(gathers, seconds - self.busy["gather"]) + of_gradients,
-                _most(reductions, seconds - self.busy["reduce"]) + of_weights,
-                *(_most(items, seconds - self.busy[link]) for link, items in links.items()),
-            ]
             offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))
-            return total - self.room - _most(graphs, seconds - whole) - min(moved) - offloaded
+            moved = min(_most(items, seconds - self.busy[link]) for link, items in links.items())
+            return total - self.room - _most(graphs, seconds - whole) - moved - offloaded
 
         return lacks
 
-    def _again(self, unit: UnitSpec) -> list[tuple[Phase, ...]]:
-        """Ways to gather a unit once more: from all ranks, and from the node where there is one."""
-        ways = [self.costs.phases(Gather((unit.id,), (0,)))]
-        if self.trace.local_ranks_of(unit) < self.trace.ranks_of(unit):
-            ways.append(self.costs.phases(Gather((unit.id,), (0,), "node")))
-        return ways
+    def _gathers(self, unit: UnitSpec) -> list[Op]:
+        """Returns the ways to gather a unit once more: from all ranks, and from the node where there is one."""
+        gather = Gather((unit.id,), (0,))
+        nodes = self.trace.local_ranks_of(unit) < self.trace.ranks_of(unit)
+        return [gather, gather._replace(source="node")] if nodes else [gather]
 
-
-def _cheapest(ways: Iterable[tuple[Phase, ...]], resources: tuple[str, ...]) -> float:
-    """Returns the least seconds on some resources, of several ways to do the same."""
-    least = math.inf
-    for way in ways:
-        least = min(least, sum(seconds for resource, seconds in way if resource in resources))
-    return least
+    def _on(self, link: str, op: Op) -> float:
+        """Returns the seconds of a link that an op takes: its latency is saved where collectives are merged."""
+        return sum(seconds for resource, seconds in self.costs.phases(op) if resource == link)
 
 
 def _most(items: Iterable[tuple[float, float]], budget: float) -> float:

@@ -2,7 +2,7 @@
 
     CallGraph            the seconds of each call, and the memory that a microbatch holds meanwhile
     evaluate         runs rows of calls: each begins as soon as its stage is free and its input has come
-    Search           lists calls greedily by rules, then moves calls on the critical path; keeps the best rows
+    Search           lists calls greedily by rules, then moves calls on the critical path of the best rows
 
 An evaluation takes a millisecond or two, since it knows calls and messages alone: programs are built, proved and
 simulated from the rows that come out of it (synthesize.py).
@@ -222,12 +222,12 @@ class _Rules(NamedTuple):
     """Rules of a list.
 
     caps: segment -> the most microbatches under way
-    patience: stage -> the part of a backward of weights for which it is put off when something else comes meanwhile
+    patience: the part of a backward of weights for which it is put off when something else comes meanwhile
     likes: line of forwards and backwards of inputs -> preference: the call that is liked best is next
     """
 
     caps: list[float]
-    patience: list[float]
+    patience: float
     likes: list[float]
 
 
@@ -237,12 +237,6 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
     m = simulator.calls.microbatches
     count = len(calls.homes)
     own = [calls.of(stage) for stage in range(calls.stages)]
-    # a forward leaves room for later segments of its stage to go on with one microbatch, one recomputation at a time
-    again = [max(0.0, calls.between[s] - calls.held[s]) for s in range(count)]
-    room = [*calls.held, *again]
-    for s, home in enumerate(calls.homes):
-        later = sum(calls.held[t] for t in own[home] if t > s)
-        room[s] += later + max(again[t] for t in own[home])
     done = [0] * (3 * count)  # calls of each line
     ends: dict[int, float] = {}
     used = [0.0] * calls.stages
@@ -269,7 +263,7 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
                 arrives = ends.get(code + source, math.inf) + simulator.delay[code] if source else 0.0
                 if arrives > now:
                     soonest = min(soonest, arrives)
-                elif used[stage] + room[line] > memory + 1e-9:
+                elif used[stage] + simulator.takes[code] > memory:
                     blocked = True
                 elif rules.likes[line] > liked:
                     best = line
@@ -277,7 +271,7 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
         if best < 0:
             late = max(own[stage], key=lambda s: done[count + s] - done[2 * count + s])
             pending = done[count + late] > done[2 * count + late]
-            if pending and (blocked or soonest - now >= rules.patience[stage] * calls.weights[late]):
+            if pending and (blocked or soonest - now >= rules.patience * calls.weights[late]):
                 best = 2 * count + late
         if best >= 0:
             code = best * m + done[best]
@@ -320,12 +314,8 @@ class Search:
         self._simulator = _Simulator(calls)
         self._random = random.Random(seed)
         self._best: list[list[int]] = []
-        self._plain = self._plain_rules()
-        self._rules = next(self._plain_rules())
-        self._rules_s = math.inf
-        self._now = self._best
-        self._now_s = math.inf
-        self._path: list[tuple[int, int]] = []  # the critical one of `_now`: stages and places
+        self._path: list[tuple[int, int]] = []  # the critical one of these: stages and places
+        self._rules = self._all_rules()
         for rows in starts:
             self._offer([self._halved(row) for row in rows])
 
@@ -334,12 +324,12 @@ class Search:
         return [[self._simulator.call(code) for code in row] for row in self._best]
 
     def run(self, moves: int) -> None:
-        """Tries so many moves more. A third of them are of rules, whose rows are starts for the others."""
+        """Tries so many moves more: rows by each of the rules at first, then moves of calls."""
         for _ in range(moves):
-            if self.moves % 1000 < 333 or not self._best:
-                self._list()
-            else:
-                self._move()
+            rules = next(self._rules, None)
+            rows = self._moved() if rules is None else _listed(self._simulator, rules, self.memory)
+            if rows is not None:
+                self._offer(rows)
             self.moves += 1
 
     def _halved(self, row: Iterable[Call]) -> list[int]:
@@ -351,139 +341,54 @@ class Search:
                 codes.append(codes[-1] + self._simulator.size)
         return codes
 
-    def _offer(self, rows: list[list[int]]) -> float:
-        """Adopts rows if they are the best; returns their seconds, infinite where they wait for each other or do not
-        fit."""
+    def _offer(self, rows: list[list[int]]) -> None:
+        """Adopts rows that are no slower than the best, unless they wait for each other or do not fit."""
         try:
             run = self._simulator.run(rows)
         except ValueError:
-            return math.inf
+            return
         seconds = run.span if self.span else run.seconds
-        if max(run.memory) > self.memory:
-            return math.inf
-        if seconds < self.seconds:
+        if seconds <= self.seconds and max(run.memory) <= self.memory:
             self.seconds = seconds
             self._best = rows
-        return seconds
+            self._path = self._critical_path(rows)
 
-    # ---- rules
-
-    def _list(self) -> None:
-        """Lists rows by plain rules, one after the other, and then by changes of the best rules."""
-        rules = next(self._plain, None) or self._changed(self._rules)
-        rows = _listed(self._simulator, rules, self.memory)
-        if rows is None:
-            return
-        seconds = self._offer(rows)
-        if seconds <= self._rules_s:
-            self._rules = rules
-            self._rules_s = seconds
-            if seconds < self._now_s:
-                self._now = rows
-                self._now_s = seconds
-                self._path = []
-
-    def _plain_rules(self) -> Iterator[_Rules]:
-        """Yields rules: the in-flight limit is the number of microbatches in backward, or more; backwards of weights
-        run at once or are put off; the first or the last segments of a stage are preferred."""
+    def _all_rules(self) -> Iterator[_Rules]:
+        """Yields rules: the in-flight limit is that of 1F1B, twice that, or none; backwards of weights run soon or are
+        put off; the first or the last segments of a stage are preferred."""
         calls = self.calls
         count = len(self.calls.homes)
         left = [(count - s) * calls.stages / count for s in range(count)]  # of the way to the loss, in stages
         early = [s / count for s in range(count)]
         signs = [(0.0, 0.0)] if count <= calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
-        options = itertools.product((2.0, 1.0, 1.5, math.inf), (0.25, 0.5, 1.0), (0, 1), signs)
-        for slope, patience, more, (forward, backward) in options:
+        options = itertools.product((2.0, 1.0, math.inf), (0, 1), (0.2, 0.4), signs)
+        for slope, more, patience, (forward, backward) in options:
             caps = [max(1.0, slope * stages + more) for stages in left]
             likes = [1.0 + forward * part for part in early]
             likes += [10.0 + backward * part for part in early]
-            yield _Rules(caps, [patience] * calls.stages, likes)
+            yield _Rules(caps, patience, likes)
 
-    def _changed(self, rules: _Rules) -> _Rules:
-        """Changes one rule of a stage, or of all."""
+    def _moved(self) -> list[list[int]] | None:
+        """Returns the best rows with a call on the critical path in another place: a backward of weights later, into a
+        gap. None where it would pass another half of its pass or another microbatch of its line."""
+        if not self._best:
+            return None
         rng = self._random
-        count = len(self.calls.homes)
-        caps = [*rules.caps]
-        patience = [*rules.patience]
-        likes = [*rules.likes]
-        what = rng.choice(["caps", "patience", "likes"])
-        place = rng.random()
-        more = rng.choice([-2, -1, 1, 2])
-        wait = rng.gauss(0, 0.3)
-        forward = rng.gauss(0, 3)
-        backward = rng.gauss(0, 3)
-        every = range(self.calls.stages)
-        for stage in every if rng.random() < 0.3 else [rng.choice(every)]:
-            own = self.calls.of(stage)
-            segment = own[int(place * len(own))]
-            if what == "caps":
-                caps[segment] = max(1.0, caps[segment] + more)
-            elif what == "patience":
-                patience[stage] = min(1.2, max(0.0, patience[stage] + wait))
-            else:
-                likes[segment] += forward
-                likes[count + segment] += backward
-        return _Rules(caps, patience, likes)
-
-    # ---- moves
-
-    def _move(self) -> None:
-        """Moves a call: one that the critical path waits for goes behind another, or a backward of weights into a gap.
-        Now and then a worse one is taken, the less the longer the search goes on."""
-        rng = self._random
-        if not self._now or self.moves % 1000 == 333:
-            self._now = self._best
-            self._now_s = self.seconds
-            self._path = []
-        if not self._path:
-            self._simulator.run(self._now)
-            self._path = self._critical_path(self._now)
-        stage, at, far = self._choice()
-        row = self._now[stage]
-        moved = [row[at]]
-        if rng.random() < 0.3:  # and its neighbours: the same call of some consecutive microbatches
-            m = self.calls.microbatches
-            line = row[at] // m * m
-            first, last = sorted(rng.choices(range(m), k=2))
-            moved = [*range(line + first, line + last + 1)]
-        changed = self._moved(row, moved, far)
-        if changed == row or self._simulator.memory(changed) > self.memory:
-            return
-        rows = [*self._now[:stage], changed, *self._now[stage + 1 :]]
-        seconds = self._offer(rows)
-        heat = 2e-3 * self._now_s / (1 + self.moves / 500)
-        if seconds <= self._now_s or (seconds < math.inf and rng.random() < math.exp((self._now_s - seconds) / heat)):
-            self._now = rows
-            self._now_s = seconds
-            self._path = self._critical_path(rows)
-
-    def _choice(self) -> tuple[int, int, int]:
-        """Returns the stage and place of a call, and how far it is to go."""
-        rng = self._random
-        rows = self._now
-        if rng.random() < 0.8:
-            stage, at = rng.choice(self._path)
-            if rows[stage][at] >= 2 * self._simulator.size:  # a backward of weights: nothing waits for it
-                far = rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
-            else:
-                far = rng.choice([1, 1, 1, 2, 2, 3, 5, 8]) * rng.choice([-1, -1, 1])
-        else:
-            stage = rng.randrange(len(rows))
-            at = rng.randrange(len(rows[stage]))
-            far = rng.choice([-8, -3, -2, -1, 1, 2, 3, 8, 20])
-        return stage, at, min(len(rows[stage]) - 1 - at, max(-at, far))
-
-    def _moved(self, row: Sequence[int], codes: list[int], far: int) -> list[int]:
-        """Moves calls of a row so far, except past another half of their pass or another microbatch of their line."""
-        moved = [*row]
-        m = self.calls.microbatches
         size = self._simulator.size
-        for code in reversed(codes) if far > 0 else codes:
-            at = moved.index(code)
-            to = min(len(row) - 1, max(0, at + far))
-            passed = moved[to:at] if to < at else moved[at + 1 : to + 1]
-            if not any(other % size == code % size or other // m == code // m for other in passed):
-                moved.insert(to, moved.pop(at))
-        return moved
+        stage, at = rng.choice(self._path)
+        row = self._best[stage]
+        code = row[at]
+        far = rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
+        if code < 2 * size:  # others wait for it
+            far = rng.choice([1, 1, 1, 2, 2, 3, 5, 8]) * rng.choice([-1, -1, 1])
+        to = min(len(row) - 1, max(0, at + far))
+        passed = row[to:at] if to < at else row[at + 1 : to + 1]
+        m = self.calls.microbatches
+        if not passed or any(other % size == code % size or other // m == code // m for other in passed):
+            return None
+        changed = [*row]
+        changed.insert(to, changed.pop(at))
+        return [*self._best[:stage], changed, *self._best[stage + 1 :]]
 
     def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
         """Returns the calls on the critical path of the last run, which was of `rows`, as stages and places."""

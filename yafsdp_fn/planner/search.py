@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from yafsdp_fn.planner import footprint
@@ -51,10 +52,6 @@ SHOWN = 1.5
 STAGES_SHOWN = 0.99
 """Builders and meshes that cannot come within this factor of the best are not looked at; on stages and over axes inside
 blocks, a hundredth below it."""
-HOPELESS = 1.1
-"""Over axes inside blocks, what is this much slower than the best is not looked at with more prefetch."""
-NEARBY = 4
-"""A sweep that begins beside a known optimum takes half of this as its first step."""
 SWEEP = 6
 """Numbers of recomputed layers in the coarse sweep."""
 
@@ -197,7 +194,7 @@ def search(
     found: dict[Choice, Trace] = {}
     fastest = math.inf
     for sweep in sorted(sweeps, key=lambda sweep: sweep.bound):
-        if sweep.bound >= fastest * sweep.shown or _spares(sweep.plain, found):
+        if sweep.bound >= fastest * sweep.shown:
             continue
         choice = sweep.best(fastest)
         if choice is not None:
@@ -283,7 +280,7 @@ class Sweep:
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """Returns the fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
-        found = self._alone(fastest) if self.plain.order is None else self._on_stages(self.plain.order, fastest)
+        found = self._alone() if self.plain.order is None else self._on_stages(self.plain.order, fastest)
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
@@ -295,15 +292,14 @@ class Sweep:
         least = self._least_remat(self.plain)
         return None if least is None else self._choice(self.plain._replace(remat=least))
 
-    def _alone(self, fastest: float) -> list[Choice]:
+    def _alone(self) -> list[Choice]:
         found: list[Choice] = []
-        for defer in (False, True) if self.defers else (False,):
-            nearby: Choice | None = None
-            for prefetch in PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES:  # it gathers nothing
-                nearby = self._over_remat(self.plain._replace(prefetch=prefetch, defer=defer), nearby)
-                found += [] if nearby is None else [nearby]
-                if self.shown < 1 and (nearby is None or nearby.step_s > HOPELESS * fastest):
-                    break
+        prefetches = PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES  # it gathers nothing
+        for defer, prefetch in itertools.product((False, True) if self.defers else (False,), prefetches):
+            point = self.plain._replace(prefetch=prefetch, defer=defer)
+            least = self._least_remat(point)
+            if least is not None:
+                found.append(self._over_remat(point, least))
         return found
 
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
@@ -324,19 +320,10 @@ class Sweep:
                         fastest = min(fastest, choice.step_s)
         return found
 
-    def _over_remat(self, point: Point, nearby: Choice | None) -> Choice | None:
-        """Returns the best number of recomputed layers: a coarse sweep, then ever finer steps around the best.
-
-        nearby: the best of a neighbour, to begin from instead of the sweep
-        """
-        if (least := self._least_remat(point)) is None:
-            return None
-        if nearby is None:
-            step = max(1, -(-(self.layers - least) // SWEEP))
-            numbers = {*range(least, self.layers, step), self.layers}
-        else:
-            step = NEARBY
-            numbers = {max(least, nearby.point.remat)}
+    def _over_remat(self, point: Point, least: int) -> Choice:
+        """Returns the best number of recomputed layers: a coarse sweep, then ever finer steps around the best."""
+        step = max(1, -(-(self.layers - least) // SWEEP))
+        numbers = {*range(least, self.layers, step), self.layers}
         found = min((self._filled(point, n) for n in numbers), key=by_seconds)
         while step > 1:
             step //= 2
@@ -372,16 +359,6 @@ class Sweep:
         return point.schedule()(self.whole)
 
 
-def _spares(point: Point, found: Iterable[Choice]) -> bool:
-    """Tells whether an order takes less memory than another of the same layout, which recomputes nothing already."""
-    order = point.order
-    if order is None or order.name not in pipelines.V_SHAPED[1:]:
-        return False
-    alike = [(point.builder, point.mesh, order._replace(name=name)) for name in pipelines.V_SHAPED]
-    plain = [choice.point for choice in found if not choice.point.remat]
-    return any((other.builder, other.mesh, other.order) in alike for other in plain)
-
-
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     """Returns the parts of the first stage and the last in a step of few microbatches."""
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
@@ -401,12 +378,10 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
         width = ranks // number
         if ranks % number or width % alike or (total * readers) % width or (width % node and node % width):
             continue
+        inside = [*arrangements(trace.on((("shard", width // alike), *trace.inside)), cluster, few=True)]
         for order in orders(trace, number, total * readers // width):
-            for builder, mesh in staged_arrangements(width, cluster, trace.inside):
+            for builder, mesh in inside:
                 yield Point(builder, (("stage", number), *mesh), order=order)
-
-
-# ---- Orders and meshes.
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
@@ -427,17 +402,3 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
         yield Order("interleaved", stages, per_stage, microbatches)
         if microbatches >= 2 * stages:  # else as interleaved, with more under way
             yield Order("gpipe", stages, per_stage, microbatches)
-
-
-def staged_arrangements(ranks: int, cluster: Cluster, inside: Mesh = ()) -> Iterator[tuple[str, Mesh]]:
-    """Builders and meshes for the `ranks` ranks of a stage: shard groups of all, of a quarter, of a node, or of one
-    rank alone, of `inside` axes all."""
-    node = cluster.gpus_per_node
-    alike = math.prod(size for _, size in inside)
-    yield "zero3", (("shard", ranks // alike), *inside)
-    for size in sorted({ranks // 4 or 1, node, alike}):
-        whole = ranks % size == 0 and size % alike == 0 and (size % node == 0 or node % size == 0)
-        if 1 < size < ranks and whole:
-            yield "hsdp", (("replicate", ranks // size), ("shard", size // alike), *inside)
-    if ranks > 1 and alike == 1:
-        yield "ddp", (("replicate", ranks), ("shard", 1))

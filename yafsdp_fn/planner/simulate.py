@@ -156,9 +156,9 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
     return out
 
 
-def overhead(program: Program, cluster: Cluster) -> float:
+def overhead(trace: Trace, cluster: Cluster) -> float:
     """Returns the seconds of a step that no op explains: by the units that a rank has a shard of."""
-    return cluster.overhead(sum(program.trace.stage is None or unit.numel > 0 for unit in program.trace.units))
+    return cluster.overhead(sum(trace.stage is None or unit.numel > 0 for unit in trace.units))
 
 
 def check_costs(trace: Trace) -> None:
@@ -268,7 +268,7 @@ def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str =
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
     if slow := cluster.straggling(program.trace.world):
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
-    after = max(overhead(part, cluster) for part in program.by_stage)
+    after = max(overhead(part.trace, cluster) for part in program.by_stage)
     end = max((at.end for at in times), default=0.0)
     spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"
@@ -354,7 +354,9 @@ def work(program: Program, todo: Iterable[OpTask], cluster: Cluster) -> Work:
     compute = max((seconds for (_, stream), seconds in streams.items() if stream == "compute"), default=0.0)
     others = [seconds for (_, stream), seconds in streams.items() if stream != "compute"]
     return Work(
-        compute, max([*others, *links.values()], default=0.0), max(overhead(each, cluster) for each in program.by_stage)
+        compute,
+        max([*others, *links.values()], default=0.0),
+        max(overhead(each.trace, cluster) for each in program.by_stage),
     )
 
 

@@ -123,11 +123,11 @@ class Point(NamedTuple):
         return f"{self.order.name}({call}){on}, {counted(self.order.microbatches, 'microbatch')}{segments}"
 
 
-def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
+def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterator[tuple[str, Mesh]]:
     """Builders and the meshes of as many ranks as `trace` has that they can run on.
 
     Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
-    Axes inside blocks stay as they are, innermost.
+    Axes inside blocks stay as they are, innermost. few: those for a stage: shard groups of all, of a quarter, of a node
     """
     world = trace.stage_ranks
     node = cluster.gpus_per_node
@@ -142,10 +142,10 @@ def arrangements(trace: Trace, cluster: Cluster) -> Iterator[tuple[str, Mesh]]:
         return (*outer, *trace.inside)
 
     yield "zero3", cut(world, by_node)
-    if nested and node > 1:
+    if nested and node > 1 and not few:
         yield "hpz", cut(world, True)
     for size in _group_sizes(world, node):
-        if size % alike == 0:
+        if size % alike == 0 and (not few or size in (world // 4, node, alike)):
             yield "hsdp", (("replicate", world // size), *cut(size, by_node and size > node))
     if world > 1 and alike == 1:
         yield "ddp", (("replicate", world), ("shard", 1))
@@ -158,9 +158,8 @@ def alike_on(trace: Trace) -> int:
 
 def _group_sizes(world: int, node: int) -> list[int]:
     """Sizes of shard groups other than 1 and all: divisors of a node, then nodes by doubling."""
-    inside = [size for size in range(2, min(node, world - 1) + 1) if node % size == 0 and world % size == 0]
-    across = [node * 2**k for k in range(1, world.bit_length())]
-    return inside + [size for size in across if size < world and world % size == 0]
+    divisors = [size for size in range(2, world) if world % size == 0]
+    return [size for size in divisors if node % size == 0 or (size % node == 0 and (size // node).bit_count() == 1)]
 
 
 def layers(trace: Trace) -> int:

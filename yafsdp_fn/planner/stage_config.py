@@ -192,38 +192,30 @@ def _several(numbers: Iterable[int], names: list[str]) -> str:
 class Changes:
     """Random changes of configurations for `trace`, a whole step or a stage's part of one.
 
-    layers: visits that may recompute, those that free most memory for their seconds first; kinds: layers that are alike
-    units: those that visits use
+    layers: visits that may recompute, those that free most memory for their seconds first; units: that visits use
+    fields: what may change -> the numbers that may be in its set, none where it is a number or a switch
     """
 
     def __init__(self, trace: Trace, cluster: Cluster, rng: random.Random) -> None:
-        self.trace = trace
         self.rng = rng
         costs = Costs(trace, cluster)
         price: dict[int, float] = {}
-        kinds: dict[tuple[float, int], set[int]] = {}
         for v in remat.layer_visits(trace):
             twice, once = (costs.seconds(Backward(v, (), ()), recompute) for recompute in (True, False))
-            nbytes = trace.visits[v].cost.inner_bytes
-            price[v] = (twice - once) / max(nbytes, 1)
-            kinds.setdefault((twice - once, nbytes), set()).add(v)
+            price[v] = (twice - once) / max(trace.visits[v].cost.inner_bytes, 1)
         self.layers = sorted(price, key=lambda v: (price[v], v))
-        self.kinds = [*map(frozenset, kinds.values())]
         self.units = sorted({unit for visit in trace.visits for unit in visit.units})
-        self._members = {"resident": self.units, "own_grads": self.units}
-        self._fields = ["resident", "resident", "own_grads", "prefetch", "width", "by_size"]
+        layers = sorted(price)
+        sets = {"resident": self.units, "own_grads": self.units, "recomputed": layers}
         if trace.microbatches > 1:
-            self._members["deferred"] = self.units
+            sets["deferred"] = self.units
         if "local" in dict(trace.mesh):
-            self._members["secondary"] = self.units
-        if trace.update_when != "never":
-            self._fields.append("update")
-        if self.layers:
-            self._members["recomputed"] = sorted(self.layers)
-            self._fields += ["recomputed", "recomputed", "kind"]
-            if trace.split is None:
-                self._members["offloaded"] = sorted(self.layers)
-        self._fields += [field for field in self._members if field not in self._fields]
+            sets["secondary"] = self.units
+        if trace.split is None:
+            sets["offloaded"] = layers
+        others = ["prefetch", "width", "by_size"] + ["update"] * (trace.update_when != "never")
+        self.fields: dict[str, list[int]] = {field: numbers for field, numbers in sets.items() if numbers}
+        self.fields |= {field: [] for field in others}
 
     def of(self, config: StageConfig) -> StageConfig:
         """Makes one to three changes; a change that takes memory is often paid for by one that frees some."""
@@ -232,20 +224,15 @@ class Changes:
         return config
 
     def _changed(self, config: StageConfig) -> StageConfig:
-        rng = self.rng
-        field = rng.choice(self._fields)
-        if field == "kind":
-            kind = rng.choice(self.kinds)
-            more = rng.random() < 0.5
-            return config._replace(recomputed=config.recomputed | kind if more else config.recomputed - kind)
+        field = self.rng.choice([*self.fields])
         value = getattr(config, field)
         changed: Any
-        if field in self._members:
-            changed = self._of_set(value, self._members[field])
-        elif field in ("prefetch", "width"):
-            changed = max(int(field == "width"), value + rng.choice([-1, 1]))
-        else:
+        if self.fields[field]:
+            changed = self._of_set(value, self.fields[field])
+        elif isinstance(value, bool):
             changed = not value
+        else:
+            changed = max(int(field == "width"), value + self.rng.choice([-1, 1]))
         return config._replace(**{field: changed})
 
     def _of_set(self, chosen: Numbers, members: list[int]) -> Numbers:
@@ -309,29 +296,31 @@ class StepWithoutStages:
         self.changes = Changes(trace, cluster, rng)
         self.known: dict[StageConfig, Outcome] = {}
         self.best = self.now = self.first = StageConfig.of(point, trace)
-        self.seconds = self.now_s = self._measured(self.first).seconds
+        self.outcome = self._measured(self.first)
+        self.now_s = self.outcome.seconds
         self.starts = self._starts()
         self.moves = 0
 
     def move(self) -> None:
         """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
         config = next(self.starts, None) or self.changes.of(self.now)
-        seconds = self._measured(config).seconds
+        found = self._measured(config)
+        seconds = found.seconds
         self.moves += 1
-        heat = 0.003 * self.seconds * math.exp(-self.moves / 500)
+        heat = 0.003 * self.outcome.seconds * math.exp(-self.moves / 500)
         slower = seconds - self.now_s
         if slower <= 0 or (seconds < math.inf and self.rng.random() < math.exp(-slower / heat)):
             self.now = config
             self.now_s = seconds
         simpler = len(config.recomputed) < len(self.best.recomputed)
-        if seconds < self.seconds or (seconds == self.seconds and simpler):
+        if seconds < self.outcome.seconds or (seconds == self.outcome.seconds and simpler):
             self.best = config
-            self.seconds = seconds
+            self.outcome = found
 
     def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
         """Returns the best program without changes that save nothing, and what the others save."""
         best = self.best
-        enough = self.seconds * (1 + 1e-5)
+        enough = self.outcome.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
             without = best._replace(**{field: getattr(self.first, field)})
             best = without if self._known(without).seconds <= enough else best

@@ -207,8 +207,7 @@ class Synthesis:
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
         early = self._go(moves, seconds, report)
-        design, found, said = self._work.result()
-        program = verify(design(design.point.whole(self.trace)))
+        program, design, found, said = self._result()
         return Synthesized(
             program,
             found.seconds,
@@ -223,21 +222,28 @@ class Synthesis:
             self,
         )
 
+    def _result(self) -> tuple[Program, Design, Outcome, tuple[str, ...]]:
+        """Returns the best program, proved, and how it came about."""
+        design, found, said = self._work.result()
+        return verify(design(design.point.whole(self.trace))), design, found, said
+
     def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
         """Moves, and tells whether seconds were over first."""
         began = time.monotonic()
         until = self.moves + moves
         work = self._work
-        while self.moves < until and work.seconds > self.least.seconds * (1 + 1e-4):
+        now = work.outcome.seconds
+        while self.moves < until and now > self.least.seconds * (1 + 1e-4):
             if time.monotonic() - began > seconds:
                 return True
-            before = work.seconds
+            before = now
             work.move()
             self.moves += 1
-            if report is not None and work.seconds < before:
-                gap = self.least.gap(work.seconds)
-                saved = 1 - work.seconds / self.builder.seconds
-                report(f"move {self.moves}: {work.seconds:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
+            now = work.outcome.seconds
+            if report is not None and now < before:
+                gap = self.least.gap(now)
+                saved = 1 - now / self.builder.seconds
+                report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
         return False
 
     def save(self, path: str | Path) -> None:
@@ -274,8 +280,7 @@ class Synthesis:
                 f"{self._file}: a search of this version does not measure the programs of the file: begin anew"
             )
         try:
-            design, said, _ = self._work.result()
-            program = verify(design(design.point.whole(self.trace)))
+            program, _, said, _ = self._result()
         except (ValueError, Refused) as error:
             raise ValueError(f"{self._file}: seen: the best program of the file is none: {error}") from error
         found = Outcome(simulate(program, self.cluster).seconds, peaks_of(program))
@@ -294,7 +299,7 @@ CUTS = 6
 FASTEST = 3
 """Cuts that take turns, those that begin with the fastest programs; and how many of them go on after `ROUNDS` turns."""
 ROUNDS = 8
-TURN = 100
+TURN = 250
 """Moves of orders in a turn, which takes about as long as a program is built and simulated."""
 
 
@@ -320,7 +325,6 @@ class Pipelines:
         self.owner = owner
         self.rng = rng
         self.turn = 0
-        self.seconds = owner.builder.seconds
         self.best = Design(owner.points[0])
         self.outcome = owner.builder
         self.starts = self._starts()
@@ -411,8 +415,7 @@ class Pipelines:
         cut.outcome = found
         if not same or cut.search is None:
             self._search(cut, room)
-        if found.seconds < self.seconds:
-            self.seconds = found.seconds
+        if found.seconds < self.outcome.seconds:
             self.best = design
             self.outcome = found
         return True

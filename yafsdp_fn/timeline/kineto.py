@@ -21,7 +21,7 @@ import json
 import re
 import zlib
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -38,17 +38,22 @@ KERNELS = {"gather": re.compile(r"nccl.*AllGather"), "reduce": re.compile(r"nccl
 OF_NCCL = re.compile(r"nccl", re.I)
 COLLECTIVES = {Gather: "all_gather", Reduce: "post_backward_reduce"}
 """The range of a collective."""
-SIDES = {Forward: ("pre_forward", "post_forward"), Backward: ("pre_backward", "post_backward_reduce")}
+SIDES: dict[type, tuple[str, str]] = {
+    Forward: ("pre_forward", "post_forward"),
+    Backward: ("pre_backward", "post_backward_reduce"),
+}
 """The ranges between which a module computes, or one around it. A compute follows the first of its own module."""
+
+Window = tuple[float, float]
+"""The times from which and to which the host did something, in microseconds."""
 
 
 class Range(NamedTuple):
-    """A range of FSDP2. word, module: what it is named by: `FSDP::word (module)`"""
+    """A range of FSDP2: `FSDP::word (module)`. key: word and module"""
 
     start: float
     end: float
-    word: str
-    module: str
+    key: tuple[str, str]
 
 
 class Kernel(NamedTuple):
@@ -58,21 +63,6 @@ class Kernel(NamedTuple):
     start: float
     end: float
     name: str
-
-
-class ProfiledStep(NamedTuple):
-    """A step, in microseconds. ranges: by their beginnings; kernels: by when they were launched"""
-
-    start: float
-    end: float
-    ranges: list[Range]
-    kernels: list[Kernel]
-
-
-Key = tuple[str, str]
-"""Word and module of ranges."""
-Window = tuple[float, float]
-"""The times from which and to which the host did something."""
 
 
 def read_kineto(path: str | Path, program: Program, *, step: int | None = None) -> Timeline:
@@ -105,23 +95,26 @@ def read_kineto(path: str | Path, program: Program, *, step: int | None = None) 
     """
     if len(program.stages) != 1:
         raise ValueError("read_kineto: expected the program of one stage, program.by_stage[0] say")
+    spans = []
     try:
-        found = _recorded(_timed(Path(path)), step)
-        windows = _windows(found, program)
-        spans = []
+        window, ranges, kernels = _recorded(_timed(Path(path)), step)
+        begin, end = window
+        windows = _windows(ranges, window, program)
         for number, op in enumerate(program.ops):
             times = windows.get(number)
-            if times is not None and found.kernels:
-                times = _on_gpu(found.kernels, op, times)
-            if times is not None:
-                start, end = (1e-6 * (time - found.start) for time in times)
-                spans.append(Span(number, op, op.stream, start, end))
-                if start < 0:
-                    raise ValueError(f"op {number} runs {-start:.3g} s before its step begins")
+            if times is not None and kernels:
+                times = _on_gpu(kernels, op, times)
+            if times is None:
+                continue
+            if times[0] < begin:
+                raise ValueError(f"op {number} runs {1e-6 * (begin - times[0]):.3g} s before its step begins")
+            start, stop = (1e-6 * (time - begin) for time in times)
+            spans.append(Span(number, op, op.stream, start, stop))
     except ValueError as error:
         raise ValueError(f"read_kineto: {path}: {error}") from error
-    seconds = 1e-6 * (max([found.end, *(kernel.end for kernel in found.kernels)]) - found.start)
-    return Timeline(program.trace, tuple(spans), seconds, f"{MEASURED} by torch.profiler: {Path(path).name}")
+    last = max([end, *(kernel.end for kernel in kernels)])
+    title = f"{MEASURED} by torch.profiler: {Path(path).name}"
+    return Timeline(program.trace, tuple(spans), 1e-6 * (last - begin), title)
 
 
 # ---- the file
@@ -148,8 +141,8 @@ class Timed(NamedTuple):
         return self.ts + self.dur
 
 
-def _recorded(timed: Sequence[Timed], step: int | None) -> ProfiledStep:
-    """Returns one step of what the host and a GPU did."""
+def _recorded(timed: Sequence[Timed], step: int | None) -> tuple[Window, list[Range], list[Kernel]]:
+    """Returns when one step began and ended; its ranges, by their beginnings; kernels, by when they were launched."""
     host = [e for e in timed if e.cat in OF_HOST and e.name.startswith("FSDP::")]
     steps = {int(e.name[len(STEP) :]): e for e in timed if NUMBERED.fullmatch(e.name) and not e.cat.startswith("gpu")}
     if step is not None and step not in steps:
@@ -164,12 +157,19 @@ def _recorded(timed: Sequence[Timed], step: int | None) -> ProfiledStep:
             f"no range of FSDP2, such as FSDP::all_gather, is in it{where}; record a step with ProfilerActivity.CPU, "
             "too"
         )
-    ranges = [Range(e.ts, e.end, match[1], match[2] or "") for e in host if (match := RANGE.match(e.name))]
-    launches = {e.correlation: e.ts for e in timed if e.cat in LAUNCHES}
-    ran = [e for e in timed if e.cat == KERNEL and e.correlation is not None and e.correlation in launches]
-    kernels = [Kernel(launches[e.correlation], e.ts, e.end, e.name) for e in ran]
-    inside = [kernel for kernel in kernels if start <= kernel.launched < end]
-    return ProfiledStep(start, end, sorted(ranges), sorted(inside))
+    ranges = []
+    for e in host:
+        if match := RANGE.match(e.name):
+            ranges.append(Range(e.ts, e.end, (match[1], match[2] or "")))
+    launches: dict[int | None, float] = {
+        e.correlation: e.ts for e in timed if e.cat in LAUNCHES and e.correlation is not None
+    }
+    kernels = []
+    for e in timed:
+        launched = launches.get(e.correlation) if e.cat == KERNEL else None
+        if launched is not None and start <= launched < end:
+            kernels.append(Kernel(launched, e.ts, e.end, e.name))
+    return (start, end), sorted(ranges), sorted(kernels)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -221,50 +221,54 @@ def _event(where: str, event: Any) -> Timed | None:
 # ---- each op of the program, and when the host did it
 
 
-def _windows(found: ProfiledStep, program: Program) -> dict[int, Window]:
+def _windows(ranges: Sequence[Range], step: Window, program: Program) -> dict[int, Window]:
     """Op -> when the host did it.
 
     Modules are known by their order: the first that is gathered is the program's first group of units. The n-th time
     that the host does something for a module is of the n-th such op.
     """
     groups = dict.fromkeys(op.units for op in program.ops if isinstance(op, Gather))
-    modules = dict.fromkeys(each.module for each in found.ranges if each.word == "all_gather")
+    modules = dict.fromkeys(each.key[1] for each in ranges if each.key[0] == "all_gather")
     _same("modules gathered", len(modules), len(groups))
     module = {unit: of for units, of in zip(groups, modules, strict=True) for unit in units}
     visits = program.trace.visits
-    users = {of: {v.id for v in visits if of in [module[unit] for unit in v.units]} for of in modules}
+    users = Counter(of for visit in visits for of in {module[unit] for unit in visit.units})
 
-    wanted: defaultdict[Key, list[int]] = defaultdict(list)
+    wanted: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    inside = []  # computes of a module that has others inside
     for number, op in enumerate(program.ops):
         if isinstance(op, Gather | Reduce):
             wanted[COLLECTIVES[type(op)], module[op.units[0]]].append(number)
-        elif isinstance(op, Forward | Backward) and visits[op.visit].units:
-            of = module[visits[op.visit].units[0]]
-            if users[of] == {op.visit}:
-                wanted[SIDES[type(op)][0], of].append(number)
+        elif isinstance(op, Forward | Backward):
+            units = visits[op.visit].units
+            if units and users[module[units[0]]] == 1:
+                wanted[SIDES[type(op)][0], module[units[0]]].append(number)
+            else:
+                inside.append(number)
 
-    did: defaultdict[Key, list[Window]] = defaultdict(list)
-    for each in found.ranges:
-        if each.word in COLLECTIVES.values():
-            did[each.word, each.module].append((each.start, each.end))
-    gaps = [(a, (a.end, b.start)) for a, b in itertools.pairwise(_outermost(found.ranges)) if b.start > a.end]
-    for side, gap in gaps:
-        if side.word.startswith("pre_") and (side.word, side.module) in wanted:
-            did[side.word, side.module].append(gap)
+    outer = _outermost(ranges)
+    gaps = [(a.key, (a.end, b.start)) for a, b in itertools.pairwise(outer) if b.start > a.end]
+    did: defaultdict[tuple[str, str], list[Window]] = defaultdict(list)
+    for start, end, key in ranges:
+        if key[0] in COLLECTIVES.values():
+            did[key].append((start, end))
+    for key, gap in gaps:
+        if key[0].startswith("pre_") and key in wanted:
+            did[key].append(gap)
 
     windows: dict[int, Window] = {}
-    for word, of in [*wanted, *did]:
-        numbers, mine = wanted[word, of], did[word, of]
-        _same(f"FSDP::{word}" + f" ({of})" * bool(of), len(mine), len(numbers))
-        windows |= dict(zip(numbers, mine, strict=True))
+    for key in [*wanted, *did]:
+        word, of = key
+        _same(f"FSDP::{word}" + f" ({of})" * bool(of), len(did[key]), len(wanted[key]))
+        windows |= dict(zip(wanted[key], did[key], strict=True))
 
-    for number, op in enumerate(program.ops):
-        if isinstance(op, Forward | Backward) and number not in windows:  # of a module that has others inside
-            before = max((windows[n][1] for n in windows if n < number), default=found.start)
-            after = min((windows[n][0] for n in windows if n > number), default=found.end)
-            near = [gap for side, gap in gaps if side.word in SIDES[type(op)] and before <= gap[0] and gap[1] <= after]
-            if near:
-                windows[number] = max(near, key=lambda gap: gap[1] - gap[0])
+    for number in inside:
+        before = max((windows[n][1] for n in windows if n < number), default=step[0])
+        after = min((windows[n][0] for n in windows if n > number), default=step[1])
+        sides = SIDES[type(program.ops[number])]
+        near = [gap for key, gap in gaps if key[0] in sides and before <= gap[0] and gap[1] <= after]
+        if near:
+            windows[number] = max(near, key=lambda gap: gap[1] - gap[0])
     return windows
 
 
@@ -289,5 +293,8 @@ def _on_gpu(kernels: Sequence[Kernel], op: Op, window: Window) -> Window | None:
     """Returns when the kernels ran that were launched in `window` for an op; None where there are none."""
     first, last = (bisect_left(kernels, time, key=attrgetter("launched")) for time in window)
     pattern = KERNELS.get(op.stream)
-    mine = [k for k in kernels[first:last] if (pattern.search(k.name) if pattern else not OF_NCCL.search(k.name))]
+    mine = []
+    for kernel in kernels[first:last]:
+        if pattern.search(kernel.name) if pattern else not OF_NCCL.search(kernel.name):
+            mine.append(kernel)
     return (min(k.start for k in mine), max(k.end for k in mine)) if mine else None

@@ -7,7 +7,9 @@ of a pipeline       stage under stage: what compute does, in boxes of one call e
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 from yafsdp_fn.program.ops import (
@@ -35,7 +37,12 @@ T = TypeVar("T")
 # (light, dark): weights, gradients
 LAYERS = ("bac7ff 9ed0ff 88d8f0 85ddd8 96dcbb b3d8a0", "8291e5 519ee1 00aacc 00b0ab 3cb082 76a958")  # first to last
 OTHERS = ("f4b5d7 fdb4b9 faba9d ebc38c", "ce77aa da767f d77d54 c58c30")  # units outside of stacks
-CALLS = {"forward": "a9d4ff 6c95c9", "backward": "a7e2b2 69a275", "inputs": "87e4de 44a49e", "weights": "f0cb8d af8c4f"}
+CALLS = {  # kind -> words of the legend, and the ramp over the segments of a stage
+    "forward": ("forward", "a9d4ff 6c95c9"),
+    "backward": ("backward", "a7e2b2 69a275"),
+    "inputs": ("gradients of inputs", "87e4de 44a49e"),
+    "weights": ("of weights", "f0cb8d af8c4f"),
+}
 
 GREY = "#c7c7c7"  # what belongs to no unit
 WHITE = "#ffffff"
@@ -43,7 +50,7 @@ STRIP_COLOUR = "#d9dce1"
 FILLING = "#c3edf2"  # in the legend: a slot between two layers, paler
 INSIDE = "#4b3f72"  # collectives in a compute
 OTHERWISE = "#e5e7eb"  # idle for another reason
-IDLE = {
+IDLE = {  # why compute is idle -> the colour
     "gather": "#fbe1dc",
     "reduce": "#fbeccb",
     "all-reduce": "#fbeccb",
@@ -85,15 +92,16 @@ class Palette:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         visited = [unit for visit in trace.visits for unit in visit.units]
-        every = dict.fromkeys([*visited, *range(len(trace.units))])
-        units = [trace.units[unit] for unit in every]
+        units = [trace.units[unit] for unit in dict.fromkeys([*visited, *range(len(trace.units))])]
         self.others = [unit for unit in units if unit.stack is None]
         names = dict.fromkeys(unit.stack for unit in units if unit.stack is not None)
         self.stacks = {name: [unit for unit in trace.units if unit.stack == name] for name in names}
-        self._place = _spread(self.others, 0.0, 1.0)
         share = 1 / max(1.0, 1.5 * len(names) - 0.5)
-        for number, layers in enumerate(self.stacks.values()):
-            self._place |= _spread(layers, 1.5 * share * number, share)
+        groups = [(1.5 * share * number, share, layers) for number, layers in enumerate(self.stacks.values())]
+        self._place: dict[int, float] = {}  # unit -> its place on a ramp
+        for low, width, group in [(0.0, 1.0, self.others), *groups]:
+            for k, unit in enumerate(group):
+                self._place[unit.id] = low + width * k / max(1, len(group) - 1)
 
     def of(self, unit: int, dark: bool) -> str:
         ramps = OTHERS if self.trace.units[unit].stack is None else LAYERS
@@ -108,12 +116,11 @@ class Palette:
         layers = [unit for unit in units if unit.stack is not None]
         return next(iter(layers or units), None)
 
-    def named(self, unit: UnitSpec, dark: bool) -> dict[str, Any]:
-        """Returns the fields of a box that shows a unit."""
-        about = {"colour": self.of(unit.id, dark), "dark": dark}
-        if unit.stack is None:
-            return {**about, "text": unit.name.rpartition(".")[2]}
-        return {**about, "text": str(unit.layer), "number": unit.layer}
+    def bar(self, kind: str, start: float, end: float, unit: UnitSpec, dark: bool) -> "Bar":
+        """Returns a box that shows a unit."""
+        text = unit.name.rpartition(".")[2] if unit.stack is None else str(unit.layer)
+        number = None if unit.stack is None else unit.layer
+        return Bar(kind, start, end, self.of(unit.id, dark), text, number, dark=dark)
 
     def box(self, span: Span) -> "Bar":
         """Returns the box of an op, and what is written in it."""
@@ -123,13 +130,10 @@ class Palette:
             return plain._replace(text=str(op.microbatch))
         if unit is None or isinstance(op, Norm) or len(getattr(op, "units", ())) > 2:
             return plain
-        named = self.named(unit, isinstance(op, OF_GRADIENTS))
-        return plain._replace(**named if isinstance(op, OF_WEIGHTS + OF_GRADIENTS) else {"text": named["text"]})
-
-
-def _spread(units: Sequence[UnitSpec], low: float, width: float) -> dict[int, float]:
-    """Returns unit -> its place on a ramp, of which some units have a part."""
-    return {unit.id: low + width * k / max(1, len(units) - 1) for k, unit in enumerate(units)}
+        named = self.bar("op", span.start, span.end, unit, isinstance(op, OF_GRADIENTS))
+        if isinstance(op, OF_WEIGHTS + OF_GRADIENTS):
+            return named._replace(op=span.number)
+        return plain._replace(text=named.text)
 
 
 # ---- A layout: rows of boxes.
@@ -189,11 +193,11 @@ class Layout(NamedTuple):
     legend: tuple[Sample, ...]
 
 
-def _runs(spans: Iterable[Span], place: Callable[[Span], T]) -> Iterator[tuple[T, float, float]]:
+def _runs(placed: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, float, float]]:
     """Yields where spans are, from when to when, those together that follow each other in one place."""
-    for at, run in itertools.groupby(spans, place):
-        first, *others = run
-        yield at, first.start, (others or [first])[-1].end
+    for at, run in itertools.groupby(placed, itemgetter(0)):
+        spans = [span for _, span in run]
+        yield at, spans[0].start, spans[-1].end
 
 
 def _inside(spans: Spans, row: BoxRow) -> BoxRow:
@@ -209,12 +213,13 @@ COMPUTE, STREAM, STRIP, GAP = 0.40, 0.28, 0.13, 0.07  # heights
 SLOT, BLOCK, MANY_SLOTS = 0.15, 1.25, 8  # of one slot; of all slots of a kind where they are more than so many
 PER_OP = 0.085  # wanted width of an op of the fullest lane
 SEEN = 0.002  # part of the step: what is shorter is not explained
+OF_HOST = "idle: waits for a copy to the host, or from it"
 REASONS = {
     "gather": "idle: waits for a gather (its layer in italics)",
     "reduce": "idle: waits for a reduction",
     "all-reduce": "idle: waits for a reduction",
-    "offload": "idle: waits for a copy to the host, or from it",
-    "fetch": "idle: waits for a copy to the host, or from it",
+    "offload": OF_HOST,
+    "fetch": OF_HOST,
 }
 
 
@@ -225,19 +230,18 @@ def of_stage(timeline: Spans) -> Layout:
     lanes: dict[str, BoxRow] = {}
     top = 0.0
     for stream in timeline.streams:
-        bars = [palette.box(span) for span in timeline.on(stream)]
-        height = STREAM
         if stream == "compute":
-            bars = [*_gaps(timeline, palette), *_computes(timeline, palette)]
-            height = COMPUTE
             for name, strip in _strips(timeline, palette):
-                rows.append(BoxRow(name, top, STRIP, tuple(strip)))
+                rows.append(BoxRow(name, top, STRIP, strip))
                 top += STRIP + 0.02
-        lanes[stream] = BoxRow(stream, top, height, tuple(bars), large=True)
-        rows.append(lanes[stream])
-        if stream == "compute":
-            rows.append(_inside(timeline, lanes[stream]))
-        top += height + GAP
+            bars = (*_gaps(timeline, palette), *_computes(timeline, palette))
+            lane = BoxRow(stream, top, COMPUTE, bars, large=True)
+            rows += [lane, _inside(timeline, lane)]
+        else:
+            lane = BoxRow(stream, top, STREAM, tuple(map(palette.box, timeline.on(stream))), large=True)
+            rows.append(lane)
+        lanes[stream] = lane
+        top += lane.height + GAP
     for name, held, dark in (("slot", weight_slots(timeline), False), ("grad slot", grad_slots(timeline), True)):
         if held:
             rows += _slots(name, top + GAP, held, palette, dark)
@@ -245,18 +249,19 @@ def of_stage(timeline: Spans) -> Layout:
     words = f"step {shown(timeline.seconds)}, compute busy {timeline.compute_s / (timeline.seconds or 1.0):.0%}"
     if waits := reasons(timeline):
         words += f"; idle {longest(waits)}"
-    wanted = PER_OP * max((len(timeline.on(stream)) for stream in lanes), default=0)
-    path = tuple(_runs(timeline.critical_path(), lambda span: lanes[span.stream]))
-    return Layout(timeline, words, top, wanted, tuple(rows), path, tuple(_legend(timeline, palette, rows)))
+    most = max(Counter(span.stream for span in timeline.spans).values(), default=0)
+    path = tuple(_runs((lanes[span.stream], span) for span in timeline.critical_path()))
+    legend = tuple(_legend(timeline, palette, [bar for row in rows for bar in row.bars]))
+    return Layout(timeline, words, top, PER_OP * most, tuple(rows), path, legend)
 
 
 def _computes(timeline: Spans, palette: Palette) -> Iterator[Bar]:
     """Yields the boxes of computes, of which some backwards recompute their forwards."""
-    kept: set[tuple[int, int]] = set()
-    for span in timeline.on("compute"):
+    computes = timeline.on("compute")
+    forwards = [span.op for span in computes if isinstance(span.op, Forward)]
+    kept = {(op.visit, op.microbatch) for op in forwards if op.keep}
+    for span in computes:
         op, box = span.op, palette.box(span)
-        if isinstance(op, Forward) and op.keep:
-            kept.add((op.visit, op.microbatch))
         again = isinstance(op, Backward) and (op.visit, op.microbatch) not in kept
         yield box._replace(kind="again") if again and box.number is not None else box
 
@@ -270,20 +275,22 @@ def _gaps(timeline: Spans, palette: Palette) -> Iterator[Bar]:
         yield Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE), text, short=short)
 
 
-def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, list[Bar]]]:
+def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, tuple[Bar, ...]]]:
     """Yields which of several microbatches compute is at, and in which of several stacks."""
-
-    def stack(span: Span) -> str | None:
-        unit = palette.leading(span.op)
-        return unit and unit.stack
-
     computes = [span for span in timeline.spans if isinstance(span.op, Forward | Backward)]
-    places: dict[str, Callable[[Span], Any]] = {"microbatch": lambda span: span.microbatch, "stack": stack}
-    for name, place in places.items():
-        runs = [(str(at), start, end) for at, start, end in _runs(computes, place) if at is not None]
-        if len({text for text, _, _ in runs}) > 1:
-            bars = [Bar("strip", start, end, STRIP_COLOUR, text) for text, start, end in runs]
-            yield name, [bar._replace(short=bar.text.rpartition(".")[2]) for bar in bars]
+    leading = [palette.leading(span.op) for span in computes]
+    places: dict[str, list[Any]] = {
+        "microbatch": [span.microbatch for span in computes],
+        "stack": [unit and unit.stack for unit in leading],
+    }
+    for name, of in places.items():
+        if len({*of} - {None}) < 2:
+            continue
+        bars = []
+        for at, start, end in _runs(zip(of, computes, strict=True)):
+            if at is not None:
+                bars.append(Bar("strip", start, end, STRIP_COLOUR, str(at), short=str(at).rpartition(".")[2]))
+        yield name, tuple(bars)
 
 
 def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: bool) -> Iterator[BoxRow]:
@@ -295,35 +302,32 @@ def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: 
         yield BoxRow(f"{len(numbers)} {name}s", top, BLOCK)
     for k, slot in enumerate(numbers):
         own = [each for each in held if each.slot == slot]
-        units = [palette.trace.units[each.unit] for each in own]
-        bars = [
-            Bar("slot", each.start, each.end, **palette.named(unit, dark))
-            for each, unit in zip(own, units, strict=True)
-        ]
+        units = palette.trace.units
+        bars = [palette.bar("slot", each.start, each.end, units[each.unit], dark) for each in own]
         bars += [Bar("filling", each.start, each.ready, WHITE) for each in own if each.ready > each.start]
         yield BoxRow("" if many else f"{name} {slot}", top + k * (height + gap), height, tuple(bars))
 
 
-def _legend(timeline: Spans, palette: Palette, rows: Sequence[BoxRow]) -> Iterator[Sample]:
+def _legend(timeline: Spans, palette: Palette, bars: Sequence[Bar]) -> Iterator[Sample]:
     """Yields what is to be explained."""
-    bars = [bar for row in rows for bar in row.bars]
     kinds = {bar.kind for bar in bars}
-    layers = [unit.id for units in palette.stacks.values() for unit in units]
-    for number, (name, units) in enumerate(palette.stacks.items()):
+    first = "forward and weights, layers "
+    for name, units in palette.stacks.items():
         which = f"{units[0].layer} to {units[-1].layer}" + f" of {name}" * (len(palette.stacks) > 1)
-        light = tuple(palette.of(unit.id, dark=False) for unit in units)
-        yield Sample("forward and weights, layers " * (not number) + which, light)
-    if layers:
-        yield Sample("backward and gradients", tuple(palette.of(unit, dark=True) for unit in layers))
+        yield Sample(first + which, tuple(palette.of(unit.id, dark=False) for unit in units))
+        first = ""
+    if palette.stacks:
+        layers = itertools.chain.from_iterable(palette.stacks.values())
+        yield Sample("backward and gradients", tuple(palette.of(unit.id, dark=True) for unit in layers))
     for unit in palette.others[:4]:
         yield Sample(unit.name, (palette.of(unit.id, dark=False), palette.of(unit.id, dark=True)))
     if "again" in kinds:
         yield Sample("recomputes its forward first", (on_ramp(LAYERS[True], 0.5),), "hatched")
     if "inside" in kinds:
         yield Sample("collectives in a block", (INSIDE,))
-    seen = [bar for bar in bars if bar.colour == GREY and bar.end - bar.start > SEEN * timeline.seconds]
-    grey = {type(timeline.by_number[bar.op].op).__name__.lower() for bar in seen}
-    if grey:
+    seen = [bar.op for bar in bars if bar.colour == GREY and bar.end - bar.start > SEEN * timeline.seconds]
+    if seen:
+        grey = {type(timeline.by_number[number].op).__name__.lower() for number in seen}
         yield Sample(", ".join(sorted(grey)), (GREY,))
     for gap in timeline.idle():
         yield Sample(REASONS.get(gap.why, "idle otherwise"), (IDLE.get(gap.why, OTHERWISE),))
@@ -335,7 +339,6 @@ def _legend(timeline: Spans, palette: Palette, rows: Sequence[BoxRow]) -> Iterat
 
 TALL, THIN_ROW, BETWEEN = 0.27, 0.05, 0.1  # heights of a row of computes and of a thin one; between two stages
 PER_CALL = 0.17  # wanted width of a call of the fullest stage
-KINDS = ("forward", "backward", "gradients of inputs", "of weights")  # as CALLS has them
 WAITS = {"receive": "receive", "gather": "gather", "reduce": "reduction"}
 
 
@@ -364,15 +367,15 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
             rows.append(BoxRow("", top + tall + THIN_ROW * number + 0.01, THIN_ROW - 0.01, bars, stage=stage))
     lost = f"bubble {timeline.bubble:.1%}, over all stages" if several else f"compute idle {timeline.bubble:.1%}"
     words = f"step {shown(timeline.seconds)}, {lost}: {idle(timeline)}"
-    on_path = (span for span in timeline.critical_path() if span.stream == "compute")
-    path = tuple(_runs(on_path, lambda span: computes[span.stage]))
+    on_path = [span for span in timeline.critical_path() if span.stream == "compute"]
+    path = tuple(_runs((computes[span.stage], span) for span in on_path))
     legend = _legend_of_stages(rows, _segments(timeline.trace))
     return Layout(timeline, words, pitch * timeline.stage_count, PER_CALL * most, tuple(rows), path, legend)
 
 
 def shade(kind: str, segment: int, count: int) -> str:
     """Returns the colour of a call, darker from the first segment of a stage to the last."""
-    return on_ramp(CALLS[kind], segment / (count - 1) if count > 1 else 0.3)
+    return on_ramp(CALLS[kind][1], segment / (count - 1) if count > 1 else 0.3)
 
 
 def _segments(trace: Trace) -> int:
@@ -400,14 +403,13 @@ def _calls(part: Spans) -> list[Bar]:
 
 def _legend_of_stages(rows: Sequence[BoxRow], segments: int) -> tuple[Sample, ...]:
     """Explains the colours that are in some row."""
-    shades = [tuple(shade(kind, number, segments) for number in range(segments)) for kind in CALLS]
-    samples = [Sample(words, colours) for words, colours in zip(KINDS, shades, strict=True)]
-    samples += [Sample("norm, update", (GREY,))]
+    samples = []
+    for kind, (words, _) in CALLS.items():
+        several = f", {segments} segments" * (segments > 1 and kind == "forward")
+        samples.append(Sample(words + several, tuple(shade(kind, number, segments) for number in range(segments))))
+    samples.append(Sample("norm, update", (GREY,)))
     samples += [Sample(f"idle: {words}", (IDLE[why],)) for why, words in WAITS.items()]
-    samples += [Sample("collectives in a block", (INSIDE,))]
+    samples.append(Sample("collectives in a block", (INSIDE,)))
     samples += [Sample(words, (colour,)) for words, (_, colour) in THIN.items()]
     used = {bar.colour for row in rows for bar in row.bars}
-    legend = [sample for sample in samples if used & set(sample.colours)]
-    if segments > 1:
-        legend[0] = legend[0]._replace(words=f"{legend[0].words}, {segments} segments")
-    return tuple(legend)
+    return tuple(sample for sample in samples if used & set(sample.colours))

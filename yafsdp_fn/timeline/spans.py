@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from operator import attrgetter
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 from yafsdp_fn.program.ops import OPS, STREAMS, Backward, Forward, Op, Reduce, filled, name_of
 from yafsdp_fn.program.program import stage_trace_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.util.schema import Limits
 
+Seconds = Annotated[float, Limits(0, 1e300)]
+"""A time of a timeline in JSON."""
 MEASURED = "measured"
 """The word that titles of recorded steps begin with."""
 
@@ -21,8 +24,8 @@ class Inside(NamedTuple):
     name: of one, as recorded; "" of what is predicted
     """
 
-    start: float
-    end: float
+    start: Seconds
+    end: Seconds
     name: str = ""
 
 
@@ -300,39 +303,39 @@ class Held(NamedTuple):
     end: float
 
 
-BY_SLOT = attrgetter("slot", "start")
-
-
 def weight_slots(timeline: Spans) -> list[Held]:
     """Returns the contents of weight slots; empty where nothing is gathered."""
-    now: dict[int, Held] = {}
-    used: set[int] = set()
-    done: list[Held] = []
+    found: list[Held] = []
+    now: dict[int, Held] = {}  # an end of 0: nothing has used it yet
+    gathered = False
     for span in timeline.spans:
-        op = span.op
-        for unit, slot in timeline.trace.weights_of(op):
-            held = now.get(slot) or Held(slot, unit, 0.0, 0.0, span.end)
-            now[slot] = held._replace(end=max(span.end, held.end) if slot in used else span.end)
-            used.add(slot)
-        for unit, slot in filled(op):
-            done += [now[slot]] if slot in now else []
-            now[slot] = Held(slot, unit, span.start, span.end, timeline.seconds)
-            used.discard(slot)
-    gathered = any(filled(span.op) for span in timeline.spans)
-    return sorted([*done, *now.values()], key=BY_SLOT) if gathered else []
+        for unit, slot in timeline.trace.weights_of(span.op):
+            held = now.get(slot) or Held(slot, unit, 0.0, 0.0, 0.0)
+            now[slot] = held._replace(end=max(span.end, held.end))
+        for unit, slot in filled(span.op):
+            gathered = True
+            if slot in now:
+                found.append(now[slot])
+            now[slot] = Held(slot, unit, span.start, span.end, 0.0)
+    return _by_slot(timeline, [*found, *now.values()] if gathered else [])
 
 
 def grad_slots(timeline: Spans) -> list[Held]:
     """Returns the contents of gradient slots; empty where nothing is reduced."""
+    found: list[Held] = []
     now: dict[int, Held] = {}
-    done: list[Held] = []
     for span in timeline.spans:
         op = span.op
         if isinstance(op, Backward) and op.grad_slots:  # the half for inputs has none
             trained = timeline.trace.visits[op.visit].trained
             for unit, slot in zip(trained, op.grad_slots, strict=True):
-                now.setdefault(slot, Held(slot, unit, span.start, span.end, timeline.seconds))
+                now.setdefault(slot, Held(slot, unit, span.start, span.end, 0.0))
         elif isinstance(op, Reduce):
-            for slot in op.grad_slots:
-                done += [now.pop(slot)._replace(end=span.end)] if slot in now else []
-    return sorted([*done, *now.values()], key=BY_SLOT) if done else []
+            found += [now.pop(slot)._replace(end=span.end) for slot in op.grad_slots if slot in now]
+    return _by_slot(timeline, [*found, *now.values()] if found else [])
+
+
+def _by_slot(timeline: Spans, found: Iterable[Held]) -> list[Held]:
+    """Returns contents in the order of slots; what has no end is held to the step's."""
+    held = [each._replace(end=each.end or timeline.seconds) for each in found]
+    return sorted(held, key=attrgetter("slot", "start"))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from yafsdp_fn.program.json import as_data, checked
 from yafsdp_fn.program.ops import OPS, Op, name_of
@@ -12,22 +12,12 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline import paint, perfetto, text
-from yafsdp_fn.timeline.spans import Inside, Span, Spans, are_timelines, of_one_stage
+from yafsdp_fn.timeline.spans import Inside, Seconds, Span, Spans, are_timelines, of_one_stage
 from yafsdp_fn.util import strict_json
-from yafsdp_fn.util.schema import Limits, typed_at
+from yafsdp_fn.util.schema import typed_at
 
 # ---- What a timeline in JSON consists of, beside its program: it was measured on one machine, kept, and is shown on
 # another.
-
-Seconds = Annotated[float, Limits(0, 1e300)]
-
-
-class InsideRecord(NamedTuple):
-    """A collective in a block, as `Inside`."""
-
-    start: Seconds
-    end: Seconds
-    name: str
 
 
 class Ran(NamedTuple):
@@ -38,7 +28,7 @@ class Ran(NamedTuple):
     start: Seconds
     end: Seconds
     cause: int | None
-    inside: tuple[InsideRecord, ...] = ()
+    inside: tuple[Inside, ...] = ()
 
 
 class Kept(NamedTuple):
@@ -63,11 +53,10 @@ def _spans(kept: Kept, ops: Sequence[Op]) -> Iterator[Span]:
         for part in ran.inside:
             _check_inside(f"spans[{at}], inside", part, ran.start, ran.end)
         known.add(ran.number)
-        inside = tuple(Inside(*part) for part in ran.inside)
-        yield Span(ran.number, op, ran.stream, ran.start, ran.end, ran.cause, inside=inside)
+        yield Span(ran.number, op, *ran[1:5], inside=ran.inside)
 
 
-def _check_inside(where: str, what: Ran | InsideRecord, start: float, end: float) -> None:
+def _check_inside(where: str, what: Ran | Inside, start: float, end: float) -> None:
     if not start <= what.start <= what.end <= end:
         raise ValueError(f"{where}: it lasts from {what.start} to {what.end} s, in what lasts from {start} to {end} s")
 
