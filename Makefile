@@ -55,9 +55,10 @@ sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)
 
 # In two processes, each with rank processes of its own: most tests leave one of two cores idle. In the order of files:
-# by itself xdist leaves those of few tests to the end, and the longest tests are in such.
+# by itself xdist leaves those of few tests to the end, and the longest tests are in such. Byte code is kept: tests
+# start Python some hundred times.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly:
 	@$(MAKE) test ARGS='--nightly $(ARGS)'

@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.harness.marks import left_out
 from tests.harness.pool import Pool
 from yafsdp_fn.nn import linear
 
@@ -54,6 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     most, nightly = config.getoption("--max-world"), config.getoption("--nightly")
     kept = [item for item in items if _world(item) <= most and (nightly or not item.get_closest_marker("nightly"))]
+    if not nightly:
+        waiting = left_out(kept)
+        kept = [item for item in kept if item not in waiting]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     items[:] = kept
 

@@ -158,6 +158,8 @@ NIGHTLY = {
     "mistral",
     "gpt2",
     "one rank of each",
+    "gpt2, tensor",
+    "tensor, context",
     "context of four",
     "tensor of four",
     "shard, context",

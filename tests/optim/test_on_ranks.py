@@ -58,6 +58,7 @@ def trained(mesh: Any, name: str) -> None:
     compare(ya.unshard(state.opt_state), expected.opt_state, 1e-12, "the optimizer's state")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", TXS)
 def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Pool], world: int, name: str) -> None:
@@ -130,6 +131,7 @@ def at_rates(mesh: Any, injected: bool) -> None:
     compare(ya.unshard(state), expected, 1e-13, "parameters")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("injected", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_rates_are_those_of_the_host_in_float64(pools: dict[int, Pool], world: int, injected: bool) -> None:
@@ -191,6 +193,7 @@ def refused(mesh: Any, name: str, in_program: bool) -> list[str]:
     return said
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_program", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_an_update_that_is_not_like_its_parameter_is_refused(

@@ -22,6 +22,7 @@ from benchmarks.counting import no_scratch
 from models import llama
 from models.parts.axes import Axes
 from tests.axes import model as small
+from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
@@ -313,6 +314,7 @@ def agree(real: int, predicted: Memory, tolerance: float) -> None:
     assert predicted.peak_bytes > 1.05 * predicted.held_bytes  # else the peak would say nothing about blocks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
@@ -327,7 +329,7 @@ def test_the_peak_with_gains_in_float32(remat: str) -> None:
     agree(real, predicted, 0.01)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [nightly(1), 2])
 def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32: the CPU's sums of two dtypes take memory of their own."""
     case = (one_rank(), CONFIG, "none", microbatches)
@@ -361,6 +363,7 @@ def between(config: llama.Config) -> Any:
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "remat", "how"),
     [
@@ -419,7 +422,7 @@ def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
     return measured(mesh, SMALL_HEAD, remat, 1, tx=MUON)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_the_peak_with_muon(pools: dict[int, Pool], world: int) -> None:
     for real, predicted in pools[world].run(with_muon, "all"):
         agree(real, predicted, 0.03)

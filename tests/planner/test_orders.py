@@ -43,6 +43,7 @@ def test_the_bubbles_that_the_paper_gives(row: object) -> None:
         assert ours == pytest.approx(paper, abs=1e-4 if exact else 0.005), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("v", [False, True])
 @pytest.mark.parametrize("memory", [4, 6])
 def test_what_is_found(v: bool, memory: int) -> None:

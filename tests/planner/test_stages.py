@@ -38,6 +38,7 @@ FORMULAS: dict[str, tuple[int, Callable[[int, int], float]]] = {
 """Segments of a stage, and the part of the step in which compute is idle; of ZB-V, its first and last calls alone."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:

@@ -74,6 +74,7 @@ def held(mesh: Any, order: str, precision: str, optimizer: str) -> tuple[dict[st
     return {name: found[name] for name in real}, real
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("order", "precision", "optimizer"), CASES)
 def test_a_stage_holds_what_is_predicted(

@@ -159,12 +159,14 @@ def exact(mesh: Any, which: str) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("which", by_ranks(1))
 def test_functions_of_the_leaves_inside_a_loss_are_exact(pools: dict[int, Pool], world: int, which: str) -> None:
     pools[world].run(exact, which)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "mesh"), [(4, "replicate"), (2, "copies")])
 @pytest.mark.parametrize("which", by_ranks(1))
 def test_and_so_they_are_on_replicas(pools: dict[int, Pool], world: int, mesh: str, which: str) -> None:

@@ -72,6 +72,7 @@ def gradients(_: Mesh, builder: str) -> None:
             check_exact(made(kind), PROBLEMS[name], layers=3, schedules=first, microbatches=(3,))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"),
     [
@@ -171,6 +172,7 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"),
     [
@@ -229,6 +231,7 @@ def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
     torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"), [*((2, each) for each in UPDATED), *((4, each) for each in REPLICAS[1:])]
 )

@@ -109,6 +109,7 @@ def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
         assert all(torch.equal(a, b) for a, b in pairs), (name, schedule, precision)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("which", "world"), [*((which, 2) for which in DELAYS), ("anything", 3)])
 def test_delays_change_nothing(pools: dict[int, Pool], world: int, which: str) -> None:
     cases = [("tied", "zero3", "fp32"), ("base", "zero3-far", "bf16")]

@@ -21,6 +21,7 @@ def every_schedule(mesh: Any, layers: int) -> None:
     check_exact(mesh, PROBLEMS["base"], layers=layers, schedules=tuple(SCHEDULES), microbatches=microbatches)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "layers"), [*((w, n) for w in (1, 2) for n in (1, 2, 5)), (3, 5), (4, 2)])
 def test_every_schedule(pools: dict[int, Pool], world: int, layers: int) -> None:
     pools[world].run(every_schedule, layers)
@@ -31,6 +32,7 @@ def one_kind(mesh: Any, name: str) -> None:
     check_exact(mesh, PROBLEMS[name], layers=layers, schedules=FEW, microbatches=microbatches)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(  # at four: test_builders
     ("world", "name"), [(world, name) for world in (1, 2, 3) for name in (KINDS[::4] if world == 3 else KINDS)]
 )

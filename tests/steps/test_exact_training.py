@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative
 from tests.harness.pool import Pool
 from tests.harness.problems import (
@@ -97,16 +98,13 @@ CASES = [
 ]
 
 
-def ten_steps_of_all(mesh: Any) -> None:
-    """All of them at one and two ranks; at others, these or those."""
-    some = {1: CASES, 2: CASES, 3: CASES[6:8], 4: CASES[4:6]}
-    for case in some[mesh.size()]:
-        ten_steps(mesh, *case)
+SOME = {1: CASES[::2], 2: CASES[1::2], 3: CASES[6:7], 4: CASES[5:6]}
 
 
-@WORLDS
-def test_ten_adamw_steps(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(ten_steps_of_all)
+@pytest.mark.parametrize(("world", "cases"), [*SOME.items(), *(nightly(world, CASES) for world in SOME)])
+def test_ten_adamw_steps(pools: dict[int, Pool], world: int, cases: list[tuple[str, int, str, int]]) -> None:
+    for case in cases:
+        pools[world].run(ten_steps, *case)
 
 
 # ---- dropout

@@ -195,9 +195,16 @@ def all_of(mesh: Any, names: list[str]) -> None:
             follows_the_plain_loop(mesh, name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_feature_alone(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(all_of, list(ALONE))
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        *((world, list(ALONE)[world - 1 :: 2]) for world in (1, 2)),
+        *(pytest.param(world, list(ALONE), marks=pytest.mark.nightly) for world in (1, 2)),
+    ],
+    ids=["1-some", "2-others", "1-all", "2-all"],
+)
+def test_every_feature_alone(pools: dict[int, Pool], world: int, names: list[str]) -> None:
+    pools[world].run(all_of, names)
 
 
 ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined, looped
 from tests.harness.pool import Pool
@@ -174,6 +175,7 @@ def trained(got: Any, expected: Any, frozen: set[str], tolerance: float, what: s
     compare(found, wanted, tolerance, what)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "kind"), [(1, "plain"), (1, "marked"), (1, "tied"), (2, "plain"), (2, "tied"), (3, "marked")]
 )
@@ -202,7 +204,7 @@ def test_bits_at_one_rank(pools: dict[int, Pool]) -> None:
     pools[1].run(to_the_bit)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", by_day(MESHES, "replicate", "nodes"))
 def test_on_every_mesh(pools: dict[int, Pool], mesh: str) -> None:
     pools[4].run(exact, mesh, "marked", 1)
 
@@ -342,6 +344,7 @@ def over_stages(_: Any, kind: str) -> None:
     compare(without(ya.unshard(state), frozen_names(abstract)), oracle.params, 1e-5, kind)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["marked", "tied"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:

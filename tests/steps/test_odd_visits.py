@@ -244,6 +244,7 @@ def odd(mesh: Any, name: str) -> None:
     check_exact(mesh, ODD[name], layers=5, schedules=FEW, dtype=torch.float64, bits=False)
 
 
+@pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", ODD)
 def test_odd_visits(pools: dict[int, Pool], world: int, name: str) -> None:

@@ -87,6 +87,7 @@ CASES = [(2, "shard", when, loss) for when in TXS for loss in LOSSES]
 CASES += [(4, "replicate", "plain", "regulariser"), (4, "replicate", "clipped", "unvisited")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "mesh", "when", "loss"), CASES)
 def test_every_builder_is_exact_or_says_why_not(
     pools: dict[int, Pool], world: int, mesh: str, when: str, loss: str

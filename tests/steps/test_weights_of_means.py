@@ -84,6 +84,7 @@ def check(mesh: Any, name: str) -> None:
     check_exact(mesh, Problem(base_params, ALLOWED[name]), layers=3, schedules=schedules)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_depends_on_no_parameter(pools: dict[int, Pool], name: str, world: int) -> None:
@@ -115,6 +116,7 @@ def staged(mesh: Any, name: str) -> None:
             compare((value, ya.unshard(grads)), expected, 1e-12, f"{name}, {order.__name__}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
 def test_across_stages(pools: dict[int, Pool], name: str, world: int) -> None:
@@ -180,6 +182,7 @@ def refused(mesh: Any, name: str) -> None:
             assert metrics["loss"].isfinite()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_is_refused(pools: dict[int, Pool], name: str, world: int) -> None:

@@ -82,6 +82,7 @@ def check_writes(_: Any, name: str, first: bool) -> None:
         compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "first"), [(name, first) for name in WRITES for first in (True, False)])
 def test_writes_in_place_are_exact(pools: dict[int, Pool], name: str, first: bool) -> None:
     pools[2].run(check_writes, name, first)

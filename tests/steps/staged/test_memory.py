@@ -78,7 +78,7 @@ def after_steps(_: Any, order: str) -> tuple[Held, Held]:
     return early, held()
 
 
-DAILY = ("interleaved", "zero_bubble")
+DAILY = ("zero_bubble",)
 
 
 @pytest.mark.parametrize(
