@@ -160,6 +160,7 @@ NIGHTLY = {
     "one rank of each",
     "gpt2, tensor",
     "tensor, context",
+    "stage, tensor",
     "context of four",
     "tensor of four",
     "shard, context",

@@ -363,12 +363,11 @@ def between(config: llama.Config) -> Any:
     return run
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "remat", "how"),
     [
-        (SMALL_HEAD, "none", {}),
-        (SMALL_HEAD, "all", {}),
+        nightly(SMALL_HEAD, "none", {}),
+        nightly(SMALL_HEAD, "all", {}),
         (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
         (SMALL_HEAD, "all", {"loss": between}),
         (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),

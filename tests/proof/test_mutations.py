@@ -24,7 +24,7 @@ def neighbours(program: Program) -> Iterator[Program]:
     return itertools.chain(mutants(program), relocated(program))
 
 
-@pytest.mark.parametrize(("first", "each"), [(0, 32), nightly(0, 8), nightly(4, 8)])
+@pytest.mark.parametrize(("first", "each"), [(0, 16), nightly(0, 8), nightly(4, 8)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str, first: int, each: int) -> None:
     """Those that differ in one op from programs of up to three visits: one of so many; SCHEDULE_MUTANTS=all: all."""

@@ -20,6 +20,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, joined
@@ -167,7 +168,9 @@ def check(mesh: Any, number: int) -> None:
     case = Case.drawn(mesh.size(), rng)
     try:
         expected, pipeline = case.lived(case.built())
-        other = changed(pipeline, rng)
+        box = [changed(pipeline, rng).to_json() if mesh.get_rank() == 0 else None]
+        torch.distributed.broadcast_object_list(box)
+        other = s.Program.from_json(box[0])
         found, ran = case.lived(other)
         assert ran == other
         compare(found, expected, TOLERANCE, "the changed pipeline")
