@@ -231,7 +231,7 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int
 
 @pytest.mark.parametrize(
     "axes",
-    [{"tensor": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.nightly) for axis in ("context", "expert"))],
+    [{"tensor": 2}, *(nightly({axis: 2}) for axis in ("context", "expert"))],
     ids=str,
 )
 def test_axes_inside_blocks_hold_what_is_predicted(pools: dict[int, Pool], axes: dict[str, int]) -> None:
@@ -398,7 +398,7 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
     ("axes", "sequence"),
     [
         ({"tensor": 2}, True),
-        *(pytest.param({axis: 2}, False, marks=pytest.mark.nightly) for axis in ("tensor", "context")),
+        *(nightly({axis: 2}, False) for axis in ("tensor", "context")),
     ],
 )
 def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str, int], sequence: bool) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.proof.overlapped import run_overlapped, waits_of
 from tests.proof.reference import ALIASED, MODES, SHARDED, Issued, Mode, issued
 from tests.proof.symbols import expected
-from tests.schedules.cases import LARGER, SCHEDULES, SMALL, nightly, program
+from tests.schedules.cases import LARGER, SCHEDULES, SMALL, program
 from yafsdp_fn.schedules import Program, verify
 
 ORDERS = 60

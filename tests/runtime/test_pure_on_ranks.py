@@ -24,7 +24,7 @@ NAMES = ("base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 KINDS = pytest.mark.parametrize(
     "names",
-    [("base", "rich", "twice"), pytest.param(NAMES, marks=pytest.mark.nightly)],
+    [("base", "rich", "twice"), nightly(NAMES)],
     ids=["some visits", "all visits"],
 )
 Tree = dict[str, Any]

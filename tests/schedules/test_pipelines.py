@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.program.traces import cut, model, on
 from tests.proof.stages_reference import right
-from tests.schedules.cases import EVERY, nightly
+from tests.schedules.cases import EVERY
 from tests.schedules.pipelines import ORDERS, SHARDINGS, homes, whole
 from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.proof.deadlock import all_end

@@ -19,7 +19,6 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, Batch, Problem
-from tests.schedules.cases import nightly
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
 
@@ -47,10 +46,6 @@ BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
 }
 REPLICAS = ("ddp", "hsdp", "hpz")
-ALONE = ("zero3", "hpz")
-"""One rank communicates nothing by any builder, and its slots are its shards: daily with these alone."""
-SHARDING = ("zero1", "zero2", "fsdp2")
-"""Those that only shard do at four what they do at two: daily at four with `zero3` alone."""
 KINDS = ("base", "stacks", "tied", "frozen", "pairs", "pinned")
 ELSEWHERE = ("zero2", "zero3")
 """Of these test_exact_gradients has all kinds of units at two ranks, and many options at four."""
@@ -73,16 +68,8 @@ def gradients(_: Mesh, builder: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("world", "builder"),
-    [
-        nightly(world, each)
-        if (world == 1 and each not in ALONE) or (world == 4 and each in SHARDING)
-        else (world, each)
-        for world in (1, 2, 4)
-        for each in BUILDERS
-    ],
-)
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("builder", BUILDERS)
 def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, builder: str) -> None:
     """Two stacks of different layers, tied, frozen and pinned units, one and three microbatches."""
     pools[world].run(gradients, builder)
@@ -176,8 +163,7 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
 @pytest.mark.parametrize(
     ("world", "builder"),
     [
-        *((1, each) if each in ALONE else nightly(1, each) for each in BUILDERS),
-        *((2, each) for each in BUILDERS),
+        *((world, each) for world in (1, 2) for each in BUILDERS),
         *((4, each) for each in REPLICAS),
     ],
 )

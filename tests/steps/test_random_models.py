@@ -232,7 +232,7 @@ def cases(_: Any, kinds: tuple[str, ...], seeds: range) -> None:
 
 def seeds(first: int, count: int, daily: int) -> Any:
     """Parametrizes with `count` seeds, of which all but the first `daily` run nightly."""
-    rest = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(first + daily, first + count)]
+    rest = [nightly(seed) for seed in range(first + daily, first + count)]
     return pytest.mark.parametrize("seed", [*range(first, first + daily), *rest])
 
 

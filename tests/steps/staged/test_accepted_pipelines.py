@@ -23,11 +23,11 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, block, embed, layer, masked_loss, param
 from tests.proof.changed import any_change
-from tests.schedules.cases import nightly
 from tests.steps.staged.models import F64
 from yafsdp_fn import schedules as s
 from yafsdp_fn.program.measured import Cost

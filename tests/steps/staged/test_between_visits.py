@@ -14,6 +14,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, Params, base_params, block, embed, head
@@ -201,7 +202,7 @@ RAISED = r"the loss raised TypeError \(.*\), and the visit has another block"
     ("name", "message"),
     [
         ("as_item", VALUES),
-        pytest.param("as_numpy", VALUES, marks=pytest.mark.nightly),
+        nightly("as_numpy", VALUES),
         ("one_less", rf"OrderChanged: head \(visit 4\): {GIVEN} than when the step was traced. A loss must visit"),
         ("without_mask", rf"OrderChanged: embed \(visit 0\): {GIVEN} \(what some microbatches lack, as transformers'"),
         pytest.param(
