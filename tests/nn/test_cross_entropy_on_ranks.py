@@ -69,15 +69,16 @@ PROBLEMS = {
 }
 
 
-def exact(mesh: Any, name: str) -> None:
-    check_exact(mesh, PROBLEMS[name], layers=2, schedules={name: MORE[name] for name in FEW}, bits=False)
+def exact(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_equals_the_plain_loop(pools: dict[int, Pool], world: int, name: str) -> None:
-    pools[world].run(exact, name)
+@pytest.mark.parametrize("schedule", FEW)
+def test_equals_the_plain_loop(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
+    pools[world].run(exact, name, schedule)
 
 
 def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
