@@ -22,6 +22,7 @@ BIN := $(VENV)/bin
 RANKS ?= auto
 ARGS ?=
 WHEELS ?=
+WORKERS ?= 2
 .PHONY: train sample test nightly quick chaos check site playground release-check format bench gpu-check gpu-wheels clean
 .DEFAULT_GOAL := test
 
@@ -55,9 +56,11 @@ sample: $(VENV)/.train
 	@$(BIN)/python -m train sample $(ARGS)
 
 # In two processes, each with rank processes of its own: most tests leave one of two cores idle. In the order of files:
-# by itself xdist leaves those of few tests to the end, and the longest tests are in such.
+# by itself xdist leaves those of few tests to the end, and the longest tests are in such. Modules are compiled
+# before, once: some hundred processes import them.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m compileall -q -j 0 yafsdp_fn models train benchmarks tests
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly:
 	@$(MAKE) test ARGS='--nightly $(ARGS)'

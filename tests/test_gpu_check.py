@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.harness import forked
+from tests.harness.marks import nightly
 from tests.harness.stalls import until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -96,17 +97,15 @@ def test_steps_name_what_there_is(gpu_check: Any) -> None:
             assert any(test.startswith(prefixes) and key in test for test in found), (name, key)
 
 
+@pytest.mark.parametrize("names", [["micro"], nightly(["traced", "micro"])], ids=", ".join)
 def test_the_steps_themselves_run_on_tiny_models(
-    gpu_check: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    gpu_check: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], names: list[str]
 ) -> None:
-    status, found = check(gpu_check, tmp_path, "--only", "traced", "micro")
-    assert {name: line["outcome"] for name, line in found.items()} == {
-        "traced": "passed",
-        "micro": "passed",
-    }
+    status, found = check(gpu_check, tmp_path, "--only", *names)
+    assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(names, "passed")
     assert status == 0
     said = capfd.readouterr().out.partition("=== summary")[2]
-    assert "traced: 8192 rows: traced" in said and "micro: embedding, skewed: zero_" in said
+    assert ("traced: 8192 rows: traced" in said) == ("traced" in names) and "micro: embedding, skewed: zero_" in said
     heading, *_ = json.loads((tmp_path / "results.json").read_text())
     assert len(heading["code"]) == 12 and heading["revision"] and heading["date"] and heading["device"] == "cpu"
     assert "==== micro: passed" in (tmp_path / "log.txt").read_text()

@@ -153,6 +153,7 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
         s.check(got, expected, f"{name}: {kit}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "axes", "same_data"),
     [

@@ -15,6 +15,7 @@ import pytest
 import yafsdp_fn as ya
 from models import llama
 from tests.harness import readme
+from tests.harness.marks import nightly
 from tests.harness.readme import README
 from train.__main__ import main
 
@@ -35,7 +36,7 @@ def test_the_code_runs_and_the_program_is_as_shown() -> None:
     assert str(refusal.value) in README
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(0, ["1", "2"]), (1, ["1"])])
+@pytest.mark.parametrize(("gpus", "expected"), [(0, ["1", "2"]), nightly(1, ["1"])])
 def test_the_whole_code_starts_no_more_ranks_than_there_are_gpus(gpus: int, expected: list[str]) -> None:
     code = f"import torch\ntorch.cuda.device_count = lambda: {gpus}\n{readme.FIRST}"
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

@@ -293,6 +293,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "name", "kind"),
     [
@@ -354,7 +355,7 @@ def dropout_in_a_step(mesh: Any) -> dict[str, Tree]:
     return {transform: outcome(lambda step=step: [step(p), step(p)]) for transform, step in steps.items()}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_dropout_in_a_step(pools: dict[int, Pool], world: int) -> None:
     """Recorded and by the program."""
 

@@ -220,6 +220,7 @@ def runs(mesh: Any, heading: str, folder: str) -> None:
     CHECKS[heading](names, Plain(first[1], [joined(own) for own in each[3:]], snapshots))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_the_code_runs(pools: dict[int, Pool], world: int, heading: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=to
 META = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch().items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", [ya.Precision(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("skip", [True, False])

@@ -54,6 +54,7 @@ def x_of(rank: int, seed: int | None) -> Tensor:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("second", [False, True], ids=["params first", "params second"])
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])

@@ -54,6 +54,7 @@ def searched(axes: dict[str, int], which: str) -> tuple[bool, list[str]]:
     return got == want, list(map(str, findings(device.log)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axes", [AXES, {"shard": 1, "tensor": 2}])  # split units on one rank: slots are shards
 @pytest.mark.parametrize("which", DAYS)
 def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], which: str) -> None:  # noqa: F811
@@ -100,7 +101,7 @@ TOGETHER: dict[str, tuple[dict[str, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", by_day(TOGETHER, "1f1b", "nodes"))
+@pytest.mark.parametrize("name", by_day(TOGETHER, "1f1b"))
 def test_all_ends_whenever_hosts_wait_for_their_devices(in_child: Callable[..., Any], name: str) -> None:  # noqa: F811
     along, wrong = in_child(together, name)
     assert along and not wrong, "\n".join(wrong)

@@ -82,6 +82,7 @@ def test_their_traces_say_so_before_anything_runs(pools: dict[int, Pool]) -> Non
         assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("how", WRONG)
 def test_ranks_say_so(pools: dict[int, Pool], how: str, layer: int) -> None:
@@ -221,6 +222,7 @@ def unfit(_: Any, how: str, ranks: int, first: int) -> list[str]:
     return steps(ranks, block, (4 * ranks,) * (first + 1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("how", ["one", "alike", "perm"])
 def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how: str, ranks: int) -> None:

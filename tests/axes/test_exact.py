@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), CASES)
 def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[2].run(exact, axes, of, schedule, microbatches)
@@ -147,7 +148,7 @@ FOUR = [
     nightly({"shard": 2, "tensor": 2}, SP, "zero3", 1),
     ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
     nightly({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
-    ({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
+    nightly({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
     nightly({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
 ]
 
@@ -160,7 +161,7 @@ def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: st
 STAGES = [
     ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
     nightly({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
-    ({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
+    nightly({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
 ]
 
 

@@ -49,7 +49,7 @@ CASES = {
     "capacity over four": (4, True, case({"expert": 4}, EXPERT, capacity=0.7, config={"experts": 8, "tied": True})),
     "uneven, shard": (4, True, case({"shard": 2, "expert": 2}, EXPERT, recomputed=True)),
     "capacity, shard": (4, True, case({"shard": 2, "expert": 2}, EXPERT, capacity=0.5)),
-    "uneven, sequence": (4, False, case({"expert": 2, "tensor": 2}, SEQUENCE)),
+    "uneven, sequence": (4, True, case({"expert": 2, "tensor": 2}, SEQUENCE)),
     "capacity and tensor": (4, True, case({"expert": 2, "tensor": 2}, TENSOR, capacity=0.5)),
     "uneven, context": (4, True, case({"expert": 2, "context": 2}, CONTEXT, documents=True)),
     "capacity and context": (4, False, case({"expert": 2, "context": 2}, CONTEXT, capacity=0.6, config={"window": 5})),

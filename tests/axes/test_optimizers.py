@@ -16,6 +16,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import H, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.optim.test_leafwise import rows, sizes
 from yafsdp_fn import optim
@@ -92,7 +93,7 @@ def compared(state: Any, want: Any, name: str) -> None:
     close({path: got[path] for path in wanted}, wanted, f"{name}: the optimizer's state", 1e-10)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"expert": 2}])
+@pytest.mark.parametrize("axes", [{"tensor": 2}, nightly({"expert": 2})])
 def test_on_an_axis_of_two(pools: dict[int, Pool], axes: dict[str, int]) -> None:
     pools[2].run(trained, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
 
@@ -128,7 +129,7 @@ def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
     return sum(found), program.wire_bytes()["exchange"]
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
+@pytest.mark.parametrize("axes", [nightly({"shard": 2, "tensor": 2}), {"expert": 2, "tensor": 2}])
 def test_programs_know_what_travels(pools: dict[int, Pool], axes: dict[str, int]) -> None:
     found = pools[4].run(sent, axes)
     (said,) = {said for _, said in found}

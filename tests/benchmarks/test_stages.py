@@ -14,6 +14,7 @@ from benchmarks import stages
 from benchmarks.contenders import make_batches
 from benchmarks.shapes import SHAPES
 from benchmarks.stages import Stages
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 
 
@@ -29,7 +30,7 @@ def losses(mesh: Any, steps: int) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_contenders_train_alike(pools: dict[int, Pool], world: int) -> None:
     every = pools[world].run(losses, 2)
     means = {name: [sum(step) / world for step in zip(*(of[name] for of in every), strict=True)] for name in every[0]}

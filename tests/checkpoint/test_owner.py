@@ -63,6 +63,7 @@ def of_two_meshes(_: Any, directory: str, kind: str) -> tuple[int, str]:
     return which, error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["save", "Saver", "named"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_of_two_states_on_two_meshes_the_second_is_refused(pools: Pools, tmp_path: Path, ranks: int, kind: str) -> None:

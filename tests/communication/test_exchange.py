@@ -95,6 +95,7 @@ def exact(mesh: Any, how: str) -> None:
                 assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("how", CUTS)
 def test_every_path_gives_the_bits_of_a_plain_loop(pools: dict[int, Pool], world: int, how: str) -> None:

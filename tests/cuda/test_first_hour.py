@@ -183,6 +183,7 @@ def used(builder: str, precision: ya.Precision) -> tuple[set[str], set[str]]:
         return met, {each.group_desc for each in every if each.issued}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("builder", ["zero3", "hpz", "hsdp", "ddp"])
 @pytest.mark.parametrize("precision", [PRECISIONS[0], PRECISIONS[3]], ids=["fp32", "bf16"])
 def test_every_communicator_is_there_when_ranks_have_met(in_child: InChild, builder: str, precision: Any) -> None:

@@ -301,6 +301,7 @@ def fails(mesh: Any, error: type[BaseException], where: str) -> None:
     assert torch.equal(found["loss"], metrics["loss"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_after_one_that_raised(pools: dict[int, Pool], world: int, where: str) -> None:

@@ -19,6 +19,8 @@ from typing import IO, Any
 
 IMPORTED = [
     "torch.fx.experimental.symbolic_shapes",  # with all of sympy: the first backward of a process imports it
+    "torch._dynamo",  # and the first fake tensor this, a second in each rank
+    "pytest",
     "torch.distributed.checkpoint",
     "torch.utils.flop_counter",
     "models.llama",

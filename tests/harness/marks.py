@@ -2,10 +2,12 @@
 
 @pytest.mark.parametrize("case", by_day(CASES, "one", "other"))       # of single values
 @pytest.mark.parametrize(("world", "axes"), [(1, "shard"), nightly(4, "nodes")])
+@pytest.mark.sampled    # of a crossing, by day some cases in which each value of each parameter appears
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,3 +22,26 @@ def nightly(*values: Any, **options: Any) -> Any:
 def by_day(cases: Iterable[Any], *daily: Any) -> list[Any]:
     """The cases, of which these run by day, too."""
     return [case if case in daily else nightly(case) for case in cases]
+
+
+def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases of tests marked `sampled` that wait for the night."""
+    crossings: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            crossings.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for cases in crossings.values() for item in set(cases) - set(_sample(cases))}
+
+
+def _sample(cases: list[Any]) -> list[Any]:
+    """Takes the case that shows most values that no case has shown yet, until all are shown; of equals the one that
+    shows most pairs of values, which spreads the sample, and of equals the first."""
+    values = {case: [(name, str(value)) for name, value in case.callspec.params.items()] for case in cases}
+    pairs = {case: set(itertools.combinations(values[case], 2)) for case in cases}
+    missing, unpaired = set().union(*values.values()), set().union(*pairs.values())
+    sample = []
+    while missing:
+        best = max(cases, key=lambda case: (len(missing.intersection(values[case])), len(pairs[case] & unpaired)))
+        sample.append(best)
+        missing, unpaired = missing.difference(values[best]), unpaired - pairs[best]
+    return sample

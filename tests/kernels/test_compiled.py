@@ -73,6 +73,7 @@ class Long(Tensor):
         return 1 << 32
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", ["adam", "adamw", "l2", "long"])
 def test_adam(compilers: Any, rule: str) -> None:
     from yafsdp_fn.optim.step import kernels
@@ -87,6 +88,7 @@ def test_adam(compilers: Any, rule: str) -> None:
     assert adam.made == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
 @pytest.mark.parametrize("columns", [1, 50304])
@@ -99,6 +101,7 @@ def test_cross_entropy(compilers: Any, dtype: torch.dtype, gradient: bool, colum
     assert rows.made == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rows", [1, 8], ids=["one row", "rows"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["wide", "ordered"])
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
@@ -122,6 +125,7 @@ def test_scale(compilers: Any, values: torch.dtype) -> None:
     assert kernel.made == 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("nbytes", [4, 1 << 25], ids=["one block", "blocks"])
 def test_kernels_that_take_time(compilers: Any, nbytes: int) -> None:
     from benchmarks.emulated import kernels

@@ -47,6 +47,7 @@ def check(logits: Tensor, labels: Tensor, factors: Tensor) -> None:
     torch.testing.assert_close(logits.double(), grads, rtol=rounding, atol=1e-7)
 
 
+@pytest.mark.sampled
 @DTYPES
 @pytest.mark.parametrize("columns", [1, 7, 64, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 17])
 def test_losses_and_gradients(columns: int, dtype: torch.dtype) -> None:

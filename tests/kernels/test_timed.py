@@ -31,6 +31,7 @@ def test_mark_writes_the_time() -> None:
     assert EPOCH_NS < int(first) < int(second)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("resource", ["latency", "node", "network"])
 @pytest.mark.parametrize("others", [0, 1, 3])
 def test_hold_lasts_as_long_as_its_share_of_the_link_says(resource: str, others: int) -> None:

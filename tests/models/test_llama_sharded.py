@@ -51,6 +51,7 @@ def compare(mesh: Any, config: llama.Config, pin_norms: bool) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("config", "pin_norms"), [(CONFIG, False), (TIED, False), (CONFIG, True)], ids=["untied", "tied", "pinned"]
@@ -85,6 +86,7 @@ def save_and_load(
     return whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
     ("compute", "pin_norms"),

@@ -306,6 +306,7 @@ def test_a_base_has_no_master_no_gradient_and_no_moments(dtype: torch.dtype | No
     assert "embed" not in gathered and "head" not in gathered, "they stay in their slots from step to step"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("how", [{"chunks": 2}, {"unroll": 2}])
 @pytest.mark.parametrize("dtype", [None, torch.int8])
 def test_in_chunks_and_several_layers_a_visit(dtype: torch.dtype | None, how: dict[str, int]) -> None:

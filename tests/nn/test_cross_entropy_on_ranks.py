@@ -69,14 +69,16 @@ PROBLEMS = {
 }
 
 
-def exact(mesh: Any, name: str) -> None:
-    check_exact(mesh, PROBLEMS[name], layers=2, schedules={name: MORE[name] for name in FEW}, bits=False)
+def exact(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_equals_the_plain_loop(pools: dict[int, Pool], world: int, name: str) -> None:
-    pools[world].run(exact, name)
+@pytest.mark.parametrize("schedule", FEW)
+def test_equals_the_plain_loop(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
+    pools[world].run(exact, name, schedule)
 
 
 def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
@@ -101,6 +103,7 @@ def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
 EARLY, LATE = ["gradients"], ["total", "gradients"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("name", "schedule", "microbatches", "alone", "together"),
@@ -157,6 +160,7 @@ def largest(mesh: Any, schedule: str, microbatches: int) -> list[int]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [("zero3", 1), ("zero3", 2), ("deferred", 2), ("zero3-remat-all", 1)]

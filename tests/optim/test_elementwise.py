@@ -121,6 +121,7 @@ def test_what_needs_more_than_a_unit_is_refused_in_a_program(pools: dict[int, Po
         assert ("add_noise" if name == "add_noise" else "norm") in error
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", TXS)
 def test_any_order_of_units_has_the_same_bits(name: str, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
@@ -140,10 +141,11 @@ def trained(mesh: Any, name: str, params: str = "layers", steps: int = STEPS) ->
         compare(ya.unshard(other.params), ya.unshard(states[0].params), 0, f"{name}: parameters, in the program")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_training_is_that_of_plain_trees(pools: dict[int, Pool], world: int) -> None:
-    for name in TXS if world < 3 else ("muon", "soap", "two rounds", "partition"):
-        pools[world].run(trained, name)
+@pytest.mark.parametrize("name", TXS)
+def test_training_is_that_of_plain_trees(pools: dict[int, Pool], name: str, world: int) -> None:
+    pools[world].run(trained, name)
 
 
 def test_training_with_pinned_leaves(pools: dict[int, Pool]) -> None:
@@ -153,7 +155,10 @@ def test_training_with_pinned_leaves(pools: dict[int, Pool]) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "names"),
-    [("replicate", ("muon", "soap", "foreign")), ("nodes", ("two rounds", "soap")), ("replicate-nodes", ("muon",))],
+    [
+        *(("replicate", ("foreign",)), ("nodes", ("soap",)), ("replicate-nodes", ("muon",))),
+        *(nightly("replicate", ("muon", "soap")), nightly("nodes", ("two rounds",))),
+    ],
 )
 def test_training_on_other_meshes(pools: dict[int, Pool], mesh: str, names: tuple[str, ...]) -> None:
     for name in names:
@@ -250,7 +255,7 @@ def sent(mesh: Any) -> tuple[int, int]:
     return sum(found), program.wire_bytes()["exchange"]
 
 
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, nightly(4)])
 def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
     real, said = zip(*pools[world].run(sent), strict=True)
     assert len(set(said)) == 1 and abs(sum(real) / world - said[0]) <= 2 * 3  # rounded down, of three units, twice

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[optim.Rate, Callable[[int], float]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("count", COUNTS)
 def test_values(name: str, count: int) -> None:

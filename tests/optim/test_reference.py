@@ -118,6 +118,7 @@ def in_float32(first: float, peak: float, steps: int) -> optim.Rate:
     return lambda count: (first - peak) * (1 - count.clamp(0, steps) / steps) + peak
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
 @pytest.mark.parametrize("name", OURS)
 def test_equals_optax(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:

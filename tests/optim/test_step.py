@@ -63,6 +63,7 @@ def clipped(tx: Any) -> Any:
     return optim.chain(optim.clip_by_global_norm(0.7), optim.chain(tx))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clip"])

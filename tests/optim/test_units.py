@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness.marks import nightly
 from tests.optim.test_step import ALL, FUSED, RAMP, Watch, clipped, foreign_sign
 from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
@@ -95,9 +96,12 @@ def parts(data: st.DataObject) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", UNITWISE)
-@settings(max_examples=15)
-@given(data=st.data())
-def test_equals_the_separate_step_bit_for_bit(name: str, data: st.DataObject) -> None:
+@pytest.mark.parametrize("examples", [5, nightly(15)])
+def test_equals_the_separate_step_bit_for_bit(name: str, examples: int) -> None:
+    settings(max_examples=examples)(given(data=st.data())(equals_the_separate_step))(name=name)
+
+
+def equals_the_separate_step(name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]))
     rank, extra = data.draw(st.integers(0, 2)), data.draw(st.integers(0, 40))
     where = {"dtype": dtype, "rank": rank, "length": lambda numel: numel // (rank + 1) + extra}
@@ -155,6 +159,7 @@ def test_a_skipped_step_keeps_all_bits(name: str) -> None:
     assert bits((params, state)) == before
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rest", [0, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", ["adamw", "adam_l2", "sgd_l2", "nesterov"])

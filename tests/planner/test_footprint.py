@@ -22,6 +22,7 @@ from benchmarks.counting import no_scratch
 from models import llama
 from models.parts.axes import Axes
 from tests.axes import model as small
+from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
@@ -250,7 +251,7 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int
 
 @pytest.mark.parametrize(
     "axes",
-    [{"tensor": 2}, *(pytest.param({axis: 2}, marks=pytest.mark.nightly) for axis in ("context", "expert"))],
+    [{"tensor": 2}, *(nightly({axis: 2}) for axis in ("context", "expert"))],
     ids=str,
 )
 def test_axes_inside_blocks_hold_what_is_predicted(pools: dict[int, Pool], axes: dict[str, int]) -> None:
@@ -333,6 +334,7 @@ def agree(real: int, predicted: Memory, tolerance: float) -> None:
     assert predicted.peak_bytes > 1.05 * predicted.held_bytes  # else the peak would say nothing about blocks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
@@ -347,7 +349,7 @@ def test_the_peak_with_gains_in_float32(remat: str) -> None:
     agree(real, predicted, 0.01)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [nightly(1), 2])
 def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32: the CPU's sums of two dtypes take memory of their own."""
     case = (one_rank(), CONFIG, "none", microbatches)
@@ -384,8 +386,8 @@ def between(config: llama.Config) -> Any:
 @pytest.mark.parametrize(
     ("config", "remat", "how"),
     [
-        (SMALL_HEAD, "none", {}),
-        (SMALL_HEAD, "all", {}),
+        nightly(SMALL_HEAD, "none", {}),
+        nightly(SMALL_HEAD, "all", {}),
         (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
         (SMALL_HEAD, "all", {"loss": between}),
         (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),
@@ -416,7 +418,7 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
     ("axes", "sequence"),
     [
         ({"tensor": 2}, True),
-        *(pytest.param({axis: 2}, False, marks=pytest.mark.nightly) for axis in ("tensor", "context")),
+        *(nightly({axis: 2}, False) for axis in ("tensor", "context")),
     ],
 )
 def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str, int], sequence: bool) -> None:
@@ -439,7 +441,7 @@ def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
     return measured(mesh, SMALL_HEAD, remat, 1, tx=MUON)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_the_peak_with_muon(pools: dict[int, Pool], world: int) -> None:
     for real, predicted in pools[world].run(with_muon, "all"):
         agree(real, predicted, 0.03)

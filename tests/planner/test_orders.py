@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.planner.bubbles import calls_of, published, rows, simulated, split_of, trace_of, zero_bubble_2
 from yafsdp_fn.planner import bound
 from yafsdp_fn.planner.orders import Search, evaluate
@@ -34,15 +35,14 @@ def test_a_run_of_calls_is_the_simulation_of_their_program(name: str) -> None:
 DAILY = rows()[::3]
 
 
-@pytest.mark.parametrize(
-    "row", [row if row in DAILY[:2] else pytest.param(row, marks=pytest.mark.nightly) for row in rows()], ids=str
-)
+@pytest.mark.parametrize("row", [row if row in DAILY[:2] else nightly(row) for row in rows()], ids=str)
 def test_the_bubbles_that_the_paper_gives(row: object) -> None:
     for name, (paper, ours) in published(row).items():
         exact = name in ("1F1B", "1F1B_I*", "ZB_H1", "ZB_H2", "ZB_1p")
         assert ours == pytest.approx(paper, abs=1e-4 if exact else 0.005), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("v", [False, True])
 @pytest.mark.parametrize("memory", [4, 6])
 def test_what_is_found(v: bool, memory: int) -> None:

@@ -64,6 +64,7 @@ def budgets(trace: Trace) -> dict[str, int]:
     return {"tight": least + (most - least) // 10, "middle": (least + most) // 2, "ample": 4 * most}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("budget", ["tight", "middle", "ample"])
 @pytest.mark.parametrize("cluster", [SLOW, FAST], ids=["slow network", "fast network"])
 def test_nothing_that_fits_is_much_faster(cluster: Cluster, budget: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.marks import nightly
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
 from tests.planner.test_simulate import GB
@@ -38,6 +39,7 @@ FORMULAS: dict[str, tuple[int, Callable[[int, int], float]]] = {
 """Segments of a stage, and the part of the step in which compute is idle; of ZB-V, its first and last calls alone."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize("stages", [2, 4])
 def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
@@ -299,7 +301,7 @@ def test_a_search_over_stages_finds_what_it_says() -> None:
     assert f"{found.best.point.order.microbatches} microbatches" in str(found)
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("stages", [2, nightly(4)])
 def test_no_order_is_faster_than_its_bound(stages: int) -> None:
     from yafsdp_fn.planner.search import Sweep, staged_points
 

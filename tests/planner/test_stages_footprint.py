@@ -9,6 +9,7 @@ import pytest
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.harness.small import batch
 from tests.planner.test_footprint import (
@@ -74,6 +75,7 @@ def held(mesh: Any, order: str, precision: str, optimizer: str) -> tuple[dict[st
     return {name: found[name] for name in real}, real
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("order", "precision", "optimizer"), CASES)
 def test_a_stage_holds_what_is_predicted(
@@ -96,14 +98,14 @@ def peak(mesh: Any, order: str, remat: str) -> tuple[int, Memory]:
 
 
 PEAKS = [
-    pytest.param("one_f_one_b", "none", 0.02, marks=pytest.mark.nightly),
-    pytest.param("gpipe", "all", 0.03, marks=pytest.mark.nightly),
+    nightly("one_f_one_b", "none", 0.02),
+    nightly("gpipe", "all", 0.03),
     ("zero_bubble", "none", 0.04),
 ]
 """By how much they may be off: what a head keeps between halves of its backward is not known to the byte."""
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 @pytest.mark.parametrize(("order", "remat", "tolerance"), PEAKS)
 def test_the_peak_of_a_stage(pools: dict[int, Pool], world: int, order: str, remat: str, tolerance: float) -> None:
     for real, predicted in pools[world].run(peak, order, remat):

@@ -14,6 +14,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.space import Order
@@ -68,8 +69,8 @@ def sleeps(made: Program) -> list[dict[int, float]]:
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param("one_f_one_b", marks=pytest.mark.nightly),
-        pytest.param("interleaved", marks=pytest.mark.nightly),
+        nightly("one_f_one_b"),
+        nightly("interleaved"),
         "zero_bubble",
     ],
 )

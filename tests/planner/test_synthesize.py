@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.harness.damage import json_damage
+from tests.harness.marks import nightly
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
 from yafsdp_fn.planner import Found, Synthesized, predict_memory, search, simulate
@@ -200,7 +201,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [10, nightly(1000)])
 def test_damaged_files(tmp_path: Path, count: int) -> None:
     """Each goes on as the right one would, or is refused by a field's name; none keeps on for ever."""
     trace = traced(microbatches=2)

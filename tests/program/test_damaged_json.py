@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.harness.damage import PARTS, json_damage, search
+from tests.harness.marks import nightly
 from tests.program.test_program import PROGRAMS
 from tests.program.traces import model, on
 from tests.proof.reference import right
-from tests.schedules.cases import nightly
 from yafsdp_fn.schedules import Program, verify, zero3
 
 SMALL = zero3(update=True)(on(model(2, 2), "replicas and nodes", "after norm", parts=3))

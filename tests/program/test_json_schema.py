@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from docs.program_schema import FILE, schema
+from tests.harness.marks import nightly
 from tests.program.test_program import PROGRAMS
 from tests.program.traces import cut, model, on
-from tests.schedules.cases import nightly
 from yafsdp_fn.program.json import VERSION
 from yafsdp_fn.schedules import Program, one_f_one_b, verify, zero2, zero3
 

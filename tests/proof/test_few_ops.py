@@ -9,9 +9,10 @@ import itertools
 
 import pytest
 
+from tests.harness.marks import by_day
 from tests.program.traces import on, trace_of, unit
 from tests.proof.verdicts import Verdicts, judged, refusal
-from tests.schedules.cases import EVERY, nightly
+from tests.schedules.cases import EVERY
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
@@ -86,7 +87,7 @@ WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
 DAILY = ("one visit", "one visit, update", "one visit, update after the norm", "two microbatches")
 
 
-@pytest.mark.parametrize("name", [name if name in DAILY else nightly(name) for name in WALKS])
+@pytest.mark.parametrize("name", by_day(WALKS, *DAILY))
 def test_every_program_of_few_ops(name: str) -> None:
     trace, slots, carries, length = WALKS[name]
     ops, begun, verdicts = alphabet(trace, slots, carries), [Program(trace, ())], Verdicts()

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.proof.mutants import mutants, relocated
 from tests.proof.reference import right
 from tests.proof.verdicts import RULES, Verdicts, harmless, judged, refusal
-from tests.schedules.cases import EVERY, LARGER, SCHEDULES, SMALL, nightly, program
+from tests.schedules.cases import EVERY, LARGER, SCHEDULES, SMALL, program
 from yafsdp_fn.schedules import Program
 
 
@@ -60,7 +61,7 @@ CASES = [
     for (i, trace), (j, schedule) in itertools.product(enumerate(LARGER), enumerate(SCHEDULES))
     if EVERY or (i + j) % 16 == 0
 ]
-SAMPLE = [case if at % 3 == 0 else nightly(*case) for at, case in enumerate(CASES)]
+SAMPLE = [case if at % 6 == 0 else nightly(*case) for at, case in enumerate(CASES)]
 
 
 @pytest.mark.parametrize(("trace", "schedule"), SAMPLE, ids=[" - ".join(case) for case in CASES])

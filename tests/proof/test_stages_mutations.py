@@ -16,12 +16,13 @@ from functools import partial
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.interop.test_actions import FAMILIES, rows_of, trace_for
 from tests.program.traces import cut, model, on
 from tests.proof.changed import a_pipeline, any_change, odd_step_of
 from tests.proof.mutants import mutants
 from tests.proof.stages_reference import right
-from tests.schedules.cases import EVERY, nightly
+from tests.schedules.cases import EVERY
 from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.pipelines import ORDERS, homes
 from yafsdp_fn.interop.actions import written

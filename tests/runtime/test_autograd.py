@@ -139,36 +139,49 @@ def by_ranks(ranks: int, replicas: int = 1) -> dict[str, tuple[LossFn, LossFn]]:
     }
 
 
-def exact(mesh: Any, which: str) -> None:
+OPTIONS: dict[str, dict[str, Any]] = {
+    "kept": {},
+    "recomputed": {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)},
+    "microbatches": {"microbatches": 2},
+}
+WHICH = pytest.mark.parametrize(
+    ("which", "options"),
+    # a product of gradients of parts is no gradient of the whole
+    [(one, how) for one in by_ranks(1) for how in OPTIONS if "func" not in one or how != "microbatches"],
+)
+
+
+def exact(mesh: Any, which: str, options: str) -> None:
     """Three steps of plain SGD, whose parameters show every gradient, against the plain tree on the whole batch."""
     ranks, rank, tx = mesh.size(), mesh.get_rank(), ya.optim.sgd(1.0)
     parts = [batch(r) for r in range(ranks)]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     ours, theirs = by_ranks(ranks, communicators(mesh).replicas)[which]
-    for options in ({}, {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}, {"microbatches": 2}):
-        if options and "func" in which and "microbatches" in options:
-            continue  # a product of gradients of parts is no gradient of the whole
-        now, expected = state(mesh, tx), plain(tx)
-        step, oracle = ya.train_step(ours, tx, **options), ya.train_step(theirs, tx)
-        for _ in range(3):
-            now, got = step(now, parts[rank])
-            expected, want = oracle(expected, whole)
-            torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0.0)
-            torch.testing.assert_close(got["grad_norm"], want["grad_norm"], rtol=1e-5, atol=0.0)
-        for a, b in zip(optree.tree_leaves(ya.unshard(now)), optree.tree_leaves(expected.params), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    now, expected = state(mesh, tx), plain(tx)
+    step, oracle = ya.train_step(ours, tx, **OPTIONS[options]), ya.train_step(theirs, tx)
+    for _ in range(3):
+        now, got = step(now, parts[rank])
+        expected, want = oracle(expected, whole)
+        torch.testing.assert_close(got["loss"], want["loss"], rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(got["grad_norm"], want["grad_norm"], rtol=1e-5, atol=0.0)
+    for a, b in zip(optree.tree_leaves(ya.unshard(now)), optree.tree_leaves(expected.params), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("which", by_ranks(1))
-def test_functions_of_the_leaves_inside_a_loss_are_exact(pools: dict[int, Pool], world: int, which: str) -> None:
-    pools[world].run(exact, which)
+@WHICH
+def test_functions_of_the_leaves_inside_a_loss_are_exact(
+    pools: dict[int, Pool], world: int, which: str, options: str
+) -> None:
+    pools[world].run(exact, which, options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "mesh"), [(4, "replicate"), (2, "copies")])
-@pytest.mark.parametrize("which", by_ranks(1))
-def test_and_so_they_are_on_replicas(pools: dict[int, Pool], world: int, mesh: str, which: str) -> None:
-    pools[world].run(on, mesh, exact, which)
+@WHICH
+def test_and_so_they_are_on_replicas(pools: dict[int, Pool], world: int, mesh: str, which: str, options: str) -> None:
+    pools[world].run(on, mesh, exact, which, options)
 
 
 CLOSED = (

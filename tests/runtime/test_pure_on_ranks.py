@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vjp, vmap
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, TX, Batch, Params
@@ -23,7 +24,7 @@ NAMES = ("base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 KINDS = pytest.mark.parametrize(
     "names",
-    [("base", "rich", "twice"), pytest.param(NAMES, marks=pytest.mark.nightly)],
+    [("base", "rich", "twice"), nightly(NAMES)],
     ids=["some visits", "all visits"],
 )
 Tree = dict[str, Any]
@@ -86,9 +87,12 @@ def first_order(mesh: Any, name: str) -> None:
         compare(got_value, value, 0.0, f"{name}: bits of the value")
 
 
-@WORLDS
-def test_grad_and_vjp(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES if world < 3 else NAMES[::4]:
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [(1, NAMES[::2]), (2, NAMES[1::2]), (3, NAMES[::4]), *(nightly(world, NAMES) for world in (1, 2, 3))],
+)
+def test_grad_and_vjp(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+    for name in names:
         pools[world].run(first_order, name)
 
 

@@ -82,6 +82,7 @@ def changing(mesh: Any, which: str) -> None:
         now, _ = step(now, batch(rank))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("which", OTHERS)
 def test_other_visits_in_a_later_step(pools: dict[int, Pool], world: int, which: str) -> None:
@@ -126,6 +127,7 @@ def uneven(mesh: Any, which: str) -> None:
     assert same(bits(now), bits(expected))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("which", MICROBATCHES)
 def test_microbatches_that_differ(pools: dict[int, Pool], world: int, which: str) -> None:

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
-
-import pytest
 
 from tests.program.traces import model, on, together, trace_of, unit
 from yafsdp_fn.schedules import Program, Schedule, Trace, ddp, fsdp2, hpz, hsdp, remat, zero1, zero2, zero3
 
 EVERY = os.environ.get("SCHEDULE_MUTANTS") == "all"
 """Searches try all that there is, for hours."""
-
-
-def nightly(*values: Any) -> Any:
-    """Parameters of a test that are left to `make nightly`."""
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 PAIR = [unit(0, "a"), unit(1, "b")]

@@ -171,6 +171,7 @@ MODELS: dict[str, Trace] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("which", MODELS)
 def test_every_builder_on_every_model(builder: str, which: str) -> None:

@@ -70,6 +70,7 @@ FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("update", ["", "after norm"])
 def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None:

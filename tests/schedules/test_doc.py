@@ -12,11 +12,11 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.marks import nightly
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS
 from tests.program.traces import cut, model
-from tests.schedules.cases import nightly
 from tests.steps.staged import test_exact_stages
 from yafsdp_fn.schedules import from_actions, staged, verify, zero3
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.program.traces import cut, model, on
 from tests.proof.stages_reference import right
-from tests.schedules.cases import EVERY, nightly
+from tests.schedules.cases import EVERY
 from tests.schedules.pipelines import ORDERS, SHARDINGS, homes, whole
 from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.proof.deadlock import all_end
@@ -41,7 +42,7 @@ from yafsdp_fn.schedules import (
     zero_bubble,
 )
 from yafsdp_fn.schedules.messages import SPAN, times, with_messages
-from yafsdp_fn.schedules.pipelines import FACTORIES, V_SHAPED
+from yafsdp_fn.schedules.pipelines import FACTORIES
 
 
 def split(order: str, stages: int, per_stage: int = 2) -> Split:
@@ -150,26 +151,29 @@ def test_flows_between_any_segments_are_proved(seed: int) -> None:
     verify(FACTORIES[order](sharding)(cut(on(trace, "ranks", when), places, skips)))
 
 
+@pytest.mark.parametrize("each", [5, nightly(1)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_with_every_sharding_is_exact(order: str) -> None:
+def test_every_order_with_every_sharding_is_exact(order: str, each: int) -> None:
+    """each: one of so many"""
     counts = [(P, M) for P in (2, 3, 4) for M in (1, P, 2 * P + 1)]
     for number, ((P, M), sharding) in enumerate(itertools.product(counts, SHARDINGS)):
-        if number % 2 and not EVERY:
+        if number % each:
             continue
         schedule, mesh, updates = SHARDINGS[sharding]
         pipeline = verify(FACTORIES[order](schedule)(whole(order, P, M, mesh=mesh, updates=updates)))
-        if number % 17 == 0:
+        if number % 25 == 0:
             assert right(pipeline, number), (P, M, sharding)
 
 
+@pytest.mark.parametrize("each", [5, nightly(1)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_with_every_setting_of_fsdp2_is_exact(order: str) -> None:
-    """72. A group has the embedding and the head, whose microbatches come by turns where both are on one stage: on a
-    V, and of other orders a part is tried."""
+def test_every_order_with_every_setting_of_fsdp2_is_exact(order: str, each: int) -> None:
+    """72, of which one of so many. A group has the embedding and the head, whose microbatches come by turns where both
+    are on one stage."""
     cases = (2, 3), (3, 7), (4, 2)
     settings = itertools.product((True, False), ("layers", "all"), (None, 0, 2), (False, True), cases)
     for number, (reshard, wrap, prefetch, defer, (P, M)) in enumerate(settings):
-        if order not in V_SHAPED and number % 5 and not EVERY:
+        if number % each:
             continue
         remat, mesh = ("none", "all")[number % 2], ("ranks", "replicas")[number // 2 % 2]
         sharding = fsdp2(reshard_after_forward=reshard, wrap=wrap, prefetch=prefetch, defer=defer, remat=remat)

@@ -44,6 +44,7 @@ def numbers(_: Any, model: str, axes: dict[str, int]) -> None:
     assert ya.checksum(state.copy()) == ya.checksum(state)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "axes"), MESHES)
 def test_norms_and_trees_are_those_of_the_plain_tree(pools: dict[int, Pool], world: int, axes: dict[str, int]) -> None:
     for model in MODELS if world == 2 else ("pinned",) if len(axes) > 1 else ("frozen", "lora"):

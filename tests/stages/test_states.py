@@ -37,6 +37,7 @@ def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
     assert sum(leaf.numel() for leaf in optree.tree_leaves(state.params)) == sum(n.values()), "no memory for others"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "axes"), MESHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_rank_holds_shards_of_its_own_units(

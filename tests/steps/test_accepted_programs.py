@@ -21,6 +21,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.histories import BUILDERS
+from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
@@ -128,7 +129,7 @@ DAILY = {2: 5, 4: 1}  # of each world; all run nightly
 
 @pytest.mark.parametrize(
     ("world", "number"),
-    [(w, n) if n < DAILY[w] else pytest.param(w, n, marks=pytest.mark.nightly) for w, n in ALL],
+    [(w, n) if n < DAILY[w] else nightly(w, n) for w, n in ALL],
 )
 def test_accepted_programs_are_exact(pools: dict[int, Pool], world: int, number: int) -> None:
     pools[world].run(check_drawn, number)

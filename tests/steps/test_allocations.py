@@ -167,6 +167,7 @@ def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list
 BF16 = ya.Precision(compute=torch.bfloat16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("schedule", "precision", "parts"),

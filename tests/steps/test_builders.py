@@ -19,7 +19,6 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import Pool
 from tests.harness.problems import PROBLEMS, Batch, Problem
-from tests.schedules.cases import nightly
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
 
@@ -47,44 +46,37 @@ BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
 }
 REPLICAS = ("ddp", "hsdp", "hpz")
-ALONE = ("zero3", "hpz")
-"""One rank communicates nothing by any builder, and its slots are its shards: daily with these alone."""
-SHARDING = ("zero1", "zero2", "fsdp2")
-"""Those that only shard do at four what they do at two: daily at four with `zero3` alone."""
-KINDS = ("base", "stacks", "tied", "frozen", "pairs", "pinned")
-ELSEWHERE = ("zero2", "zero3")
-"""Of these test_exact_gradients has all kinds of units at two ranks, and many options at four."""
+KINDS = ("stacks", "tied", "frozen", "pairs", "pinned")
 
 
 # ---- gradients
 
 
-def gradients(_: Mesh, builder: str) -> None:
+def gradients(mesh: Mesh, builder: str, name: str) -> None:
     kind, schedules = BUILDERS[builder]
-    ranks = made(kind).size()
-    names = KINDS if ranks == 1 or (ranks == 2 and builder not in ELSEWHERE) else KINDS[:2]
-    for name in names:
-        if name == "base":
-            parts = (1, 3) if ranks < 4 else (3,)
-            check_exact(made(kind), PROBLEMS[name], layers=4, schedules=schedules, microbatches=parts)
-        else:
-            first = dict(list(schedules.items())[:1])
-            check_exact(made(kind), PROBLEMS[name], layers=3, schedules=first, microbatches=(3,))
+    if name == "base":
+        parts = (1, 3) if mesh.size() < 4 else (3,)
+        check_exact(made(kind), PROBLEMS[name], layers=4, schedules=schedules, microbatches=parts)
+    else:
+        first = dict(list(schedules.items())[:1])
+        check_exact(made(kind), PROBLEMS[name], layers=3, schedules=first, microbatches=(3,))
 
 
-@pytest.mark.parametrize(
-    ("world", "builder"),
-    [
-        nightly(world, each)
-        if (world == 1 and each not in ALONE) or (world == 4 and each in SHARDING)
-        else (world, each)
-        for world in (1, 2, 4)
-        for each in BUILDERS
-    ],
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("builder", BUILDERS)
 def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, builder: str) -> None:
-    """Two stacks of different layers, tied, frozen and pinned units, one and three microbatches."""
-    pools[world].run(gradients, builder)
+    """By every schedule of a builder, with one and three microbatches."""
+    pools[world].run(gradients, builder, "base")
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("name", KINDS)
+def test_so_are_those_of_units_of_all_kinds(pools: dict[int, Pool], world: int, builder: str, name: str) -> None:
+    """Two stacks of different layers, tied, frozen and pinned units."""
+    pools[world].run(gradients, builder, name)
 
 
 # ---- collectives
@@ -171,11 +163,11 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"),
     [
-        *((1, each) if each in ALONE else nightly(1, each) for each in BUILDERS),
-        *((2, each) for each in BUILDERS),
+        *((world, each) for world in (1, 2) for each in BUILDERS),
         *((4, each) for each in REPLICAS),
     ],
 )
@@ -229,6 +221,7 @@ def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
     torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"), [*((2, each) for each in UPDATED), *((4, each) for each in REPLICAS[1:])]
 )

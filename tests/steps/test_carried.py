@@ -78,7 +78,7 @@ FOUR = [
 ]
 OF_WORLD = {1: SETTINGS[::2], 2: SETTINGS[1::2], 4: FOUR[1:3]}
 CASES = [
-    pytest.param(world, each, id=f"{world}-{at}", marks=[pytest.mark.nightly] if world == 1 or at else [])
+    pytest.param(world, each, id=f"{world}-{at}", marks=[pytest.mark.nightly] if world != 2 or at else [])
     for world, some in OF_WORLD.items()
     for at, each in enumerate(some)
 ]
@@ -212,6 +212,7 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
         life.take(life.step)
 
 
+@pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("clips", [True, False])
 def test_a_failure_in_the_backward(pools: dict[int, Pool], world: int, clips: bool, tmp_path: Path) -> None:

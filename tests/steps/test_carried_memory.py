@@ -59,6 +59,7 @@ def steady(_: Mesh, mesh: str, builder: str) -> None:
             assert program is not None and program.has_updates is update
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("world", "mesh", "builder"), CASES)
 def test_only_fresh_gradients_are_allocated(pools: dict[int, Pool], world: int, mesh: str, builder: str) -> None:
     pools[world].run(steady, mesh, builder)

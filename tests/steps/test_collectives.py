@@ -109,6 +109,7 @@ def test_two_slots_take_2_l_minus_2_gathers() -> None:
     assert [two_slots(layers, 1) for layers in (1, 2, 3, 7)] == [max(n, 2 * n - 2) for n in (1, 2, 3, 7)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize(
@@ -130,6 +131,7 @@ def test_counts_under_zero3(
         }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("schedule", ["zero2", "zero2-remat-all"])
@@ -209,6 +211,7 @@ def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple
     return sorted(collections.Counter(calls).items(), key=str)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("recorded_too", [True, False])
 @pytest.mark.parametrize(
     "precision",

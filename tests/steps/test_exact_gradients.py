@@ -16,27 +16,31 @@ FEW = ("zero3", "zero3-remat-every", "zero2-remat-all")
 KINDS = [name for name in PROBLEMS if name not in ("base", "dropout")]
 
 
-def every_schedule(mesh: Any, layers: int) -> None:
+def every_schedule(mesh: Any, layers: int, schedule: str) -> None:
     microbatches = (1, 3) if mesh.size() < 3 else (3,)
-    check_exact(mesh, PROBLEMS["base"], layers=layers, schedules=tuple(SCHEDULES), microbatches=microbatches)
+    check_exact(mesh, PROBLEMS["base"], layers=layers, schedules=(schedule,), microbatches=microbatches)
 
 
-@pytest.mark.parametrize(("world", "layers"), [*((w, n) for w in (1, 2) for n in (1, 2, 5)), (3, 5), (4, 2)])
-def test_every_schedule(pools: dict[int, Pool], world: int, layers: int) -> None:
-    pools[world].run(every_schedule, layers)
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", [1, 2, 5])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule(pools: dict[int, Pool], world: int, layers: int, schedule: str) -> None:
+    pools[world].run(every_schedule, layers, schedule)
 
 
-def one_kind(mesh: Any, name: str) -> None:
+def one_kind(mesh: Any, name: str, schedule: str) -> None:
     layers, microbatches = 7 if name == "unrolled" else 3, (1, 3) if mesh.size() == 1 else (3,)
-    check_exact(mesh, PROBLEMS[name], layers=layers, schedules=FEW, microbatches=microbatches)
+    check_exact(mesh, PROBLEMS[name], layers=layers, schedules=(schedule,), microbatches=microbatches)
 
 
-@pytest.mark.parametrize(  # at four: test_builders
-    ("world", "name"), [(world, name) for world in (1, 2, 3) for name in (KINDS[::4] if world == 3 else KINDS)]
-)
-def test_every_kind_of_visit(pools: dict[int, Pool], world: int, name: str) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", [1, 2, 3])  # at four: test_builders
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("schedule", FEW)
+def test_every_kind_of_visit(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
     """Tied, frozen and grouped units, several stacks, reverse, consts, outputs, unrolled and unused visits."""
-    pools[world].run(one_kind, name)
+    pools[world].run(one_kind, name, schedule)
 
 
 def in_float32(mesh: Any) -> None:

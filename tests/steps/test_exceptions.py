@@ -15,6 +15,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.runtime.execute import VisitRunner
@@ -105,7 +106,7 @@ def every_event(mesh: Any) -> None:
         assert later_steps(state(mesh, precision=precision), **options) == events
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_an_exception_in_any_event_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(every_event)
 
@@ -127,7 +128,7 @@ def keyboard(mesh: Any) -> None:
         assert same(bits(now), after)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_ctrl_c_before_the_commit_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(keyboard)
 
@@ -176,7 +177,7 @@ def elsewhere(mesh: Any) -> list[str]:
     raise AssertionError("a step without an end")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
     events = pools[world].run(elsewhere)[0]
     # the last one is the backward of the mapped visit, which recomputes

@@ -17,6 +17,7 @@ from models import llama
 from models.llama.config import Config
 from tests.extras.tape import TapeRecorder
 from tests.harness.groups import by_the_backend
+from tests.harness.marks import nightly
 from tests.harness.oracle import joined, relative
 from tests.harness.pool import Pool
 from yafsdp_fn.extras.cuda_graphs import Graphs
@@ -195,9 +196,16 @@ def all_of(mesh: Any, names: list[str]) -> None:
             follows_the_plain_loop(mesh, name)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_feature_alone(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(all_of, list(ALONE))
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        *((world, list(ALONE)[world - 1 :: 2]) for world in (1, 2)),
+        *(nightly(world, list(ALONE)) for world in (1, 2)),
+    ],
+    ids=["1-some", "2-others", "1-all", "2-all"],
+)
+def test_every_feature_alone(pools: dict[int, Pool], world: int, names: list[str]) -> None:
+    pools[world].run(all_of, names)
 
 
 ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]
@@ -209,7 +217,7 @@ ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resi
     [
         (2, [name for name in TOGETHER if name not in ON_THREE]),
         (3, ON_THREE),
-        *(pytest.param(world, list(TOGETHER), marks=pytest.mark.nightly) for world in (1, 2)),
+        *(nightly(world, list(TOGETHER)) for world in (1, 2)),
     ],
     ids=["2-others", "3-some", "1-all", "2-all"],
 )
@@ -217,9 +225,7 @@ def test_features_together(pools: dict[int, Pool], world: int, names: list[str])
     pools[world].run(all_of, names)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) for name in list(COMPILED)[1:]] + list(COMPILED)[:1]
-)
+@pytest.mark.parametrize("name", [nightly(name) for name in list(COMPILED)[1:]] + list(COMPILED)[:1])
 def test_compiled(pools: dict[int, Pool], name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
     pools[1].run(all_of, [name])

@@ -13,11 +13,12 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, batch, bits, loss, same, state
+from tests.harness.marks import nightly
 from yafsdp_fn.optim.step import fused
 from yafsdp_fn.util.randomness import in_step
 
 LIBRARY = str(Path(ya.__file__).parent)
-EVERY = 23
+LINES = [61, nightly(23)]
 """Lines between two that are tried; a prime, so that loops are hit at all of their lines."""
 
 
@@ -51,8 +52,9 @@ class Interrupt:
 OPTIMIZERS = {"fused": TX, "plain": ya.optim.assume_elementwise((TX.init, TX.update))}
 
 
+@pytest.mark.parametrize("each", LINES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_at_any_line_of_a_step(optimizer: str) -> None:
+def test_at_any_line_of_a_step(optimizer: str, each: int) -> None:
     tx = OPTIMIZERS[optimizer]
     step = ya.train_step(loss, tx)
     base, _ = step(state(tx=tx), batch())
@@ -62,7 +64,7 @@ def test_at_any_line_of_a_step(optimizer: str) -> None:
     with whole.running():
         step(fresh, batch())
     unchanged = gone = 0
-    for at in range(0, whole.lines, EVERY):
+    for at in range(0, whole.lines, each):
         now, interrupt = base.copy(), Interrupt(at)
         try:
             with interrupt.running():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, looped, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import (
@@ -110,7 +111,7 @@ def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype"), [(1, torch.float32), (1, torch.float64), (2, torch.float64), (3, torch.float64)]
+    ("world", "dtype"), [(1, torch.float32), nightly(1, torch.float64), nightly(2, torch.float64), (3, torch.float64)]
 )
 def test_gradients_are_those_of_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
     pools[world].run(against_depth_order, dtype, ("zero3", "zero3-remat-every", "zero2-remat-all"))
@@ -186,7 +187,7 @@ def of_llama(mesh: Any, dtype: torch.dtype) -> None:
         compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
+@pytest.mark.parametrize(("world", "dtype"), [nightly(1, torch.float32), (2, torch.float64)])
 def test_llama_against_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
     pools[world].run(of_llama, dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -114,18 +114,17 @@ STEPS = ("zero2", "zero3, recomputed", "hpz")
 """The schedules that take three steps, as well."""
 
 
-def schedules_for(mesh: Any) -> Iterator[tuple[str, Any]]:
+def schedules_for(mesh: Any) -> dict[str, Any]:
     s = ya.schedules
-    yield "zero1", s.zero1()
-    yield "zero2", s.zero2()
-    yield "zero3, recomputed", s.zero3(remat=s.remat.all)
-    yield "zero3, far", s.zero3(prefetch=3)
-    yield "fsdp2", s.fsdp2()
-    if "local" in (mesh.mesh_dim_names or ()):
-        yield "hpz", s.hpz(2 * LAYERS)
+    found = {"zero1": s.zero1(), "zero2": s.zero2(), "zero3, recomputed": s.zero3(remat=s.remat.all)}
+    found |= {"zero3, far": s.zero3(prefetch=3), "fsdp2": s.fsdp2()}
+    return found | ({"hpz": s.hpz(2 * LAYERS)} if "local" in (mesh.mesh_dim_names or ()) else {})
 
 
-def exact(_: Any, name: str, kind: str, parts: int) -> None:
+NAMES = ("zero1", "zero2", "zero3, recomputed", "zero3, far", "fsdp2")
+
+
+def exact(_: Any, name: str, kind: str, parts: int, schedule: str) -> None:
     """One rank's part: gradients and three steps."""
     mesh = made(name)
     ranks = mesh.size()
@@ -134,30 +133,28 @@ def exact(_: Any, name: str, kind: str, parts: int) -> None:
     tolerance = 1e-6 if kind == "tied" else 1e-12  # two uses: added up in float64 in a slot, by autograd in float32
     batches = [batch_of(rank) for rank in range(ranks)]
     mine = batches[mesh.get_rank()]
-    for schedule, build in schedules_for(mesh):
-        what = f"{name}, {kind}, {parts} microbatches, {schedule}"
-        state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
-        params = optree.tree_map(Tensor.double, ya.unshard(state))
-        value, grads = looped(cast, params, batches, parts=parts)
-        got, found = ya.value_and_grad(loss, schedule=build, microbatches=parts)(state.params, mine)
-        compare(got.float(), value, 1e-6, f"{what}: value")
-        trained(found, grads, frozen, tolerance, f"{what}: gradients")
-        if schedule not in STEPS:
-            continue
-        step = ya.train_step(loss, TX, schedule=build, microbatches=parts)
-        oracle = ya.PlainState.create(without(params, frozen), TX)
-        for number in range(3):
-            now = [batch_of(rank, seed=number) for rank in range(ranks)]
-            whole = {**flat(params), **flat(oracle.params)}
-            _, grads = looped(
-                cast, optree.tree_unflatten(optree.tree_structure(params), whole.values()), now, parts=parts
-            )
-            oracle = oracle.apply_gradients(without(grads, frozen), TX)
-            state, _ = step(state, now[mesh.get_rank()])
-        whole = flat(ya.unshard(state))
-        for path, leaf in flat(oracle.params).items():
-            off = float((whole[path] - leaf).norm() / leaf.norm())
-            assert off <= 10 * tolerance, f"{what}: {path} after three steps: {off}"
+    build = schedules_for(mesh)[schedule]
+    what = f"{name}, {kind}, {parts} microbatches, {schedule}"
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    params = optree.tree_map(Tensor.double, ya.unshard(state))
+    value, grads = looped(cast, params, batches, parts=parts)
+    got, found = ya.value_and_grad(loss, schedule=build, microbatches=parts)(state.params, mine)
+    compare(got.float(), value, 1e-6, f"{what}: value")
+    trained(found, grads, frozen, tolerance, f"{what}: gradients")
+    if schedule not in STEPS:
+        return
+    step = ya.train_step(loss, TX, schedule=build, microbatches=parts)
+    oracle = ya.PlainState.create(without(params, frozen), TX)
+    for number in range(3):
+        now = [batch_of(rank, seed=number) for rank in range(ranks)]
+        whole = {**flat(params), **flat(oracle.params)}
+        _, grads = looped(cast, optree.tree_unflatten(optree.tree_structure(params), whole.values()), now, parts=parts)
+        oracle = oracle.apply_gradients(without(grads, frozen), TX)
+        state, _ = step(state, now[mesh.get_rank()])
+    whole = flat(ya.unshard(state))
+    for path, leaf in flat(oracle.params).items():
+        off = float((whole[path] - leaf).norm() / leaf.norm())
+        assert off <= 10 * tolerance, f"{what}: {path} after three steps: {off}"
 
 
 def flat(params: Any) -> dict[str, Tensor]:
@@ -174,12 +171,15 @@ def trained(got: Any, expected: Any, frozen: set[str], tolerance: float, what: s
     compare(found, wanted, tolerance, what)
 
 
-@pytest.mark.parametrize(
-    ("world", "kind"), [(1, "plain"), (1, "marked"), (1, "tied"), (2, "plain"), (2, "tied"), (3, "marked")]
-)
-def test_gradients_and_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, kind: str) -> None:
-    for parts in (1, 3):
-        pools[world].run(exact, "shard", kind, parts)
+@pytest.mark.sampled
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_gradients_and_steps_are_those_of_the_plain_loop(
+    pools: dict[int, Pool], world: int, kind: str, parts: int, schedule: str
+) -> None:
+    pools[world].run(exact, "shard", kind, parts, schedule)
 
 
 def to_the_bit(mesh: Any) -> None:
@@ -190,7 +190,7 @@ def to_the_bit(mesh: Any) -> None:
         params = ya.unshard(state)
         with by_autograd():
             expected = ya.value_and_grad(cast_loss(abstract))(params, batch_of(0))
-            for _, schedule in schedules_for(mesh):
+            for schedule in schedules_for(mesh).values():
                 value, grads = ya.value_and_grad(loss, schedule=schedule)(state.params, batch_of(0))
                 compare((value, ya.unshard(grads)), expected, 0.0 if precision.reduce == F32 else 1e-2, "bits")
                 own = [("layers", "router"), ("layers", "gain"), ("head", "scale")]
@@ -202,9 +202,13 @@ def test_bits_at_one_rank(pools: dict[int, Pool]) -> None:
     pools[1].run(to_the_bit)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_on_every_mesh(pools: dict[int, Pool], mesh: str) -> None:
-    pools[4].run(exact, mesh, "marked", 1)
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("mesh", "schedule"),
+    [(mesh, name) for mesh in MESHES for name in (*NAMES, *(["hpz"] if "local" in MESHES[mesh] else []))],
+)
+def test_on_every_mesh(pools: dict[int, Pool], mesh: str, schedule: str) -> None:
+    pools[4].run(exact, mesh, "marked", 1, schedule)
 
 
 # ---- what travels
@@ -342,6 +346,7 @@ def over_stages(_: Any, kind: str) -> None:
     compare(without(ya.unshard(state), frozen_names(abstract)), oracle.params, 1e-5, kind)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["marked", "tied"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:

@@ -13,6 +13,7 @@ from torch.func import grad
 
 import yafsdp_fn as ya
 from tests.checkpoint import test_resharding as resharding
+from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, on
 from tests.harness.oracle import batch_of, global_batch
 from tests.harness.pool import Pool
@@ -36,13 +37,13 @@ def test_numbers_over_trees_and_map_layers(pools: dict[int, Pool], mesh: str) ->
     pools[4].run(on, mesh, several_units)
 
 
-@ON
+@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "copies", "replicate-nodes"))
 def test_gradients_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
     for name in ("tied", "rich"):
         pools[4].run(on, mesh, first_order, name)
 
 
-@ON
+@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "replicate", "nodes"))
 def test_other_transforms_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
     pools[4].run(on, mesh, per_example, "base")
     pools[4].run(on, mesh, second_order, "base")

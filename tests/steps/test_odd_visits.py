@@ -240,14 +240,16 @@ ODD = {
 }
 
 
-def odd(mesh: Any, name: str) -> None:
-    check_exact(mesh, ODD[name], layers=5, schedules=FEW, dtype=torch.float64, bits=False)
+def odd(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
 
 
+@pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", ODD)
-def test_odd_visits(pools: dict[int, Pool], world: int, name: str) -> None:
-    pools[world].run(odd, name)
+@pytest.mark.parametrize("schedule", FEW)
+def test_odd_visits(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
+    pools[world].run(odd, name, schedule)
 
 
 def autocast(mesh: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, Planned, batch, loss_with, state
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 
 REMAT = {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}
@@ -78,9 +79,7 @@ def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
 DAILY = ("first visit of the first step", "backward in a program")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES]
-)
+@pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
 def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], case: str) -> None:
     waiting, failed = pools[2].run(alone, case)
     check(case, waiting, failed)

@@ -122,6 +122,7 @@ def same_steps(mesh: Any, peer: str, schedule: str, microbatches: int) -> None:
     assert max(off) <= 1e-5, off
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("peer", ["fsdp2", "ddp"])
 @pytest.mark.parametrize(
     ("world", "schedule", "microbatches"), [(2, "zero3", 1), (3, "zero3-remat-every", 2), (4, "zero2", 1)]

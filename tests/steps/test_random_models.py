@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.pool import Pool
 from tests.harness.small import leaves
@@ -231,7 +232,7 @@ def cases(_: Any, kinds: tuple[str, ...], seeds: range) -> None:
 
 def seeds(first: int, count: int, daily: int) -> Any:
     """Parametrizes with `count` seeds, of which all but the first `daily` run nightly."""
-    rest = [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(first + daily, first + count)]
+    rest = [nightly(seed) for seed in range(first + daily, first + count)]
     return pytest.mark.parametrize("seed", [*range(first, first + daily), *rest])
 
 
@@ -245,11 +246,11 @@ def test_one_rank_with_dropout(seed: int) -> None:
     one_case("shard", seed, dropout=True)
 
 
-@pytest.mark.parametrize("first", range(0, 8, 8))
-def test_two_ranks(pools: dict[int, Pool], first: int) -> None:
-    pools[2].run(cases, ("shard", "copies", "nodes"), range(first, first + 8))
+@pytest.mark.parametrize("seeds", [range(4), nightly(range(4, 8))])
+def test_two_ranks(pools: dict[int, Pool], seeds: range) -> None:
+    pools[2].run(cases, ("shard", "copies", "nodes"), seeds)
 
 
-@pytest.mark.parametrize("first", range(0, 4, 4))
-def test_four_ranks(pools: dict[int, Pool], first: int) -> None:
-    pools[4].run(cases, ("replicate", "nodes"), range(first, first + 4))
+@pytest.mark.parametrize("seeds", [range(2), nightly(range(2, 4))])
+def test_four_ranks(pools: dict[int, Pool], seeds: range) -> None:
+    pools[4].run(cases, ("replicate", "nodes"), seeds)

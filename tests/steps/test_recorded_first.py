@@ -125,6 +125,7 @@ def trains(mesh: Any, which: str) -> None:
             assert step.lower(now, batch(rank)) == step.program(now)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("which", LOSSES)
 def test_a_loss_of_values_trains(pools: dict[int, Pool], world: int, which: str) -> None:

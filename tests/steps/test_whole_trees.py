@@ -35,10 +35,11 @@ def initial(mesh: Any, name: str) -> None:
     compare(ya.unshard(ya.shard(marked, TX, mesh=mesh)), expected, 0.0, f"{name}: lazy")
 
 
+@pytest.mark.sampled
 @WORLDS
-def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES:
-        pools[world].run(initial, name)
+@pytest.mark.parametrize("name", NAMES)
+def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: dict[int, Pool], name: str, world: int) -> None:
+    pools[world].run(initial, name)
 
 
 def padding_is_zero(mesh: Any) -> None:
@@ -94,10 +95,11 @@ def numbers(mesh: Any, name: str) -> None:
     compare(ya.global_norm(mixed), expected, tolerance, f"{name}: norm of a mixed tree")
 
 
+@pytest.mark.sampled
 @WORLDS
-def test_numbers_over_trees(pools: dict[int, Pool], world: int) -> None:
-    for name in NAMES:
-        pools[world].run(numbers, name)
+@pytest.mark.parametrize("name", NAMES)
+def test_numbers_over_trees(pools: dict[int, Pool], name: str, world: int) -> None:
+    pools[world].run(numbers, name)
 
 
 # ---- map_whole_layers

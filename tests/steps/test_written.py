@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_day
 from tests.harness.pool import Pool
 from tests.harness.unlike import MODELS, Model
 from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
@@ -85,8 +86,6 @@ def step(_: Any, name: str) -> None:
     assert program.stages == schedule.program.stages
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "half-the-gradients" else pytest.param(name, marks=pytest.mark.nightly) for name in RUN]
-)
+@pytest.mark.parametrize("name", by_day(RUN, "half-the-gradients"))
 def test_a_step_is_the_plain_one(pools: dict[int, Pool], name: str) -> None:
     pools[RUN[name][0]].run(step, name)

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 import yafsdp_fn as ya
 from tests.harness import damage, forked
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.program.traces import model
 from tests.steps.test_fsdp2 import SAME, VOCAB, Model, loss_of
@@ -298,7 +299,7 @@ def searched(folder: str, count: int, answer: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [30, nightly(1000)])
 def test_damaged_recordings(tmp_path: Path, count: int) -> None:
     queue: Any = forked.context().SimpleQueue()
     process = forked.context().Process(target=searched, args=(str(tmp_path), count, queue.put))

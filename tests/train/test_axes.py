@@ -11,6 +11,7 @@ import pytest
 import models
 import yafsdp_fn as ya
 from models import mixtral
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.train import inside
 from tests.train.test_stages import flags, numbers, texts
@@ -25,7 +26,9 @@ def spread(_: Any, argv: tuple[str, ...], sizes: dict[str, int], *more: Any) -> 
     return inside.inside(ya.mesh(device="cpu", **sizes), argv, *more)
 
 
-def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: Path) -> None:
+@pytest.mark.parametrize("moves", [False, nightly(True)])
+def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: Path, moves: bool) -> None:
+    """moves: it goes on with other ranks, and across stages"""
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
     steps = ("--steps", "8")
     (one,) = pools[1].run(inside.inside, flags(alone, *steps))
@@ -37,7 +40,8 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: P
     found, expected = numbers(folder), numbers(alone)
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
-    # on another number of ranks, and across stages
+    if not moves:
+        return
     more = ("--resume", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "10")
     for run in pools[2].run(spread, flags(folder, *more), {"tensor": 2}):
         assert not run.error, run

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.program.traces import model
 from train.__main__ import main
 from train.config import Config, ConfigError, Data, Optim, Settings, Sharding, Tuning
@@ -163,7 +164,7 @@ def damaged(text: bytes, draw: random.Random) -> bytes:
     return json.dumps(values).encode()
 
 
-@pytest.mark.parametrize("many", [500, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("many", [500, nightly(10_000)])
 def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path, many: int) -> None:
     text, path, draw = (
         to_json(Config(name="x", data=Data(files=("a", "b")))).encode(),

@@ -21,6 +21,7 @@ import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.calibration import brief
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
 from train.page.chart import COLUMNS, Line, axis, chart, medians, number, size, thinned
@@ -333,7 +334,7 @@ def hostile_run(source: Path, run: Run, into: Path, rng: Random) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [3, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [3, nightly(1000)])
 def test_names_of_a_run_are_text(folder: Path, tmp_path: Path, count: int) -> None:
     """On the page of one run and of two, and in the picture of the step, opened by itself."""
     good, before = read(folder / "a"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

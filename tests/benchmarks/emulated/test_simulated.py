@@ -131,6 +131,7 @@ def by_stream(timeline: Timeline) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_simulated_steps_are_those_of_the_emulated_cluster(

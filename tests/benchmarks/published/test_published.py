@@ -54,6 +54,7 @@ def copies(program: Program, stream: str) -> list[Copy]:
 # ---- peers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("mesh", [FLAT, (("replicate", 2), ("shard", 8))], ids=["shards", "replicas"])
@@ -129,6 +130,7 @@ def test_growth_is_quadratic_in_the_unit() -> None:
         assert one.nbytes - other.nbytes == pytest.approx(7.0 * numel**2 / 1e9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("peer", PEERS.values(), ids=PEERS)
 @pytest.mark.parametrize("slow", ["network", "compute"])
 def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[..., Schedule], slow: str) -> None:

@@ -41,6 +41,7 @@ def changed(mesh: Any, in_program: bool) -> None:
     compare(ya.unshard(state), expected, 1e-12, "parameters")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("in_program", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_rate_may_be_changed_between_steps(pools: dict[int, Pool], world: int, in_program: bool) -> None:

@@ -67,6 +67,7 @@ def microbatches(mesh: Any, dtype: torch.dtype) -> None:
     assert_close(one.opt_state, other.opt_state.inner_opt_state, **how)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("world", [1, 2])
 def test_is_microbatches_one_by_one(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:

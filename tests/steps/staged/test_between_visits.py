@@ -14,6 +14,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, Params, base_params, block, embed, head
@@ -82,6 +83,7 @@ def check_writes(_: Any, name: str, first: bool) -> None:
         compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "first"), [(name, first) for name in WRITES for first in (True, False)])
 def test_writes_in_place_are_exact(pools: dict[int, Pool], name: str, first: bool) -> None:
     pools[2].run(check_writes, name, first)
@@ -200,7 +202,7 @@ RAISED = r"the loss raised TypeError \(.*\), and the visit has another block"
     ("name", "message"),
     [
         ("as_item", VALUES),
-        pytest.param("as_numpy", VALUES, marks=pytest.mark.nightly),
+        nightly("as_numpy", VALUES),
         ("one_less", rf"OrderChanged: head \(visit 4\): {GIVEN} than when the step was traced. A loss must visit"),
         ("without_mask", rf"OrderChanged: embed \(visit 0\): {GIVEN} \(what some microbatches lack, as transformers'"),
         pytest.param(

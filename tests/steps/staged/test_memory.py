@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_day
 from tests.harness.pool import Pool
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import measuring, programs, tracer
@@ -78,12 +79,10 @@ def after_steps(_: Any, order: str) -> tuple[Held, Held]:
     return early, held()
 
 
-DAILY = ("interleaved", "zero_bubble")
+DAILY = ("zero_bubble",)
 
 
-@pytest.mark.parametrize(
-    "order", [pytest.param(order, marks=[] if order in DAILY else [pytest.mark.nightly]) for order in ORDERS]
-)
+@pytest.mark.parametrize("order", by_day(ORDERS, *DAILY))
 def test_steps_leave_nothing(pools: dict[int, Pool], order: str) -> None:
     for early, late in pools[2].run(after_steps, order):
         assert late.tensors == early.tensors

@@ -72,6 +72,7 @@ def check(_: Any, problem: str, update: bool) -> None:
         compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "problem", "update"),
     [(2, "table", True), (4, "table", False), (3, "again", True), (2, "unused", False), (4, "unused", True)],

@@ -316,6 +316,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # workers that are dropped as they begin
 @pytest.mark.parametrize(("source", "name", "library"), CASES, ids=[f"{lib or 'own'}-{name}" for _, name, lib in CASES])
 def test_pipelines_go_on_where_they_were_on_any_number_of_ranks(

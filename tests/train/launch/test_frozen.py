@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.marks import nightly
+
 ROOT = Path(__file__).resolve().parents[3]
 LONG = 240.0
 """Seconds that no launcher takes, on a machine however busy."""
@@ -91,12 +93,12 @@ def launched(folder: Path, ranks: int, who: int, where: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("ranks", "who", "where"),
     [
-        pytest.param(2, 0, "step", marks=pytest.mark.nightly),
-        pytest.param(2, 1, "step", marks=pytest.mark.nightly),
-        pytest.param(4, 0, "step", marks=pytest.mark.nightly),
-        pytest.param(4, 2, "step", marks=pytest.mark.nightly),
-        pytest.param(2, 0, "meeting", marks=pytest.mark.nightly),
-        pytest.param(2, 0, "groups", marks=pytest.mark.nightly),
+        nightly(2, 0, "step"),
+        nightly(2, 1, "step"),
+        nightly(4, 0, "step"),
+        nightly(4, 2, "step"),
+        nightly(2, 0, "meeting"),
+        nightly(2, 0, "groups"),
     ],
 )
 def test_a_run_goes_on_after_a_rank_froze(tmp_path: Path, ranks: int, who: int, where: str) -> None:

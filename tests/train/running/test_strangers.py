@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
 from train.page.command import Options, write
@@ -157,7 +158,7 @@ def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...], links: list[tuple[st
     return led
 
 
-@pytest.mark.parametrize("links", [LINKS[::6], pytest.param(LINKS, marks=pytest.mark.nightly)], ids=["some", "all"])
+@pytest.mark.parametrize("links", [LINKS[::6], nightly(LINKS)], ids=["some", "all"])
 def test_no_link_in_a_folder_is_followed_by_a_resume(
     pools: dict[int, Pool], tmp_path: Path, links: list[tuple[str, str]]
 ) -> None:
