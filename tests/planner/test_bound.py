@@ -20,7 +20,7 @@ from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import arrangements
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.ops import Gather, Update
-from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
+from yafsdp_fn.program.trace import Encoding, UnitSpec, Visit, chained_order
 from yafsdp_fn.schedules import Program, Trace, alternating_slots, build, own_slots, pipelines, remat, verify, zero1
 from yafsdp_fn.timeline.text import shown
 
@@ -113,6 +113,30 @@ def test_below_programs_that_take_as_much_memory(seed: int) -> None:
     rng = random.Random(seed)
     microbatches = rng.choice([1, 2, 4])
     trace = traced(microbatches=microbatches)
+    trace = trace.on(rng.choice([mesh for name, mesh in arrangements(trace, SLOW) if name != "ddp"]))
+    program = written(trace, rng)
+    expect_below(program, clusters(rng).replace(gpus_per_node=4), predict_memory(program).peak_bytes)
+
+
+def in_formats(trace: Trace, rng: random.Random) -> Trace:
+    """The step with some units that travel in a third of their bytes."""
+    units = []
+    for unit in trace.units:
+        gathered, reduced = (
+            Encoding("third", 8, 12, nbytes * 12 // 32) for nbytes in (unit.gather_bytes, unit.reduce_bytes)
+        )
+        if rng.random() < 0.5:
+            unit = unit._replace(gathered_as=gathered)
+        if rng.random() < 0.5:
+            unit = unit._replace(reduced_as=reduced, sum_bytes=unit.reduce_bytes)
+        units.append(unit)
+    return trace._replace(units=tuple(units))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_below_programs_in_formats(seed: int) -> None:
+    rng = random.Random(seed)
+    trace = in_formats(traced(microbatches=rng.choice([1, 2])), rng)
     trace = trace.on(rng.choice([mesh for name, mesh in arrangements(trace, SLOW) if name != "ddp"]))
     program = written(trace, rng)
     expect_below(program, clusters(rng).replace(gpus_per_node=4), predict_memory(program).peak_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -185,8 +186,13 @@ def schedules_for(mesh: Any) -> Iterator[tuple[str, Any]]:
         yield "hpz", s.hpz(2 * LAYERS)
 
 
-def exact(_: Any, name: str, kind: str, formats: str, parts: int) -> None:
-    """One rank's part: gradients and three steps."""
+def exact(mesh: Any, name: str, kind: str, formats: str, parts: int, how: str) -> None:
+    """One rank's part. how: the gradients of weights are written into slots, or autograd's"""
+    with by_autograd() if how == "autograd" else contextlib.nullcontext():
+        gradients_and_steps(name, kind, formats, parts)
+
+
+def gradients_and_steps(name: str, kind: str, formats: str, parts: int) -> None:
     mesh = made(name)
     abstract = tree(FORMATS[formats], kind)
     plain = Plain(abstract)
@@ -214,45 +220,24 @@ def exact(_: Any, name: str, kind: str, formats: str, parts: int) -> None:
         compare(plain.trained(ya.unshard(state)), oracle.params, 10 * TOLERANCE, f"{what}: three steps")
 
 
-def both_ways(mesh: Any, *case: Any) -> None:
-    """Gradients of weights that are written into slots, and by autograd."""
-    exact(mesh, *case)
-    with by_autograd():
-        exact(mesh, *case)
+WHERE = ["1 shard", "2 shard", "3 shard", *(f"4 {mesh}" for mesh in MESHES)]
 
 
-@pytest.mark.parametrize(
-    ("world", "kind", "formats"),
-    [
-        (1, "plain", "int8"),
-        (1, "marked", "mixed"),
-        (1, "plain", "reductions"),
-        (2, "plain", "mixed"),
-        (2, "tied", "gathers"),
-        (3, "marked", "int8"),
-        (3, "plain", "reductions"),
-    ],
-)
-def test_gradients_and_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], world: int, kind: str, formats: str
-) -> None:
-    for parts in (1, 3):
-        pools[world].run(both_ways, "shard", kind, formats, parts)
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_on_every_mesh(pools: dict[int, Pool], mesh: str) -> None:
-    pools[4].run(exact, mesh, "marked", "int8", 1)
-
-
-@pytest.mark.nightly
+@pytest.mark.sampled
+@pytest.mark.parametrize("how", ["slots", "autograd"])
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("kind", ["plain", "marked"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_formats(pools: dict[int, Pool], world: int, kind: str, formats: str) -> None:
-    for mesh in MESHES if world == 4 else ("shard",):
-        for parts in (1, 3):
-            pools[world].run(both_ways, mesh, kind, formats, parts)
+@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
+@pytest.mark.parametrize("where", WHERE)
+def test_gradients_and_steps_are_those_of_the_plain_loop(
+    pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
+) -> None:
+    world, mesh = where.split()
+    pools[int(world)].run(exact, mesh, kind, formats, parts, how)
+
+
+def test_at_one_rank_what_is_reduced_alone_passes_too(pools: dict[int, Pool]) -> None:
+    pools[1].run(exact, "shard", "plain", "reductions", 1, "slots")
 
 
 # ---- with what else there is

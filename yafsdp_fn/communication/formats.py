@@ -25,6 +25,17 @@ class Format:
     name: what ranks compare, and programs say; equal names mean equal bytes
     block_bytes: at most those of a block in the dtype that it takes the place of
     Values that are not finite must come back not finite: a step with such gradients is skipped.
+
+    >>> class Halves(ya.formats.Format):
+    ...     name, block, block_bytes = "bfloat16", 8, 16
+    ...
+    ...     def encode(self, blocks):
+    ...         return blocks.bfloat16().view(torch.uint8)
+    ...
+    ...     def decode(self, encoded, dtype):
+    ...         return encoded.view(torch.bfloat16).to(dtype)
+    >>> ya.formats.passed(Halves(), torch.tensor([1.0, 1.001]))
+    tensor([1., 1.])
     """
 
     name: str
