@@ -141,7 +141,18 @@ def main(tests: Sequence[str]) -> int:
         kernels = {k for k, place in enumerate(found.values()) if place.kernel}
         (copy / "reached.py").write_text(REACHED.format(folder=folder, kernels=kernels))
         (Path(folder) / "reached").touch()
-        command = [sys.executable, "-m", "pytest", "-q", "--nightly", "-p", "reached", "-p", "no:cacheprovider", *(tests or TESTS)]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--nightly",
+            "-p",
+            "reached",
+            "-p",
+            "no:cacheprovider",
+            *(tests or TESTS),
+        ]
         status = subprocess.run(command, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}).returncode
         said = [line.split(" ", 1) for line in (Path(folder) / "reached").read_text().splitlines()]
     first = {names[int(k)]: test for k, test in reversed(said)}

@@ -27,7 +27,7 @@ def test_on_a_slow_link_int8_is_faster_as_predicted() -> None:
     predicted, measured = json.loads(ran.stdout.splitlines()[-1])
     print(f"\nload {os.getloadavg()[0]:.1f}; predicted {predicted}, measured {measured}")
     assert measured["both"] < measured["gathers"] < measured["whole"]
-    for name in ("gathers", "both"):
-        ratios = [seconds[name] / seconds["whole"] for seconds in (predicted, measured)]
-        print(f"{name} over whole: predicted {ratios[0]:.3f}, measured {ratios[1]:.3f}")
-        assert abs(ratios[1] / ratios[0] - 1) < 0.25
+    ratios = [seconds["gathers"] / seconds["whole"] for seconds in (predicted, measured)]
+    assert abs(ratios[1] / ratios[0] - 1) < 0.1
+    # what a CPU computes to encode gradients is not predicted
+    assert predicted["both"] < measured["both"]
