@@ -281,7 +281,7 @@ class Sharding:
     accumulate: bool = False
     """Sum bfloat16 gradients in float32, in the order of ranks."""
     int8: Literal["none", "gathers", "both"] = "none"
-    """What of the layers' matrices travels in int8: weights, or weights and gradients. docs/formats.md says what is
+    """Parts of the layers' matrices that travel in int8: weights, or weights and gradients. docs/formats.md says what is
     lost."""
 
     def __post_init__(self) -> None:

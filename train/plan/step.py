@@ -103,7 +103,7 @@ class Options:
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     int8: Literal["none", "gathers", "both"] = "none"
-    """What of the layers' matrices travels in int8: weights, or weights and gradients."""
+    """Parts of the layers' matrices that travel in int8: weights, or weights and gradients."""
     memory_gib: float | None = None
     """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
     timeline: Path | None = Path("plan.png")
