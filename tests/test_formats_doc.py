@@ -32,7 +32,7 @@ def test_formats_are_there_from_the_first() -> None:
 
 
 def own_format() -> Any:
-    return page(3)["MXFP8"]()
+    return page(-1)["MXFP8"]()
 
 
 def test_a_format_of_ones_own() -> None:
@@ -45,7 +45,7 @@ def test_a_format_of_ones_own() -> None:
     for wrong in (float("inf"), float("nan")):
         found = ya.formats.passed(format, torch.cat([torch.ones(31), torch.tensor([wrong]), torch.ones(32)]))
         assert not found[:32].isfinite().any() and torch.equal(found[32:], torch.ones(32))
-    lines = [line for line in BLOCKS[3].splitlines() if line.strip()]
+    lines = [line for line in BLOCKS[-1].splitlines() if line.strip()]
     assert len(lines) <= 30
 
 
