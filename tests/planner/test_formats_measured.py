@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.planner.test_written_measured import ROOT, throttled
+from tests.planner.test_written_measured import ran_throttled
 
 MBIT = 1000
 
 
 @pytest.mark.nightly
 def test_on_a_slow_link_int8_is_faster_as_predicted() -> None:
-    with contextlib.ExitStack() as stack:
-        try:
-            within = stack.enter_context(throttled(MBIT))
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"no network namespaces, or no shaping of traffic: {error}")
-        command = [*within, sys.executable, "-m", "tests.planner.slow_link", str(MBIT)]
-        ran = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=900)
-    predicted, measured = json.loads(ran.stdout.splitlines()[-1])
+    printed = ran_throttled("tests.planner.slow_link", MBIT)
+    predicted, measured = json.loads(printed.splitlines()[-1])
     print(f"\nload {os.getloadavg()[0]:.1f}; predicted {predicted}, measured {measured}")
     assert measured["both"] < measured["gathers"] < measured["whole"]
     ratios = [seconds["gathers"] / seconds["whole"] for seconds in (predicted, measured)]
