@@ -170,13 +170,13 @@ def decoded_parts(format: Format, encoded: Tensor, ranks: int, dtype: torch.dtyp
     """Decodes the same part of what each rank has sent, part after part: yields the elements that it is of a shard, and
     [ranks, elements]."""
     rows = encoded.view(ranks, -1, format.block_bytes)
-    for part in _parts(rows.shape[1], format, encoded.device):
+    for part in _parts(rows.shape[1], format, encoded.device, ranks):
         blocks = format.decode(rows[:, part].reshape(-1, format.block_bytes), dtype)
         yield slice(part.start * format.block, part.stop * format.block), blocks.view(ranks, -1)
 
 
-def _parts(blocks: int, format: Format, device: torch.device) -> Iterator[slice]:
-    step = max(1, CHUNK[device.type] // format.block)
+def _parts(blocks: int, format: Format, device: torch.device, ranks: int = 1) -> Iterator[slice]:
+    step = max(1, CHUNK[device.type] // (format.block * ranks))
     return (slice(start, min(start + step, blocks)) for start in range(0, blocks, step))
 
 
