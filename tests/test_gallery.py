@@ -18,7 +18,7 @@ import yafsdp_fn as ya
 from docs.gallery import make
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
-from tests.harness.marks import by_day, nightly
+from tests.harness.marks import by_day
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
 from tests.harness.pool import Pool
@@ -192,14 +192,14 @@ def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: 
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [10, nightly(1000)])
-def test_words_of_submissions_are_text(folder: Path, tmp_path: Path, count: int) -> None:
+def test_words_of_submissions_are_text(folder: Path, tmp_path: Path) -> None:
     """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
     not refused, the names in its program."""
     mkdocs, markdown = pytest.importorskip("mkdocs.config"), pytest.importorskip("markdown")
     site = mkdocs.load_config(str(Path(__file__).resolve().parents[1] / "mkdocs.yml"))
-    ranked, each, found = make.compared(shown()), shown()["zero3"], Counter[str]()
+    ranked, each, found, count = make.compared(shown()), shown()["zero3"], Counter[str](), 1000
     good = entry(each.program)
     with served(tmp_path) as url, Browser() as browser:
         for number in range(count):

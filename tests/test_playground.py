@@ -24,7 +24,6 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
-from tests.harness.marks import nightly
 from tests.program.test_hazards import EVERY_OP
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -349,10 +348,11 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
     assert said["state"] == "right" and page.evaluate("document.forms.settings.builder.value") == "zero3"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [10, nightly(1000)])
-def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: Path, count: int) -> None:
+def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: Path) -> None:
     """In the list of ops, the picture, the editor, what is said of a refusal, and the name of the file."""
+    count = 1000
     shown: Counter[str] = Counter()
     for number in range(count):
         rng = Random(f"playground {number}")

@@ -26,7 +26,6 @@ from tests.planner.test_footprint import (
 )
 from yafsdp_fn.nn import linear
 from yafsdp_fn.planner.footprint import Memory, predict_memory
-from yafsdp_fn.runtime import measuring
 from yafsdp_fn.schedules import gpipe, interleaved, one_f_one_b, zero1, zero2, zero3, zero_bubble
 
 ORDERS: dict[str, tuple[Any, int]] = {
@@ -93,7 +92,7 @@ def peak(mesh: Any, order: str, remat: str) -> tuple[int, Memory]:
     )
     how: dict[str, Any] = {"order": getattr(ya.schedules, order), "stages": ya.schedules.assign(trace, 2), "rows": 8}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "LARGE", measuring.LARGE)  # as in a run: halves of backwards keep other things
+        patch.setattr(linear, "LARGE", 1 << 16)  # as in a run: halves of backwards keep other things
         return measured(mesh, SMALL_HEAD, remat, 4, **how, precision=PRECISIONS["fp32"])
 
 

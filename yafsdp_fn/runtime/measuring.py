@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.nn.linear import DESTINATION, LARGE, AutogradRun, Destination
+from yafsdp_fn.nn import linear
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
@@ -59,9 +60,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._born.get(memory_key(tensor)) is not None
 
     def birth(self, tensor: Tensor) -> tuple[object, int]:
-        """A key of the memory of `tensor`, the same for all its views and, while held, for no other; and its bytes."""
+        """A key of the memory of `tensor`, the same for all its views and, while held, for no other; and its bytes: the
+        tensor's own where it was made elsewhere, since a batch may be a view of a larger one."""
         key = memory_key(tensor)
-        return self._born.get(key) or key, tensor.untyped_storage().nbytes()
+        born = self._born.get(key)
+        return (key, tensor.nbytes) if born is None else (born, born.nbytes)
 
     def alive(self) -> Iterator[tuple[int, int, int]]:
         """Yields `(key, bytes, mark)` of live memory."""
@@ -234,7 +237,7 @@ def measure(
     destinations: list[_TracedDestination] = []
     for unit, of_unit in zip(call.units, weights, strict=True):
         for leaf in of_unit:
-            if leaf.requires_grad and leaf.numel() >= LARGE:
+            if leaf.requires_grad and leaf.numel() >= linear.LARGE:
                 destinations.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
                 setattr(leaf, DESTINATION, destinations[-1])
     slots = [held for to in destinations for held in to._held]
