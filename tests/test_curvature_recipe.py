@@ -12,7 +12,6 @@ import torch.func as tf
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.recipes import recipe
@@ -79,7 +78,8 @@ def dense(v: Tensor) -> list[Tensor]:
     return [v, hessian @ v, gauss_newton @ v, top, s, rises]
 
 
-@pytest.mark.parametrize(("world", "axes"), [nightly(1, "shard"), (2, "shard"), nightly(4, "replicate")])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (4, "replicate")])
 def test_it_is_exact(pools: dict[int, Pool], world: int, axes: str) -> None:
     for found in pools[world].run(on, axes, sharded):
         for name, got, expected in zip(

@@ -203,6 +203,7 @@ OTHERS = {
 DAILY = ("updates inside, after the norm", "bfloat16, wide sums", "soap")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", by_day(OTHERS, *DAILY))
 def test_equal_bits_by_other_dtypes_and_optimizers(pools: dict[int, Pool], name: str) -> None:
     against_one(pools, OTHERS[name], 2, (2 + len(name) % 2,))

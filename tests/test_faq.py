@@ -41,6 +41,7 @@ def printed(script: str, folder: Path) -> list[str]:
     return ran.stdout.splitlines()
 
 
+@pytest.mark.nightly
 def test_ranks_that_are_spawned_run_and_launch_forks_beside_them(tmp_path: Path) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
     more = '    print(ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2))\n    rank(0, 1)\n'

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from tests.harness import forked
-from tests.harness.marks import nightly
 from tests.harness.stalls import until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +96,8 @@ def test_steps_name_what_there_is(gpu_check: Any) -> None:
             assert any(test.startswith(prefixes) and key in test for test in found), (name, key)
 
 
-@pytest.mark.parametrize("names", [["micro"], nightly(["traced", "micro"])], ids=", ".join)
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", [["micro"], ["traced", "micro"]], ids=", ".join)
 def test_the_steps_themselves_run_on_tiny_models(
     gpu_check: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], names: list[str]
 ) -> None:

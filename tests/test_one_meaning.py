@@ -161,7 +161,7 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
         (2, "shard", False),
         nightly(2, "copies", False),
         nightly(4, "replicate", False),
-        (4, "replicate-nodes", False),
+        nightly(4, "replicate-nodes", False),
         (2, "shard", True),
     ],
 )

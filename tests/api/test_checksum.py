@@ -14,6 +14,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import batch, loss, params, state
 from tests.harness.groups import outcome
+from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from yafsdp_fn.params.sharded import handles
@@ -47,7 +48,7 @@ def at_one(pools: dict[int, Pool]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world, mesh", [(2, "shard"), (3, "shard"), (4, "replicate"), (4, "nodes")])
+@pytest.mark.parametrize("world, mesh", [nightly(2, "shard"), (3, "shard"), (4, "replicate"), nightly(4, "nodes")])
 def test_it_is_the_same_at_every_number_of_ranks(
     pools: dict[int, Pool], at_one: list[str], world: int, mesh: str
 ) -> None:

@@ -56,6 +56,7 @@ def test_derivatives_of_any_order(pools: dict[int, Pool], axes: dict[str, int]) 
     pools[2].run(transforms, axes)
 
 
+@pytest.mark.nightly
 def test_derivatives_on_two_axes(pools: dict[int, Pool]) -> None:
     pools[4].run(transforms, {"shard": 2, "tensor": 2})
 

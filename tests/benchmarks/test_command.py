@@ -23,6 +23,7 @@ def run_json(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     found = run_json(capfd, "--peers", "fsdp2", "--microbatches", "2")
     assert list(found["contenders"]) == ["zero3", "torch-fsdp2"] and found["first"] == "zero3"

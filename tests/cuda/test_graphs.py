@@ -91,6 +91,7 @@ def scratch_made_anew(known: bool, reused: bool) -> str:
         return "somebody else's memory is written" if spoilt else "fine" if metrics["loss"].isfinite() else "wrong"
 
 
+@pytest.mark.nightly
 def test_a_graph_is_of_the_scratch_that_its_backward_writes(in_child: InChild) -> None:
     assert in_child(scratch_made_anew, True, False) == in_child(scratch_made_anew, True, True) == "fine"
     assert in_child(scratch_made_anew, False, True) == "somebody else's memory is written"

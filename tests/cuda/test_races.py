@@ -67,7 +67,8 @@ def test_a_day_without_races(in_child: InChild, case: Case, tmp_path: Path) -> N
     assert equal
 
 
-@pytest.mark.parametrize("case", by_day(FORMATS, FORMATS[1]), ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", FORMATS, ids=lambda case: "-".join(map(str, case)))
 def test_a_day_in_formats(in_child: InChild, case: Case, tmp_path: Path) -> None:
     equal, found = in_child(searched, case, tmp_path)
     assert not found, "\n".join(map(str, found))

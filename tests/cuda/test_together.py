@@ -110,7 +110,7 @@ def judged(name: str) -> list[Trouble]:
     return [*troubles(logs), *troubles(logs, retries=True)]
 
 
-DAILY = ("one microbatch, graphs", "halves, shared unit", "nodes")
+DAILY = ("one microbatch, graphs", "halves, shared unit")
 
 
 @pytest.mark.parametrize("name", by_day(RUNS, *DAILY))

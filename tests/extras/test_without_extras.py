@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 TRAIN = """
@@ -39,6 +41,7 @@ def losses(root: Path) -> list[str]:
     return values
 
 
+@pytest.mark.nightly
 def test_the_library_without_extras_trains_to_the_same_bits(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "yafsdp_fn", tmp_path / "yafsdp_fn", ignore=shutil.ignore_patterns("extras", "__pycache__"))
     assert not (tmp_path / "yafsdp_fn" / "extras").exists()

@@ -17,6 +17,7 @@ PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("planner"
 PAGE = PAGES["planner"]
 
 
+@pytest.mark.nightly
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     code, beside = re.findall(r"```python\n(.*?)```", PAGE, re.S)

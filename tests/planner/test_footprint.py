@@ -213,7 +213,7 @@ def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: dict[int, Pool]
     assert real["working_copy"] > 0
 
 
-@pytest.mark.parametrize(("world", "mesh"), [(1, "shard"), (2, "shard"), (4, "replicate"), (4, "nodes")])
+@pytest.mark.parametrize(("world", "mesh"), [(1, "shard"), (2, "shard"), nightly(4, "replicate"), (4, "nodes")])
 def test_what_travels_in_formats_holds_what_is_predicted(pools: dict[int, Pool], world: int, mesh: str) -> None:
     schedules = [("hpz", 1)] if mesh == "nodes" else [("zero3", 1), ("zero2", 2)]
     cases = [(precision, *case) for precision in ("fp32", "wide sums", "fp64 wide") for case in schedules]
@@ -249,9 +249,10 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "axes",
-    [{"tensor": 2}, *(nightly({axis: 2}) for axis in ("context", "expert"))],
+    [{"tensor": 2}, {"context": 2}, {"expert": 2}],
     ids=str,
 )
 def test_axes_inside_blocks_hold_what_is_predicted(pools: dict[int, Pool], axes: dict[str, int]) -> None:

@@ -250,6 +250,7 @@ def over_tensor(tensor: int, ranks: int = 16) -> Trace:
     )
 
 
+@pytest.mark.nightly
 def test_search_over_axes_takes_the_best_of_all() -> None:
     traces = [over_tensor(n) for n in (1, 2)]
     limit = budgets(traces[0])["tight"]
@@ -263,6 +264,7 @@ def test_search_over_axes_takes_the_best_of_all() -> None:
     verify(found.program)
 
 
+@pytest.mark.nightly
 def test_search_over_axes_on_stages() -> None:
     found = search([over_tensor(2)], SLOW, stages=(2,))
     assert found.mesh["stage"] == 2 and found.default is None and found.stages is not None

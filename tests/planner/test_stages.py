@@ -13,7 +13,6 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.marks import nightly
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
 from tests.planner.test_simulate import GB
@@ -301,7 +300,8 @@ def test_a_search_over_stages_finds_what_it_says() -> None:
     assert f"{found.best.point.order.microbatches} microbatches" in str(found)
 
 
-@pytest.mark.parametrize("stages", [2, nightly(4)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stages", [2, 4])
 def test_no_order_is_faster_than_its_bound(stages: int) -> None:
     from yafsdp_fn.planner.search import Sweep, staged_points
 

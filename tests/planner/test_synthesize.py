@@ -118,6 +118,7 @@ def pipeline(**options: Any) -> Found:
     return search(trace, FAST, memory=memory, stages=(4,), ranks=4, synthesize=600, **options)
 
 
+@pytest.mark.nightly
 def test_a_pipeline(tmp_path: Path) -> None:
     found = pipeline(moves=6)
     made = found.synthesized

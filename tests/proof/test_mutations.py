@@ -64,6 +64,7 @@ CASES = [
 SAMPLE = [case if at % 6 == 0 else nightly(*case) for at, case in enumerate(CASES)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("trace", "schedule"), SAMPLE, ids=[" - ".join(case) for case in CASES])
 def test_no_wrong_neighbour_of_a_larger_program_is_accepted(trace: str, schedule: str) -> None:
     start = program(LARGER[trace], schedule)
@@ -75,7 +76,8 @@ def test_no_wrong_neighbour_of_a_larger_program_is_accepted(trace: str, schedule
     assert verdicts["", True] > 15
 
 
-@pytest.mark.parametrize("first", [0, nightly(2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", [0, 2])
 def test_no_wrong_pair_of_changes_is_accepted(first: int) -> None:
     """Changes of changed programs that are still right: some, of every fourth small program; SCHEDULE_MUTANTS=all: of
     all."""
@@ -91,7 +93,8 @@ def test_no_wrong_pair_of_changes_is_accepted(first: int) -> None:
     assert verdicts["", True] > 150
 
 
-@pytest.mark.parametrize("schedule", [it if at % 4 == 0 else nightly(it) for at, it in enumerate(SCHEDULES)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
     """One visit of one unit, whatever two changes do to it, also where the first alone is wrong; by default every
     eighth pair."""

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 
-from tests.harness.marks import nightly
+from tests.harness.marks import by_day
 from tests.interop.test_actions import FAMILIES, rows_of, trace_for
 from tests.program.traces import cut, model, on
 from tests.proof.changed import a_pipeline, any_change, odd_step_of
@@ -94,7 +94,9 @@ def own() -> Rows:
     return rows
 
 
-@pytest.mark.parametrize("family", ["1F1B", *(family for family in FAMILIES if family != "GPipe")])
+@pytest.mark.parametrize(
+    "family", by_day(["1F1B", *(family for family in FAMILIES if family != "GPipe")], "1F1B", "ZBVZeroBubble")
+)
 def test_no_wrong_row_of_actions_is_accepted(family: str) -> None:
     rows = own() if family == "1F1B" else torchs(family)
     trace = cut(model(6, 5), (0, 1, 2, 3)) if family == "1F1B" else trace_for(family, 4, MICROBATCHES[family])
@@ -107,7 +109,8 @@ def test_no_wrong_row_of_actions_is_accepted(family: str) -> None:
     assert verdicts["accepted, right"] and verdicts["flow"] and verdicts["weights"]
 
 
-@pytest.mark.parametrize("sharding", [nightly(zero1()), zero3()], ids=["zero1", "zero3"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sharding", [zero1(), zero3()], ids=["zero1", "zero3"])
 def test_no_wrong_row_of_calls_is_accepted(sharding: Schedule) -> None:
     """Without messages, gathers and reductions: those are ours, and fit whatever order can run."""
     verdicts: Counter[str] = Counter()

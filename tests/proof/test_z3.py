@@ -17,6 +17,7 @@ from tests.schedules.cases import EVERY, SMALL, program
 from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(0 if EVERY else 120)
 def test_verify_and_z3_agree() -> None:
     found = compare(20000 if EVERY else 12, programs(0))

@@ -151,7 +151,7 @@ def test_flows_between_any_segments_are_proved(seed: int) -> None:
     verify(FACTORIES[order](sharding)(cut(on(trace, "ranks", when), places, skips)))
 
 
-@pytest.mark.parametrize("each", [5, nightly(1)])
+@pytest.mark.parametrize("each", [10, nightly(1)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_with_every_sharding_is_exact(order: str, each: int) -> None:
     """each: one of so many"""
@@ -165,7 +165,7 @@ def test_every_order_with_every_sharding_is_exact(order: str, each: int) -> None
             assert right(pipeline, number), (P, M, sharding)
 
 
-@pytest.mark.parametrize("each", [5, nightly(1)])
+@pytest.mark.parametrize("each", [10, nightly(1)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_with_every_setting_of_fsdp2_is_exact(order: str, each: int) -> None:
     """72, of which one of so many. A group has the embedding and the head, whose microbatches come by turns where both

@@ -247,6 +247,7 @@ def in_dtypes(mesh: Any, param: torch.dtype, compute: torch.dtype, reduce: torch
         assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= tolerance, what
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
 def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
     """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""

@@ -215,7 +215,7 @@ ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resi
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        (2, [name for name in TOGETHER if name not in ON_THREE]),
+        nightly(2, [name for name in TOGETHER if name not in ON_THREE]),
         (3, ON_THREE),
         *(nightly(world, list(TOGETHER)) for world in (1, 2)),
     ],
@@ -225,7 +225,8 @@ def test_features_together(pools: dict[int, Pool], world: int, names: list[str])
     pools[world].run(all_of, names)
 
 
-@pytest.mark.parametrize("name", [nightly(name) for name in list(COMPILED)[1:]] + list(COMPILED)[:1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled(pools: dict[int, Pool], name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
     pools[1].run(all_of, [name])

@@ -187,7 +187,8 @@ def of_llama(mesh: Any, dtype: torch.dtype) -> None:
         compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
 
 
-@pytest.mark.parametrize(("world", "dtype"), [nightly(1, torch.float32), (2, torch.float64)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
 def test_llama_against_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
     pools[world].run(of_llama, dtype)
 

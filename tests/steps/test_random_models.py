@@ -251,6 +251,7 @@ def test_two_ranks(pools: dict[int, Pool], seeds: range) -> None:
     pools[2].run(cases, ("shard", "copies", "nodes"), seeds)
 
 
-@pytest.mark.parametrize("seeds", [range(2), nightly(range(2, 4))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seeds", [range(2), range(2, 4)])
 def test_four_ranks(pools: dict[int, Pool], seeds: range) -> None:
     pools[4].run(cases, ("replicate", "nodes"), seeds)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day
 from tests.harness.pool import Pool
 from tests.harness.unlike import MODELS, Model
 from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
@@ -86,6 +85,7 @@ def step(_: Any, name: str) -> None:
     assert program.stages == schedule.program.stages
 
 
-@pytest.mark.parametrize("name", by_day(RUN, "half-the-gradients"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", RUN)
 def test_a_step_is_the_plain_one(pools: dict[int, Pool], name: str) -> None:
     pools[RUN[name][0]].run(step, name)

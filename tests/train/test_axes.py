@@ -11,7 +11,6 @@ import pytest
 import models
 import yafsdp_fn as ya
 from models import mixtral
-from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.train import inside
 from tests.train.test_stages import flags, numbers, texts
@@ -26,7 +25,8 @@ def spread(_: Any, argv: tuple[str, ...], sizes: dict[str, int], *more: Any) -> 
     return inside.inside(ya.mesh(device="cpu", **sizes), argv, *more)
 
 
-@pytest.mark.parametrize("moves", [False, nightly(True)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("moves", [False, True])
 def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: Path, moves: bool) -> None:
     """moves: it goes on with other ranks, and across stages"""
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")

@@ -12,6 +12,7 @@ import pytest
 
 import models
 from models import gpt2, mixtral
+from tests.harness.marks import by_day
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, text
 from train import sample
@@ -42,7 +43,7 @@ def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[
     return run, out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("model", by_day(TINY, "tiny-mixtral"))
 def test_a_family_is_trained_and_sampled(pools: dict[int, Pool], tmp_path: Path, model: str) -> None:
     (tmp_path / "heldout.txt").write_text(text(tmp_path, 200).read_text())
     more = ("--data.heldout-files", str(tmp_path / "heldout.txt"), "--eval-every", "6", "--eval-batches", "2")

@@ -163,6 +163,7 @@ def test_writing_goes_on_from_its_file(capsys: pytest.CaptureFixture[str], tmp_p
     assert "is of another search" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.nightly
 def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     assert main([*SMALL, "--search", "--synthesize", "1", "--timeline", str(picture)]) == 0

@@ -142,6 +142,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
     pools: dict[int, Pool], base: Path
 ) -> None:

@@ -27,6 +27,7 @@ def test_a_section_that_fails_keeps_what_it_found(tmp_path: Path) -> None:
     assert found == {"part": 1, "device": "cpu"}
 
 
+@pytest.mark.nightly
 def test_it_runs_and_ends(tmp_path: Path) -> None:
     words = f"benchmarks --section memory --device cpu --out {tmp_path / 'gpu.json'}"
     ran = subprocess.run([sys.executable, "-m", *shlex.split(words)], cwd=ROOT, capture_output=True, text=True)

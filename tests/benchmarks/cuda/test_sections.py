@@ -74,6 +74,7 @@ def test_the_plain_module_trains_the_same_weights_alike(in_child: InChild, name:
 # ---- the emulated network
 
 
+@pytest.mark.nightly
 def test_a_published_row_beside_fsdp2(in_child: InChild) -> None:
     found = in_child(last, emulated.run, CPU, "llama3-8b/64")
     part = found["network"]

@@ -144,6 +144,7 @@ def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[
 # ---- the table
 
 
+@pytest.mark.nightly
 def test_the_preset_as_run_explains_the_table() -> None:
     (ours, ours_most), (theirs, theirs_most), (speedup, speedup_most) = summary([predicted(row) for row in TABLE])
     assert ours <= 1.5 and ours_most <= 7

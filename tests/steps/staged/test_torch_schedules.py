@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined
 from tests.harness.pool import Pool
 from tests.steps.staged import models
@@ -41,7 +42,7 @@ FAMILIES = {
     "DualPipeV": Family(2, "v"),
 }
 ALL = os.environ.get("STAGES") == "all"
-CASES = [(2, 2), (4, 2), (4, 4), *[(3, 3)] * ALL]  # world, stages
+CASES = [nightly(2, 2), nightly(4, 2), (4, 4), *[(3, 3)] * ALL]  # world, stages
 
 
 def rows_of(family: str, stages: int, microbatches: int, lowered: bool) -> list[list[str]]:

@@ -51,6 +51,7 @@ def fine(ranks: list[Run]) -> list[Run]:
 # ---- ranks that come and go
 
 
+@pytest.mark.nightly
 def test_every_example_is_read_once_by_four_ranks_then_two_then_three(pools: dict[int, Pool], tmp_path: Path) -> None:
     """Killed after their checkpoints: what was read after those is read again."""
     windows = 4 * (2 * 4) + 4 * (2 * 2) + 2 * (2 * 3)
@@ -254,6 +255,7 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[
     assert ended[0].err.count("warning: step 6: loss nan") == 1 and ended[1].err == ""
 
 
+@pytest.mark.nightly
 def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(poisoned, flags(tmp_path, "--skip-spikes", "20"), 9, 9, 100.0))
