@@ -34,10 +34,7 @@ def test_labels_of_a_lane_are_clear_of_each_other(count: int, flops: int) -> Non
     timeline = simulated(count, flops=flops)
     on = panel(timeline, 2.0 * timeline.seconds)  # thin: it has half of the axis
     for stream in timeline.streams:
-        bars = lane(on.layout, stream).bars
-        found = labels([bar for bar in bars if bar.kind != "idle"], 7.0, on)
-        found += labels([bar for bar in bars if bar.kind == "idle"], 7.0, on, found)
-        found.sort(key=lambda label: label.middle)
+        found = sorted(labels(lane(on.layout, stream).bars, 7.0, on), key=lambda label: label.middle)
         assert len(found) >= 3
         edges = [(label.middle - label.half, label.middle + label.half) for label in found]
         for (_, end), (start, _) in itertools.pairwise(edges):

@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wi
 CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
 INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7a4a45"
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
-OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
+OUTLINE: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.9}
 GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
-NO_EDGE = {"linewidth": 0.0}
+NO_EDGE: dict[str, Any] = {"linewidth": 0.0}
 STYLES: dict[str, dict[str, Any]] = {
     "idle": NO_EDGE,
     "op": {},
@@ -106,16 +106,16 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     """Returns the figure of some layouts, with lines of text below."""
     from matplotlib.figure import Figure
 
-    right = RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
-    across = min(WIDEST, max(NARROWEST, max(each.wanted for each in drawn) + LEFT + right)) - LEFT - right
-    width, inner = across + LEFT + right, across + LEFT + right - 2 * MARGIN
+    sides = LEFT + RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
+    width = min(WIDEST, max(NARROWEST, sides + max(each.wanted for each in drawn)))
+    across, inner = width - sides, width - 2 * MARGIN
     samples = {sample.words: sample for each in drawn for sample in each.legend}
-    entries = in_rows([*samples.values(), Sample("critical path", (), "outlined")], inner)
+    entries = in_rows([*samples.values(), Sample("critical path", ("none",), "path")], inner)
     said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
-    _, last, _ = entries[-1]
-    legend = last * ROW + 0.3
-    below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
-    height = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1) + below + MARGIN
+    legend = ROW * (1 + entries[-1].row) + 0.1
+    floor = legend + LINE * len(said) + 0.1 * bool(said)
+    panels = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1)
+    height = MARGIN + panels + AXIS + floor + MARGIN
     figure: Any = Figure(figsize=(width, height), facecolor="white")
     seconds = max(each.timeline.seconds for each in drawn)
     top = height - MARGIN
@@ -124,47 +124,48 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
         axes = figure.add_axes((LEFT / width, top / height, across / width, each.height / height))
         Panel(axes, each, seconds, across).draw(last=each is drawn[-1])
         top -= BETWEEN
-    floor = figure.add_axes((MARGIN / width, 0, inner / width, (below - AXIS) / height))
-    floor.set(xlim=(0, inner), ylim=(below - AXIS, 0))
-    floor.axis("off")
+    below = figure.add_axes((MARGIN / width, MARGIN / height, inner / width, floor / height))
+    below.set(xlim=(0, inner), ylim=(floor, 0))
+    below.axis("off")
     for entry in entries:
-        _explain(floor, *entry)
+        _explain(below, entry)
     for number, line in enumerate(said):
-        floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
+        below.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
     return figure
 
 
 ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches
+SWATCHES = {"again": HATCH, "path": OUTLINE}
 
 
-def in_rows(samples: Sequence[Sample], across: float) -> list[tuple[float, int, Sample]]:
-    """Samples beside each other, in rows no wider than `across`: `x, row, sample` of each."""
+class Entry(NamedTuple):
+    """A sample of the legend: its place, and how wide its swatch is."""
+
+    sample: Sample
+    x: float
+    row: int
+    width: float
+
+
+def in_rows(samples: Sequence[Sample], across: float) -> list[Entry]:
+    """Samples beside each other, in rows no wider than `across`."""
     found, x, row = [], 0.0, 0
     for sample in samples:
-        total = _swatch(sample) + 0.06 + wide(sample.words, TEXT) + 0.22
+        swatch = WIDE if len(sample.colours) > 2 else NARROW
+        total = swatch + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
             x, row = 0.0, row + 1
-        found.append((x, row, sample))
+        found.append(Entry(sample, x, row, swatch))
         x += total
     return found
 
 
-def _swatch(sample: Sample) -> float:
-    return WIDE if len(sample.colours) > 2 else NARROW
-
-
-def _explain(axes: Any, x: float, row: int, sample: Sample) -> None:
+def _explain(axes: Any, entry: Entry) -> None:
     """Draws a sample of the legend: its swatch, in pieces of each colour, and its words."""
-    from matplotlib.patches import Rectangle
-
-    top, width, colours = 0.08 + row * ROW, _swatch(sample), sample.colours
-    if sample.style:
-        style = OUTLINE if sample.style == "outlined" else {"facecolor": colours[0], **HATCH}
-        axes.add_patch(Rectangle((x, top), width, HIGH, **style))
-    else:
-        each = width / len(colours)
-        pieces = [(x + each * k, each) for k in range(len(colours))]
-        axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
+    sample, x, row, width = entry
+    top, each = 0.08 + row * ROW, width / len(sample.colours)
+    pieces = [(x + each * k, each) for k in range(len(sample.colours))]
+    axes.broken_barh(pieces, (top, HIGH), facecolor=sample.colours, **SWATCHES.get(sample.of, NO_EDGE))
     axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline", fontsize=TEXT, color=INK)
 
 
@@ -225,9 +226,7 @@ class Panel:
         size = SMALL if any(bar.kind in ("strip", "slot") for bar in bars) else TEXT
         if 72 * row.height <= size + 1:
             return
-        found = labels([bar for bar in bars if bar.kind != "idle"], size, self)
-        found += labels([bar for bar in bars if bar.kind == "idle"], size, self, found)
-        for label in found:
+        for label in labels(bars, size, self):
             how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {"color": INK}
             box = GROUND if label.ground else None
             x = (label.bar.start + label.bar.end) / 2 / self.scale
@@ -254,7 +253,9 @@ class Panel:
 
         path = [(row, start / self.scale, end / self.scale) for row, start, end in self.layout.path]
         for k, (row, start, end) in enumerate(path):
-            self.axes.add_patch(Rectangle((start, row.top), end - start, row.height, zorder=5, **OUTLINE))
+            self.axes.add_patch(
+                Rectangle((start, row.top), end - start, row.height, facecolor="none", zorder=5, **OUTLINE)
+            )
             if k > 0:
                 other, _, then = path[k - 1]
                 above = other.top < row.top
@@ -262,7 +263,7 @@ class Panel:
                 self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
 
 
-# ---- Which boxes of a row are labelled: all that have room, else every k-th layer.
+# ---- Which boxes of a row are labelled: words that have room, and numbers of every k-th layer.
 
 
 class Label(NamedTuple):
@@ -275,51 +276,23 @@ class Label(NamedTuple):
     ground: bool = False
 
 
-class _Rule(NamedTuple):
-    """The rule that numbers the boxes of layers in a row.
-
-    every: k, for each k-th of the layers that the row has, across its neighbours; 0 for those that have room
-    chosen: these layers; widest: number, in inches
-    busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
-    """
-
-    every: int
-    chosen: Sequence[int]
-    widest: float
-    busy: bool
-
-
-def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label] = ()) -> list[Label]:
-    """Returns the labels of boxes in one row of `panel`, in order, clear of each other and of those in `among`.
-
-    size: of the text, in points
-    """
-    layers = [bar for bar in bars if bar.number is not None]
-    rules = [_rule([bar for bar in layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
-    ends = [0.0, *(bar.end for bar in bars)]
-    starts = [*(bar.start for bar in bars[1:]), panel.seconds]
+def labels(bars: Sequence[Bar], size: float, panel: Panel) -> list[Label]:
+    """Returns the labels of boxes in one row of `panel`, clear of each other: the first of two that are not. size: of
+    the text, in points"""
+    numbered = {dark: _numbered([bar for bar in bars if bar.dark == dark], size, panel) for dark in (False, True)}
     found: list[Label] = []
-    for bar, before, after in zip(bars, ends, starts, strict=False):
-        rule = rules[bar.dark]
-        room = panel.inches(bar.end - bar.start) - CLEAR
-        middle = panel.inches(bar.start + bar.end) / 2
-        texts = [bar.text]
+    for bar in bars:
+        room = panel.inches(bar.end - bar.start)
         if bar.number is None:
             # the number of a microbatch may nearly fill its box: calls are as wide as that
-            most = room + CLEAR - 0.02 if bar.text.isdigit() else room
-            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= most]
-        elif rule.every and bar.number not in rule.chosen:
-            continue
-        elif not rule.every:
-            around = 2 * min(middle - panel.inches(before), panel.inches(after) - middle) - CLEAR
-            if rule.widest > max(room, around):
-                continue
-        for text in texts:
-            label = Label(bar, text, middle, wide(text, size) / 2)
-            if _is_clear(label, [*among, *found[-1:]], panel.across):
-                crosses = bar.number is not None and (rule.every > 1 or 2 * label.half > room)
-                found.append(label._replace(ground=bar.kind == "again" or (rule.busy and crosses)))
-                break
+            most = room - 0.02 if bar.text.isdigit() else room - CLEAR
+            text = next((text for text in (bar.text, bar.short) if wide(text, size) <= most), "")
+        else:
+            text = bar.text if bar.number in numbered[bar.dark] else ""
+        half = wide(text, size) / 2
+        label = Label(bar, text, panel.inches(bar.start + bar.end) / 2, half, bar.kind == "again" or 2 * half > room)
+        if text and _is_clear(label, found, panel.across):
+            found.append(label)
     return found
 
 
@@ -328,17 +301,14 @@ def _is_clear(label: Label, others: Sequence[Label], across: float) -> bool:
     return not near and label.half <= label.middle <= across - label.half
 
 
-def _rule(bars: Sequence[Bar], size: float, inches: Callable[[float], float]) -> _Rule:
-    if not bars:
-        return _Rule(0, (), 0.0, False)
-    widest = max(wide(bar.text, size) for bar in bars)
-    lengths = sorted(inches(bar.end - bar.start) for bar in bars)
-    pitches = sorted(inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
-    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
-    every = next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
-    if widest + CLEAR <= lengths[len(lengths) // 2]:
-        every = 0
-    numbers = sorted({bar.number for bar in bars if bar.number is not None})
-    gaps = sum(lengths) < 0.9 * inches(bars[-1].end - bars[0].start)
-    busy = gaps or any(bar.kind == "again" for bar in bars)
-    return _Rule(every, numbers[:: every or 1], widest, busy)
+def _numbered(bars: Sequence[Bar], size: float, panel: Panel) -> list[int]:
+    """Returns the layers of a row whose numbers are shown: every k-th, as many as have room across their neighbours."""
+    layers = [bar for bar in bars if bar.number is not None]
+    numbers = sorted({bar.number for bar in layers if bar.number is not None})
+    widest = max((wide(bar.text, size) for bar in layers), default=0.0)
+    pitches = sorted(panel.inches(after.start - before.start) for before, after in itertools.pairwise(layers))
+    pitch = pitches[len(pitches) // 4] if pitches else panel.across  # forward is denser than backward
+    if pitch >= widest + CLEAR:
+        return numbers
+    every = next((k for k in (2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    return numbers[::every]
