@@ -7,7 +7,7 @@ of a pipeline       stage under stage: what compute does, in boxes of one call e
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,7 +26,7 @@ from yafsdp_fn.program.ops import (
 )
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, weight_slots
-from yafsdp_fn.timeline.text import because, idle, longest, reasons, shown
+from yafsdp_fn.timeline.text import because, longest, shown
 
 T = TypeVar("T")
 
@@ -53,15 +53,18 @@ class Bar(NamedTuple):
 
 
 class BoxRow(NamedTuple):
-    """Boxes on one line. top: from the upper edge; name, aside: to the left and to the right of it; large: the name"""
+    """Boxes on one line. top: from the upper edge; name, aside: to the left and to the right of it
+
+    stream: whose ops it shows, "" of what is beside them
+    """
 
     name: str
     top: float
     height: float
     bars: tuple[Bar, ...] = ()
-    large: bool = False
-    aside: str = ""
+    stream: str = ""
     stage: int = 0
+    aside: str = ""
 
 
 class Sample(NamedTuple):
@@ -105,16 +108,16 @@ WHITE = "#ffffff"
 STRIP_COLOUR = "#d9dce1"
 FILLING = "#c3edf2"  # in the legend: a slot between two layers, paler
 INSIDE = "#4b3f72"  # collectives in a compute
-REDUCTION = ("#fbeccb", "idle: waits for a reduction")
-COPY = ("#dfe6f5", "idle: waits for a copy to the host, or from it")
-OTHERWISE = ("#e5e7eb", "idle otherwise")
-IDLE = {  # why compute is idle -> the colour, and words of the legend
-    "gather": ("#fbe1dc", "idle: waits for a gather"),
-    "reduce": REDUCTION,
-    "all-reduce": REDUCTION,
-    "offload": COPY,
-    "fetch": COPY,
-    "receive": ("#ecebe4", "idle: waits for a message"),
+OTHERWISE = "#e5e7eb"  # idle for another reason
+IDLE = {  # why compute is idle -> the colour
+    "gather": "#fbe1dc",
+    "reduce": "#fbeccb",
+    "all-reduce": "#fbeccb",
+    "offload": "#dfe6f5",
+    "fetch": "#dfe6f5",
+    "receive": "#ecebe4",
+    "fill": "#f4f4f2",
+    "drain": "#f4f4f2",
 }
 THIN = {  # row -> its streams, and its colour
     "gathers": (("gather",), "#b9a7d6"),
@@ -168,6 +171,9 @@ class Palette:
         ramps = OTHERS if self.trace.units[unit].stack is None else LAYERS
         return on_ramp(ramps[dark], self._place[unit])
 
+    def ramp(self, units: Iterable[UnitSpec], dark: bool) -> tuple[str, ...]:
+        return tuple(self.of(unit.id, dark) for unit in units)
+
     def leading(self, op: Any) -> UnitSpec | None:
         """Returns the unit that an op is shown as: the first of its units that is a layer, or the first; None without
         any."""
@@ -202,35 +208,31 @@ SEEN = 0.002  # part of the step: what is grey and shorter is not explained
 SAMPLES = (  # behind a layout's own, in every legend
     Sample("recomputes its forward first", (on_ramp(LAYERS[True], 0.5),), "again"),
     Sample("collectives in a block", (INSIDE,)),
-    *(Sample(words, (colour,)) for colour, words in dict.fromkeys([*IDLE.values(), OTHERWISE])),
     Sample("slot being filled", (FILLING,), "filling"),
     *(Sample(words, (colour,)) for words, (_, colour) in THIN.items()),
 )
 
-Lanes = Mapping[tuple[int, str], BoxRow]
-"""Stage and stream -> the row of its ops, on which the critical path is outlined."""
 
-
-def _layout(
-    timeline: Spans,
-    words: str,
-    height: float,
-    wanted: float,
-    rows: Sequence[BoxRow],
-    lanes: Lanes,
-    own: Sequence[Sample],
-) -> Layout:
-    """Adds the critical path, and the legend of the colours and kinds that are in some row. own: samples of a layout"""
+def _layout(timeline: Spans, words: str, wanted: float, rows: list[BoxRow], own: Iterable[Sample]) -> Layout:
+    """Adds the collectives of blocks, the critical path, and the legend of what is in some row. own: samples of a
+    layout"""
+    height = rows[-1].top + rows[-1].height + GAP
+    lanes = {(row.stage, row.stream): row for row in rows if row.stream}
+    rows += [_inside(timeline.by_stage[row.stage], row) for row in lanes.values() if row.stream == "compute"]
     along = [span for span in timeline.critical_path() if (span.stage, span.stream) in lanes]
     path = tuple(_runs((lanes[span.stage, span.stream], span) for span in along))
     bars = [bar for row in rows for bar in row.bars]
-    grey = {bar.text for bar in bars if bar.colour == GREY and bar.end - bar.start > SEEN * timeline.seconds}
+    seen = SEEN * timeline.seconds
+    grey = {bar.text for bar in bars if bar.colour == GREY and bar.end - bar.start > seen}
+    samples = [*own, *SAMPLES]
+    if grey:
+        samples.append(Sample(", ".join(sorted(grey)), (GREY,)))
+    for why, seconds in timeline.bubbles().items():
+        if seconds > seen:
+            samples.append(Sample(f"idle: {because(why)}", (IDLE.get(why, OTHERWISE),)))
     found = {bar.kind for bar in bars} | {bar.colour for bar in bars}
-    legend = []
-    for sample in (*own, *[Sample(", ".join(sorted(grey)), (GREY,))] * bool(grey), *SAMPLES):
-        if found & ({sample.of} if sample.of else {*sample.colours}):
-            legend.append(sample)
-    return Layout(timeline, words, height, wanted, tuple(rows), path, tuple(legend))
+    legend = tuple(sample for sample in samples if found & ({sample.of} if sample.of else {*sample.colours}))
+    return Layout(timeline, words, height, wanted, tuple(rows), path, legend)
 
 
 def _runs(placed: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, float, float]]:
@@ -238,11 +240,6 @@ def _runs(placed: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, float, float]]:
     for at, run in itertools.groupby(placed, itemgetter(0)):
         spans = [span for _, span in run]
         yield at, spans[0].start, spans[-1].end
-
-
-def _idle(gap: Idle, text: str = "", short: str = "") -> Bar:
-    colour, _ = IDLE.get(gap.why, OTHERWISE)
-    return Bar("idle", gap.start, gap.end, colour, text, short=short)
 
 
 def _inside(spans: Spans, row: BoxRow) -> BoxRow:
@@ -263,7 +260,6 @@ def of_stage(timeline: Spans) -> Layout:
     """Lanes of streams, and rows of slots below them."""
     palette = Palette(timeline.trace)
     rows: list[BoxRow] = []
-    lanes: dict[tuple[int, str], BoxRow] = {}
     top, most = 0.0, 0
     for stream in timeline.streams:
         boxes = [palette.box(span) for span in timeline.on(stream)]
@@ -273,21 +269,17 @@ def of_stage(timeline: Spans) -> Layout:
             for name, strip in _strips(timeline, palette):
                 rows.append(BoxRow(name, top, STRIP, strip))
                 top += STRIP + 0.02
-            boxes = [*_recomputing(timeline, boxes), *_gaps(timeline, palette)]  # labels of gaps come second
+            idle = [_gap(gap, timeline, palette) for gap in timeline.idle()]
+            boxes = [*_recomputing(timeline, boxes), *idle]  # labels of gaps come second
             height = COMPUTE
-        lanes[0, stream] = BoxRow(stream, top, height, tuple(boxes), large=True)
-        rows.append(lanes[0, stream])
+        rows.append(BoxRow(stream, top, height, tuple(boxes), stream))
         top += height + GAP
-    if "compute" in timeline.streams:
-        rows.append(_inside(timeline, lanes[0, "compute"]))
     for name, held, dark in (("slot", weight_slots(timeline), False), ("grad slot", grad_slots(timeline), True)):
         if held:
             rows += _slots(name, top + GAP, held, palette, dark)
             top = rows[-1].top + rows[-1].height + GAP
     words = f"step {shown(timeline.seconds)}, compute busy {timeline.compute_s / (timeline.seconds or 1.0):.0%}"
-    if waits := reasons(timeline):
-        words += f"; idle {longest(waits)}"
-    return _layout(timeline, words, top, PER_OP * most, rows, lanes, _units(palette))
+    return _layout(timeline, f"{words}; idle {longest(timeline.bubbles())}", PER_OP * most, rows, _units(palette))
 
 
 def _recomputing(timeline: Spans, boxes: Iterable[Bar]) -> Iterator[Bar]:
@@ -301,34 +293,28 @@ def _recomputing(timeline: Spans, boxes: Iterable[Bar]) -> Iterator[Bar]:
         yield box._replace(kind="again") if again and box.number is not None else box
 
 
-def _gaps(timeline: Spans, palette: Palette) -> Iterator[Bar]:
-    """Yields the gaps of compute, with what they waited for."""
-    for gap in timeline.idle():
-        cause = timeline.by_number.get(gap.cause)
-        if gap.waited and cause is not None:
-            box = palette.box(cause)
-            short = box.short or box.text
-            yield _idle(gap, f"{gap.why} {short}", short)
-        else:
-            yield _idle(gap, because(gap.why))
+def _gap(gap: Idle, timeline: Spans, palette: Palette) -> Bar:
+    """Returns the box of a gap of compute, with what it waited for."""
+    plain = Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE), because(gap.why))
+    cause = timeline.by_number.get(gap.cause)
+    if cause is None or not gap.waited:
+        return plain
+    box = palette.box(cause)
+    name = box.short or box.text
+    return plain._replace(text=f"{gap.why} {name}", short=name)
 
 
 def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, tuple[Bar, ...]]]:
     """Yields which of several microbatches compute is at, and in which of several stacks."""
-    computes = [span for span in timeline.spans if isinstance(span.op, Forward | Backward)]
-    leading = [palette.leading(span.op) for span in computes]
-    places: dict[str, list[Any]] = {
-        "microbatch": [span.microbatch for span in computes],
-        "stack": [unit and unit.stack for unit in leading],
-    }
-    for name, of in places.items():
-        if len({*of} - {None}) < 2:
-            continue
+    computes = [span for span in timeline.on("compute") if isinstance(span.op, Forward | Backward)]
+    microbatches = [str(span.microbatch) for span in computes]
+    stacks = [getattr(palette.leading(span.op), "stack", None) or "" for span in computes]
+    for name, of in (("microbatch", microbatches), ("stack", stacks)):
         bars = []
-        for at, start, end in _runs(zip(of, computes, strict=True)):
-            if at is not None:
-                bars.append(Bar("strip", start, end, STRIP_COLOUR, str(at), short=str(at).rpartition(".")[2]))
-        yield name, tuple(bars)
+        for text, start, end in _runs(zip(of, computes, strict=True)):
+            bars.append(Bar("strip", start, end, STRIP_COLOUR, text, short=text.rpartition(".")[2]))
+        if len({*of} - {""}) > 1:
+            yield name, tuple(bar for bar in bars if bar.text)
 
 
 def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: bool) -> Iterator[BoxRow]:
@@ -347,26 +333,21 @@ def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: 
         top += height + gap
 
 
-def _units(palette: Palette) -> list[Sample]:
-    """Returns the samples of units: a ramp for each stack."""
-    samples = []
-    first = "forward and weights, layers "
+def _units(palette: Palette) -> Iterator[Sample]:
+    """Yields the samples of units: a ramp for each stack."""
     for name, units in palette.stacks.items():
-        which = f"{units[0].layer} to {units[-1].layer}" + f" of {name}" * (len(palette.stacks) > 1)
-        samples.append(Sample(first + which, tuple(palette.of(unit.id, dark=False) for unit in units)))
-        first = ""
+        words = f"forward and weights, layers {units[0].layer} to {units[-1].layer}"
+        yield Sample(words + f" of {name}" * (len(palette.stacks) > 1), palette.ramp(units, dark=False))
     layers = itertools.chain.from_iterable(palette.stacks.values())
-    samples.append(Sample("backward and gradients", tuple(palette.of(unit.id, dark=True) for unit in layers)))
+    yield Sample("backward and gradients", palette.ramp(layers, dark=True))
     for unit in palette.others[:4]:
-        samples.append(Sample(unit.name, (palette.of(unit.id, dark=False), palette.of(unit.id, dark=True))))
-    return samples
+        yield Sample(unit.name, (palette.of(unit.id, dark=False), palette.of(unit.id, dark=True)))
 
 
 # ---- The layout of a pipeline.
 
 TALL, THIN_ROW, BETWEEN = 0.27, 0.05, 0.1  # heights of a row of computes and of a thin one; between two stages
 PER_CALL = 0.17  # wanted width of a call of the fullest stage
-UNUSED = ("fill", "drain", "overhead")  # idle, and no wait: the row is empty there
 
 
 def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
@@ -374,18 +355,16 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
     used = {span.stream for span in timeline.spans if span.seconds}
     thin = [(streams, colour) for streams, colour in THIN.values() if used & set(streams)]
     several, tall = timeline.stage_count > 1, TALL * squeezed
+    ramps = _ramps(timeline.trace)
     rows: list[BoxRow] = []
-    lanes: dict[tuple[int, str], BoxRow] = {}
     top, most = 0.0, 0
     for stage, part in enumerate(timeline.by_stage):
-        waits = [_idle(gap) for gap in timeline.idle_of(stage) if gap.why not in UNUSED]
-        calls = _calls(part)
+        calls = _calls(part, ramps)
         most = max(most, len(calls))
+        idle = [Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE)) for gap in part.idle()]
         aside = f"{part.compute_s / (timeline.seconds or 1.0):.0%}"
         name = f"stage {stage}" if several else "compute"
-        lane = BoxRow(name, top, tall, (*calls, *waits), True, aside, stage)
-        lanes[stage, "compute"] = lane
-        rows += [lane, _inside(part, lane)]
+        rows.append(BoxRow(name, top, tall, (*calls, *idle), "compute", stage, aside))
         top += tall
         for streams, colour in thin:
             spans = [span for span in part.spans if span.stream in streams]
@@ -394,33 +373,25 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
             top += THIN_ROW
         top += BETWEEN * squeezed
     lost = f"bubble {timeline.bubble:.1%}, over all stages" if several else f"compute idle {timeline.bubble:.1%}"
-    words = f"step {shown(timeline.seconds)}, {lost}: {idle(timeline)}"
-    return _layout(timeline, words, top, PER_CALL * most, rows, lanes, _kinds(_segments(timeline.trace)))
+    words = f"step {shown(timeline.seconds)}, {lost}: {longest(timeline.bubbles())}"
+    samples = [Sample(name, ramps[kind]) for kind, (name, _) in CALLS.items()]
+    return _layout(timeline, words, PER_CALL * most, rows, samples)
 
 
-def _kinds(segments: int) -> list[Sample]:
-    """Returns the samples of calls: a ramp over the segments of a stage."""
-    samples = []
-    for kind, (words, _) in CALLS.items():
-        several = f", {segments} segments" * (segments > 1 and kind == "forward")
-        samples.append(Sample(words + several, tuple(shade(kind, number, segments) for number in range(segments))))
-    return samples
+Ramps = dict[str, tuple[str, ...]]
+"""Kind of call -> its colours, darker from the first segment of a stage to the last."""
 
 
-def shade(kind: str, segment: int, count: int) -> str:
-    """Returns the colour of a call, darker from the first segment of a stage to the last."""
-    _, ramp = CALLS[kind]
-    return on_ramp(ramp, segment / (count - 1) if count > 1 else 0.3)
+def _ramps(trace: Trace) -> Ramps:
+    homes = () if trace.split is None else trace.split.homes
+    segments = max(map(homes.count, homes), default=1)
+    places = [0.3] if segments == 1 else [segment / (segments - 1) for segment in range(segments)]
+    return {kind: tuple(on_ramp(ramp, place) for place in places) for kind, (_, ramp) in CALLS.items()}
 
 
-def _segments(trace: Trace) -> int:
-    """Returns the most segments that a stage has."""
-    return 1 if trace.split is None else max(map(trace.split.homes.count, trace.split.homes))
-
-
-def _calls(part: Spans) -> list[Bar]:
+def _calls(part: Spans, ramps: Ramps) -> list[Bar]:
     """Returns the boxes of compute: each a stretch without a break in one call. Norms and updates are in no call."""
-    split, count = part.trace.split, _segments(part.trace)
+    split = part.trace.split
     found: list[Bar] = []
     for span in part.on("compute"):
         op = span.op
@@ -428,10 +399,10 @@ def _calls(part: Spans) -> list[Bar]:
         if isinstance(op, Forward | Backward):
             segment = 0 if split is None else split.of(part.trace.stage or 0).index(split.segment(op.visit))
             text = str(op.microbatch) if part.trace.microbatches > 1 else ""
-            box = box._replace(colour=shade(kind_of(op), segment, count), text=text, op=span.number)
-        before = found[-1] if found else None
-        if before and (before.colour, before.text) == (box.colour, box.text) and box.start <= before.end:
-            found[-1] = before._replace(end=box.end)
+            box = box._replace(colour=ramps[kind_of(op)][segment], text=text, op=span.number)
+        before = found[-1] if found else box
+        if (before.colour, before.text) == (box.colour, box.text) and box.start <= before.end:
+            found[-1:] = [before._replace(end=box.end)]
         else:
             found.append(box)
     return found

@@ -88,15 +88,11 @@ def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
 def wide(text: str, size: float) -> float:
     """Width of `text` in inches."""
     from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
+    from matplotlib.textpath import text_to_path
 
-    if not text:
-        return 0.0
-    try:
-        path = TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans"))
-    except AttributeError:  # of spaces and marks alone matplotlib makes no path
-        return 0.0
-    return float(path.get_extents().width) / 72
+    font = FontProperties(family="DejaVu Sans", size=size)
+    width, *_ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return float(width) / 72
 
 
 # ---- A sheet: panels under one another, and a legend below them.
@@ -215,7 +211,7 @@ class Panel:
     def _row(self, row: BoxRow) -> None:
         middle = row.top + row.height / 2
         if row.name:
-            size = TEXT + 1 if row.large else SMALL + 0.5
+            size = TEXT + 1 if row.stream else SMALL + 0.5
             whole = [(0, self.layout.timeline.seconds / self.scale)]
             self.axes.broken_barh(whole, (row.top, row.height), color=FLOOR, zorder=0.5)
             self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size, color=INK)
@@ -249,18 +245,14 @@ class Panel:
 
     def _outline(self) -> None:
         """Outlines the critical path: as one what follows in one row; a line leads from one row to the next."""
-        from matplotlib.patches import Rectangle
-
         path = [(row, start / self.scale, end / self.scale) for row, start, end in self.layout.path]
-        for k, (row, start, end) in enumerate(path):
-            self.axes.add_patch(
-                Rectangle((start, row.top), end - start, row.height, facecolor="none", zorder=5, **OUTLINE)
-            )
-            if k > 0:
-                other, _, then = path[k - 1]
-                above = other.top < row.top
-                ends = (other.top + other.height, row.top) if above else (other.top, row.top + row.height)
-                self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
+        for row, start, end in path:
+            span = [(start, end - start)]
+            self.axes.broken_barh(span, (row.top, row.height), facecolor="none", zorder=5, **OUTLINE)
+        for (one, _, end), (two, start, _) in itertools.pairwise(path):
+            below = two.top > one.top
+            edges = (one.top + one.height * below, two.top + two.height * (not below))
+            self.axes.plot((end, start), edges, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
 
 
 # ---- Which boxes of a row are labelled: words that have room, and numbers of every k-th layer.

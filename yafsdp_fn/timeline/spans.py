@@ -1,7 +1,7 @@
 """Spans: when each op of a step began and ended, on which stream, and what slots held meanwhile."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, NamedTuple, Self
@@ -74,8 +74,8 @@ class Idle(NamedTuple):
 
     cause: number of the span whose end ended it; None at the end of the step
     why: the kind of the op of another stream that ended it. `host`: the step's Python between two ops that nothing else
-        kept apart; `end`: after the stream's last op; `overhead`: the same, where a prediction says that no op explains
-        it; of a stage also `fill` and `drain`
+        kept apart; `end`: after the stream's last op; `overhead`: what a prediction adds after that and no op explains.
+        Of a stage of a pipeline also `fill`: before its first microbatch has come; `drain`: after its last compute
 
     >>> idle = ya.planner.simulate(program, "a100-80g").idle("compute")[0]
     >>> idle.why, idle.start                                   # the first compute waits for its weights
@@ -201,10 +201,24 @@ class Spans(_Fields):
                 why = "host" if cause is None or cause.stream == stream else kind(cause)
                 gaps.append(Idle(stream, now, span.start, span.cause, why))
             now = max(now, span.end)
-        if self.seconds > now:
-            unexplained = self.seconds - now <= self.overhead * (1 + 1e-9)
-            gaps.append(Idle(stream, now, self.seconds, None, "overhead" if unexplained else "end"))
-        return tuple(gaps)
+        explained = max(now, self.seconds - self.overhead)
+        gaps.append(Idle(stream, now, explained, None, "end"))
+        gaps.append(Idle(stream, explained, self.seconds, None, "overhead"))
+        rounding = 1e-9 * self.overhead
+        found = tuple(gap for gap in gaps if gap.end - gap.start > rounding)
+        return found if self.trace.stage is None or stream != "compute" else tuple(self._of_pipeline(found))
+
+    def _of_pipeline(self, gaps: Iterable[Idle]) -> Iterator[Idle]:
+        """Yields gaps of a stage's compute: it fills before its first call, and drains after its last."""
+        calls = [span for span in self.on("compute") if isinstance(span.op, Forward | Backward)]
+        first = min((span.start for span in calls), default=self.seconds)
+        last = max((span.end for span in calls), default=0.0)
+        for gap in gaps:
+            if gap.why == "receive" and gap.end <= first:
+                gap = gap._replace(why="fill")
+            elif gap.why in ("host", "end") and gap.start >= last:
+                gap = gap._replace(why="drain")
+            yield gap
 
     @property
     def bubble(self) -> float:
@@ -214,28 +228,9 @@ class Spans(_Fields):
         return 1 - busy / seconds if seconds else 0.0
 
     def bubbles(self, stage: int | None = None) -> Counter[str]:
-        """Returns the seconds that compute was idle, by reason as `idle_of` has it, on a stage or on all together."""
-        stages = range(self.stage_count) if stage is None else (stage,)
-        return by_reason(gap for number in stages for gap in self.idle_of(number))
-
-    def idle_of(self, stage: int) -> list[Idle]:
-        """Returns the gaps in which compute was idle on `stage`, and why.
-
-        fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
-        stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
-        """
-        own, end = self.by_stage[stage], self.seconds - self.overhead
-        computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
-        first, last = (computes[0].start, computes[-1].end) if computes else (self.seconds, 0.0)
-        found = []
-        for gap in own.idle():
-            if gap.end <= first and gap.why == "receive":
-                gap = gap._replace(why="fill")
-            elif gap.start >= last and not gap.waited:
-                gap = gap._replace(why="drain", end=min(gap.end, end))
-            found.append(gap)
-        found.append(Idle("compute", end, self.seconds, None, "overhead"))
-        return [gap for gap in found if gap.end > gap.start]
+        """Returns the seconds that compute was idle, by reason, on a stage or on all together."""
+        parts = self.by_stage if stage is None else [self.by_stage[stage]]
+        return sums((gap.why, gap.end - gap.start) for part in parts for gap in part.idle())
 
     def critical_path(self) -> tuple[Span, ...]:
         """Returns the chain of spans that made the step as long as it was: each began when the one before it ended."""
@@ -254,11 +249,6 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     return found
 
 
-def by_reason(gaps: Iterable[Idle]) -> Counter[str]:
-    """Returns the seconds of gaps by what they waited for."""
-    return sums((gap.why, gap.end - gap.start) for gap in gaps)
-
-
 def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
     """Returns `(what, seconds in one, seconds in two)`: of the step, and busy ones of the streams that both use. Of
     pipelines the step alone."""
@@ -268,22 +258,13 @@ def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
     return both
 
 
-def are_timelines(what: str, *timelines: object) -> None:
-    """Raises TypeError for what is no timeline."""
-    for timeline in timelines:
-        if not isinstance(timeline, Spans):
-            raise TypeError(f"{what}: expected a Timeline, got {type(timeline).__name__}")
-
-
-def of_one_stage(what: str, *timelines: "Spans") -> None:
+def of_one_stage(what: str, timeline: "Spans") -> None:
     """Raises TypeError unless it is a timeline of one stage."""
-    are_timelines(what, *timelines)
-    for timeline in timelines:
-        if timeline.stage_count > 1:
-            raise TypeError(
-                f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "
-                "time, as in timeline.by_stage[0]"
-            )
+    if timeline.stage_count > 1:
+        raise TypeError(
+            f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "
+            "time, as in timeline.by_stage[0]"
+        )
 
 
 # ---- What weight slots and gradient slots hold during a timeline.
