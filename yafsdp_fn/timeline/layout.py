@@ -7,6 +7,7 @@ of a pipeline       stage under stage: what compute does, in boxes of one call e
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
@@ -25,7 +26,7 @@ from yafsdp_fn.program.ops import (
     kind_of,
 )
 from yafsdp_fn.program.trace import Trace, UnitSpec
-from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, weight_slots
+from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, sums, weight_slots
 from yafsdp_fn.timeline.text import because, longest, shown
 
 T = TypeVar("T")
@@ -37,14 +38,16 @@ class Bar(NamedTuple):
     """A box in a row, in seconds.
 
     kind: "op", "again" (a backward that recomputes its forward), "idle", "strip", "slot", "filling", "inside", "thin"
-    text: in it, where there is room; number: of the layer that `text` is, None where it is something else
-    short: instead of a `text` that has no room; dark: of gradients; op: the op's number, None where it is none
+    words: of the legend; text: in it, where there is room; number: of the layer that `text` is, None where it is
+    something else; short: instead of a `text` that has no room; dark: of gradients; op: the op's number, None where it
+    is none
     """
 
     kind: str
     start: float
     end: float
     colour: str
+    words: str = ""
     text: str = ""
     number: int | None = None
     short: str = ""
@@ -68,11 +71,11 @@ class BoxRow(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Words of the legend with their colours. of: the kind of boxes that it explains, where that is not their colour"""
+    """Words of the legend with the colours of their boxes, and the kind of these."""
 
     words: str
     colours: tuple[str, ...]
-    of: str = ""
+    kind: str
 
 
 class Layout(NamedTuple):
@@ -106,7 +109,6 @@ CALLS = {  # kind -> words of the legend, and the ramp over the segments of a st
 GREY = "#c7c7c7"  # what belongs to no unit
 WHITE = "#ffffff"
 STRIP_COLOUR = "#d9dce1"
-FILLING = "#c3edf2"  # in the legend: a slot between two layers, paler
 INSIDE = "#4b3f72"  # collectives in a compute
 OTHERWISE = "#e5e7eb"  # idle for another reason
 IDLE = {  # why compute is idle -> the colour
@@ -116,14 +118,12 @@ IDLE = {  # why compute is idle -> the colour
     "offload": "#dfe6f5",
     "fetch": "#dfe6f5",
     "receive": "#ecebe4",
-    "fill": "#f4f4f2",
-    "drain": "#f4f4f2",
 }
-THIN = {  # row -> its streams, and its colour
-    "gathers": (("gather",), "#b9a7d6"),
-    "reductions": (("reduce", "replicate"), "#d9b98a"),
-    "messages": (("send", "receive"), "#6b7280"),
-}
+THIN = (  # rows below a stage: words, colour, and streams
+    ("gathers", "#b9a7d6", {"gather"}),
+    ("reductions", "#d9b98a", {"reduce", "replicate"}),
+    ("messages", "#6b7280", {"send", "receive"}),
+)
 
 
 def on_ramp(codes: str, part: float) -> str:
@@ -167,12 +167,15 @@ class Palette:
             layers.sort(key=attrgetter("id"))  # a stage visits some of them
         self._place = {**_places([self.others]), **_places([*self.stacks.values()])}
 
+        self._words = {unit.id: (unit.name, unit.name) for unit in self.others[:4]}
+        for name, layers in self.stacks.items():
+            of = f" of {name}" * (len(self.stacks) > 1)
+            words = f"forward and weights, layers {layers[0].layer} to {layers[-1].layer}{of}"
+            self._words |= {unit.id: (words, "backward and gradients" + of) for unit in layers}
+
     def of(self, unit: int, dark: bool) -> str:
         ramps = OTHERS if self.trace.units[unit].stack is None else LAYERS
         return on_ramp(ramps[dark], self._place[unit])
-
-    def ramp(self, units: Iterable[UnitSpec], dark: bool) -> tuple[str, ...]:
-        return tuple(self.of(unit.id, dark) for unit in units)
 
     def leading(self, op: Any) -> UnitSpec | None:
         """Returns the unit that an op is shown as: the first of its units that is a layer, or the first; None without
@@ -185,12 +188,13 @@ class Palette:
         """Returns a box that shows a unit."""
         text = unit.name.rpartition(".")[2] if unit.stack is None else str(unit.layer)
         number = None if unit.stack is None else unit.layer
-        return Bar(kind, start, end, self.of(unit.id, dark), text, number, dark=dark)
+        words = self._words.get(unit.id, ("", ""))[dark]
+        return Bar(kind, start, end, self.of(unit.id, dark), words, text, number, dark=dark)
 
     def box(self, span: Span) -> Bar:
         """Returns the box of an op, and what is written in it."""
         op = span.op
-        plain = Bar("op", span.start, span.end, GREY, type(op).__name__.lower(), op=span.number)
+        plain = _grey(span)
         if isinstance(op, Send | Receive):
             return plain._replace(short=str(op.microbatch))
         unit = self.leading(op)
@@ -202,37 +206,36 @@ class Palette:
         return plain._replace(short=named.text)
 
 
+def _grey(span: Span) -> Bar:
+    """Returns the box of an op that is of no one unit."""
+    name = type(span.op).__name__.lower()
+    return Bar("op", span.start, span.end, GREY, name, name, op=span.number)
+
+
 # ---- What both layouts have.
 
-SEEN = 0.002  # part of the step: what is grey and shorter is not explained
-SAMPLES = (  # behind a layout's own, in every legend
-    Sample("recomputes its forward first", (on_ramp(LAYERS[True], 0.5),), "again"),
-    Sample("collectives in a block", (INSIDE,)),
-    Sample("slot being filled", (FILLING,), "filling"),
-    *(Sample(words, (colour,)) for words, (_, colour) in THIN.items()),
-)
+SEEN = 0.002  # part of the step: what takes less of it is not explained
 
 
-def _layout(timeline: Spans, words: str, wanted: float, rows: list[BoxRow], own: Iterable[Sample]) -> Layout:
-    """Adds the collectives of blocks, the critical path, and the legend of what is in some row. own: samples of a
-    layout"""
+def _layout(timeline: Spans, words: str, wanted: float, rows: list[BoxRow]) -> Layout:
+    """Adds the collectives of blocks, the critical path, and the legend."""
     height = rows[-1].top + rows[-1].height + GAP
     lanes = {(row.stage, row.stream): row for row in rows if row.stream}
     rows += [_inside(timeline.by_stage[row.stage], row) for row in lanes.values() if row.stream == "compute"]
     along = [span for span in timeline.critical_path() if (span.stage, span.stream) in lanes]
     path = tuple(_runs((lanes[span.stage, span.stream], span) for span in along))
-    bars = [bar for row in rows for bar in row.bars]
-    seen = SEEN * timeline.seconds
-    grey = {bar.text for bar in bars if bar.colour == GREY and bar.end - bar.start > seen}
-    samples = [*own, *SAMPLES]
-    if grey:
-        samples.append(Sample(", ".join(sorted(grey)), (GREY,)))
-    for why, seconds in timeline.bubbles().items():
-        if seconds > seen:
-            samples.append(Sample(f"idle: {because(why)}", (IDLE.get(why, OTHERWISE),)))
-    found = {bar.kind for bar in bars} | {bar.colour for bar in bars}
-    legend = tuple(sample for sample in samples if found & ({sample.of} if sample.of else {*sample.colours}))
-    return Layout(timeline, words, height, wanted, tuple(rows), path, legend)
+    return Layout(timeline, words, height, wanted, tuple(rows), path, tuple(_legend(timeline, rows)))
+
+
+def _legend(timeline: Spans, rows: Iterable[BoxRow]) -> Iterator[Sample]:
+    """Yields the words of boxes, with all their colours: of layers in order, then of others."""
+    bars = [bar for row in rows for bar in row.bars if bar.words]
+    bars.sort(key=lambda bar: math.inf if bar.number is None else bar.number)
+    seconds = sums((bar.words, bar.end - bar.start) for bar in bars)
+    for words, total in seconds.items():
+        if total > SEEN * timeline.seconds:
+            named = [bar for bar in bars if bar.words == words]
+            yield Sample(words, tuple(dict.fromkeys(bar.colour for bar in named)), named[0].kind)
 
 
 def _runs(placed: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, float, float]]:
@@ -244,7 +247,9 @@ def _runs(placed: Iterable[tuple[T, Span]]) -> Iterator[tuple[T, float, float]]:
 
 def _inside(spans: Spans, row: BoxRow) -> BoxRow:
     """Returns the collectives of blocks, at the foot of a row of computes."""
-    bars = tuple(Bar("inside", each.start, each.end, INSIDE, each.name) for each in spans.inside)
+    bars = tuple(
+        Bar("inside", each.start, each.end, INSIDE, "collectives in a block", each.name) for each in spans.inside
+    )
     low = 0.3 * row.height
     return BoxRow("", row.top + row.height - low, low, bars, stage=row.stage)
 
@@ -269,8 +274,7 @@ def of_stage(timeline: Spans) -> Layout:
             for name, strip in _strips(timeline, palette):
                 rows.append(BoxRow(name, top, STRIP, strip))
                 top += STRIP + 0.02
-            idle = [_gap(gap, timeline, palette) for gap in timeline.idle()]
-            boxes = [*_recomputing(timeline, boxes), *idle]  # labels of gaps come second
+            boxes = [*_computes(timeline, palette)]
             height = COMPUTE
         rows.append(BoxRow(stream, top, height, tuple(boxes), stream))
         top += height + GAP
@@ -279,29 +283,33 @@ def of_stage(timeline: Spans) -> Layout:
             rows += _slots(name, top + GAP, held, palette, dark)
             top = rows[-1].top + rows[-1].height + GAP
     words = f"step {shown(timeline.seconds)}, compute busy {timeline.compute_s / (timeline.seconds or 1.0):.0%}"
-    return _layout(timeline, f"{words}; idle {longest(timeline.bubbles())}", PER_OP * most, rows, _units(palette))
+    return _layout(timeline, f"{words}; idle {longest(timeline.bubbles())}", PER_OP * most, rows)
 
 
-def _recomputing(timeline: Spans, boxes: Iterable[Bar]) -> Iterator[Bar]:
-    """Yields the boxes of computes, of which some backwards recompute their forwards."""
+def _computes(timeline: Spans, palette: Palette) -> Iterator[Bar]:
+    """Yields the boxes of computes, of which some backwards recompute their forwards; then those of gaps, whose labels
+    come second."""
     kept = set()
-    for box in boxes:
-        op = timeline.by_number[box.op].op
+    for span in timeline.on("compute"):
+        op, box = span.op, palette.box(span)
         if isinstance(op, Forward) and op.keep:
             kept.add((op.visit, op.microbatch))
-        again = isinstance(op, Backward) and (op.visit, op.microbatch) not in kept
-        yield box._replace(kind="again") if again and box.number is not None else box
+        elif isinstance(op, Backward) and (op.visit, op.microbatch) not in kept and box.number is not None:
+            box = box._replace(kind="again", words="recomputes its forward first")
+        yield box
+    for gap in timeline.idle():
+        box = _idle(gap)
+        cause = timeline.by_number.get(gap.cause)
+        if cause is not None and gap.waited:
+            other = palette.box(cause)
+            name = other.short or other.text
+            box = box._replace(text=f"{gap.why} {name}", short=name)
+        yield box
 
 
-def _gap(gap: Idle, timeline: Spans, palette: Palette) -> Bar:
-    """Returns the box of a gap of compute, with what it waited for."""
-    plain = Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE), because(gap.why))
-    cause = timeline.by_number.get(gap.cause)
-    if cause is None or not gap.waited:
-        return plain
-    box = palette.box(cause)
-    name = box.short or box.text
-    return plain._replace(text=f"{gap.why} {name}", short=name)
+def _idle(gap: Idle) -> Bar:
+    why = because(gap.why)
+    return Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE), f"idle: {why}", why)
 
 
 def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, tuple[Bar, ...]]]:
@@ -312,7 +320,7 @@ def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, tuple[Bar,
     for name, of in (("microbatch", microbatches), ("stack", stacks)):
         bars = []
         for text, start, end in _runs(zip(of, computes, strict=True)):
-            bars.append(Bar("strip", start, end, STRIP_COLOUR, text, short=text.rpartition(".")[2]))
+            bars.append(Bar("strip", start, end, STRIP_COLOUR, text=text, short=text.rpartition(".")[2]))
         if len({*of} - {""}) > 1:
             yield name, tuple(bar for bar in bars if bar.text)
 
@@ -328,32 +336,22 @@ def _slots(name: str, top: float, held: Sequence[Held], palette: Palette, dark: 
         own = [each for each in held if each.slot == slot]
         units = palette.trace.units
         bars = [palette.bar("slot", each.start, each.end, units[each.unit], dark) for each in own]
-        bars += [Bar("filling", each.start, each.ready, WHITE) for each in own]
+        bars += [Bar("filling", each.start, each.ready, WHITE, "slot being filled") for each in own]
         yield BoxRow("" if many else f"{name} {slot}", top, height, tuple(bars))
         top += height + gap
-
-
-def _units(palette: Palette) -> Iterator[Sample]:
-    """Yields the samples of units: a ramp for each stack."""
-    for name, units in palette.stacks.items():
-        words = f"forward and weights, layers {units[0].layer} to {units[-1].layer}"
-        yield Sample(words + f" of {name}" * (len(palette.stacks) > 1), palette.ramp(units, dark=False))
-    layers = itertools.chain.from_iterable(palette.stacks.values())
-    yield Sample("backward and gradients", palette.ramp(layers, dark=True))
-    for unit in palette.others[:4]:
-        yield Sample(unit.name, (palette.of(unit.id, dark=False), palette.of(unit.id, dark=True)))
 
 
 # ---- The layout of a pipeline.
 
 TALL, THIN_ROW, BETWEEN = 0.27, 0.05, 0.1  # heights of a row of computes and of a thin one; between two stages
 PER_CALL = 0.17  # wanted width of a call of the fullest stage
+UNUSED = ("fill", "drain", "overhead")  # idle, and no wait: the row is empty there
 
 
 def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
     """Stage under stage; without stages a row alone. squeezed: part of the full height of a stage, where many are"""
     used = {span.stream for span in timeline.spans if span.seconds}
-    thin = [(streams, colour) for streams, colour in THIN.values() if used & set(streams)]
+    thin = [row for row in THIN if used & row[2]]
     several, tall = timeline.stage_count > 1, TALL * squeezed
     ramps = _ramps(timeline.trace)
     rows: list[BoxRow] = []
@@ -361,32 +359,31 @@ def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
     for stage, part in enumerate(timeline.by_stage):
         calls = _calls(part, ramps)
         most = max(most, len(calls))
-        idle = [Bar("idle", gap.start, gap.end, IDLE.get(gap.why, OTHERWISE)) for gap in part.idle()]
+        idle = [_idle(gap)._replace(text="") for gap in part.idle() if gap.why not in UNUSED]
         aside = f"{part.compute_s / (timeline.seconds or 1.0):.0%}"
         name = f"stage {stage}" if several else "compute"
         rows.append(BoxRow(name, top, tall, (*calls, *idle), "compute", stage, aside))
         top += tall
-        for streams, colour in thin:
+        for words, colour, streams in thin:
             spans = [span for span in part.spans if span.stream in streams]
-            bars = tuple(Bar("thin", span.start, span.end, colour, op=span.number) for span in spans)
+            bars = tuple(Bar("thin", span.start, span.end, colour, words, op=span.number) for span in spans)
             rows.append(BoxRow("", top + 0.01, THIN_ROW - 0.01, bars, stage=stage))
             top += THIN_ROW
         top += BETWEEN * squeezed
     lost = f"bubble {timeline.bubble:.1%}, over all stages" if several else f"compute idle {timeline.bubble:.1%}"
     words = f"step {shown(timeline.seconds)}, {lost}: {longest(timeline.bubbles())}"
-    samples = [Sample(name, ramps[kind]) for kind, (name, _) in CALLS.items()]
-    return _layout(timeline, words, PER_CALL * most, rows, samples)
+    return _layout(timeline, words, PER_CALL * most, rows)
 
 
-Ramps = dict[str, tuple[str, ...]]
-"""Kind of call -> its colours, darker from the first segment of a stage to the last."""
+Ramps = dict[str, tuple[str, list[str]]]
+"""Kind of call -> words of the legend, and its colours, darker from the first segment of a stage to the last."""
 
 
 def _ramps(trace: Trace) -> Ramps:
     homes = () if trace.split is None else trace.split.homes
     segments = max(map(homes.count, homes), default=1)
     places = [0.3] if segments == 1 else [segment / (segments - 1) for segment in range(segments)]
-    return {kind: tuple(on_ramp(ramp, place) for place in places) for kind, (_, ramp) in CALLS.items()}
+    return {kind: (words, [on_ramp(ramp, place) for place in places]) for kind, (words, ramp) in CALLS.items()}
 
 
 def _calls(part: Spans, ramps: Ramps) -> list[Bar]:
@@ -394,12 +391,12 @@ def _calls(part: Spans, ramps: Ramps) -> list[Bar]:
     split = part.trace.split
     found: list[Bar] = []
     for span in part.on("compute"):
-        op = span.op
-        box = Bar("op", span.start, span.end, GREY, type(op).__name__.lower())
+        op, box = span.op, _grey(span)
         if isinstance(op, Forward | Backward):
             segment = 0 if split is None else split.of(part.trace.stage or 0).index(split.segment(op.visit))
             text = str(op.microbatch) if part.trace.microbatches > 1 else ""
-            box = box._replace(colour=ramps[kind_of(op)][segment], text=text, op=span.number)
+            words, ramp = ramps[kind_of(op)]
+            box = box._replace(colour=ramp[segment], words=words, text=text)
         before = found[-1] if found else box
         if (before.colour, before.text) == (box.colour, box.text) and box.start <= before.end:
             found[-1:] = [before._replace(end=box.end)]

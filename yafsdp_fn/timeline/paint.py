@@ -25,8 +25,17 @@ HEADER, AXIS, BETWEEN = 0.46, 0.46, 0.18  # above a panel; below the last; betwe
 STAGES = 16  # stages of full height
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
 LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wide a letter is, about
-CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
+CLEAR = 0.045  # inches between a label and the next: numbers that are nearer read as one
 INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7a4a45"
+FILLING = "#c3edf2"  # in the legend: between two layers, paler
+STYLE: dict[Any, Any] = {  # of matplotlib
+    **{"svg.fonttype": "none", "svg.hashsalt": "timeline", "text.parse_math": False, "hatch.linewidth": 0.5},
+    **{"font.family": "DejaVu Sans", "font.size": TEXT, "text.color": INK},
+    **{"axes.labelcolor": INK, "axes.labelsize": TEXT + 0.5, "axes.axisbelow": True, "axes.edgecolor": SOFT},
+    **{"axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False},
+    **{"axes.grid": True, "axes.grid.axis": "x", "grid.color": GRID, "grid.linewidth": 0.5},
+    **{"xtick.color": SOFT, "xtick.labelsize": TEXT},
+}
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.9}
 GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
@@ -67,10 +76,9 @@ def picture(
         import matplotlib
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to draw a timeline, pip install 'yafsdp_fn[plan]': it needs matplotlib") from error
-    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes every time
     drawn = io.BytesIO()
-    with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
+    with matplotlib.rc_context(STYLE):
         figure = sheet(layouts(timelines, by_stage), words)
         figure.savefig(drawn, format=kind, dpi=120, metadata=dated.get(kind))
     return NOT_XML.sub(b"?", drawn.getvalue()) if kind == "svg" else drawn.getvalue()
@@ -126,12 +134,12 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     for entry in entries:
         _explain(below, entry)
     for number, line in enumerate(said):
-        below.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
+        below.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5)
     return figure
 
 
 ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches
-SWATCHES = {"again": HATCH, "path": OUTLINE}
+SWATCHES: dict[str, dict[str, Any]] = {"again": HATCH, "path": OUTLINE, "filling": {"facecolor": FILLING}}
 
 
 class Entry(NamedTuple):
@@ -161,8 +169,9 @@ def _explain(axes: Any, entry: Entry) -> None:
     sample, x, row, width = entry
     top, each = 0.08 + row * ROW, width / len(sample.colours)
     pieces = [(x + each * k, each) for k in range(len(sample.colours))]
-    axes.broken_barh(pieces, (top, HIGH), facecolor=sample.colours, **SWATCHES.get(sample.of, NO_EDGE))
-    axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline", fontsize=TEXT, color=INK)
+    style = {"facecolor": sample.colours} | SWATCHES.get(sample.kind, NO_EDGE)
+    axes.broken_barh(pieces, (top, HIGH), **style)
+    axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline")
 
 
 # ---- A panel: one layout on axes as large as itself.
@@ -191,16 +200,12 @@ class Panel:
     def _frame(self, last: bool) -> None:
         axes, layout = self.axes, self.layout
         axes.set(xlim=(0, self.seconds / self.scale), ylim=(layout.height, 0), yticks=[])
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        axes.spines["bottom"].set_color(SOFT)
-        axes.tick_params(axis="x", colors=SOFT, labelsize=TEXT, length=3 if last else 0, labelbottom=last)
-        axes.grid(axis="x", color=GRID, linewidth=0.5)
-        axes.set_axisbelow(True)
+        axes.tick_params(axis="x", length=3 if last else 0, labelbottom=last)
         if last:
-            axes.set_xlabel(f"time since the step began, {self.unit}", fontsize=TEXT + 0.5, color=INK)
+            axes.set_xlabel(f"time since the step began, {self.unit}")
         left, title = -72 * (LEFT - MARGIN), layout.timeline.title
         size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(title, LARGE) or 1.0))  # it is bold
-        self._beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold", color=INK)
+        self._beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold")
         self._beside(layout.words, 0, (left, 6), va="bottom", fontsize=TEXT + 0.5, color=SOFT)
 
     def _beside(self, text: str, y: float, points: tuple[float, float], *, x: float = 0, **options: Any) -> None:
@@ -214,8 +219,8 @@ class Panel:
             size = TEXT + 1 if row.stream else SMALL + 0.5
             whole = [(0, self.layout.timeline.seconds / self.scale)]
             self.axes.broken_barh(whole, (row.top, row.height), color=FLOOR, zorder=0.5)
-            self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size, color=INK)
-            self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", fontsize=TEXT, color=SOFT)
+            self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size)
+            self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", color=SOFT)
         bars = [bar for bar in row.bars if bar.end > bar.start]
         for kind, style in STYLES.items():
             self._boxes(row, [bar for bar in bars if bar.kind == kind], **style)
@@ -223,11 +228,11 @@ class Panel:
         if 72 * row.height <= size + 1:
             return
         for label in labels(bars, size, self):
-            how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {"color": INK}
+            how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {}
             box = GROUND if label.ground else None
             x = (label.bar.start + label.bar.end) / 2 / self.scale
-            place = {"ha": "center", "va": "center_baseline", "zorder": 6}
-            self.axes.text(x, middle, label.text, bbox=box, fontsize=size, **how, **place)
+            text = self.axes.text(x, middle, label.text, bbox=box, fontsize=size, zorder=6, **how)
+            text.set(ha="center", va="center_baseline")
 
     def _boxes(self, row: BoxRow, bars: Sequence[Bar], **style: Any) -> None:
         if not bars:
@@ -277,7 +282,7 @@ def labels(bars: Sequence[Bar], size: float, panel: Panel) -> list[Label]:
         room = panel.inches(bar.end - bar.start)
         if bar.number is None:
             # the number of a microbatch may nearly fill its box: calls are as wide as that
-            most = room - 0.02 if bar.text.isdigit() else room - CLEAR
+            most = room - 0.01 if bar.text.isdigit() else room - CLEAR
             text = next((text for text in (bar.text, bar.short) if wide(text, size) <= most), "")
         else:
             text = bar.text if bar.number in numbered[bar.dark] else ""
@@ -302,5 +307,5 @@ def _numbered(bars: Sequence[Bar], size: float, panel: Panel) -> list[int]:
     pitch = pitches[len(pitches) // 4] if pitches else panel.across  # forward is denser than backward
     if pitch >= widest + CLEAR:
         return numbers
-    every = next((k for k in (2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
+    every = next((k for k in (2, 5, 10, 20, 50) if k * pitch >= widest + 0.085), 100)
     return numbers[::every]
