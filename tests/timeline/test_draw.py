@@ -251,9 +251,6 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
     unit = timeline.trace.units[0]
     begins = {"pid": 0, "name": "lets begin", "cat": "cause"}
     assert found["displayTimeUnit"] == "ms"
-    assert found["otherData"] == {"step 0": "8.0 s, by hand"}
-    both = document([by_hand(), by_hand()._replace(seconds=9.0)])  # of one title
-    assert both["otherData"] == {"step 0": "8.0 s, by hand", "step 1": "9.0 s, by hand"}
     assert found["traceEvents"] == [
         {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "by hand"}},
         {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gather"}},

@@ -24,10 +24,11 @@ from yafsdp_fn.program.ops import (
     Reduce,
     Send,
     kind_of,
+    name_of,
 )
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, sums, weight_slots
-from yafsdp_fn.timeline.text import because, longest, shown
+from yafsdp_fn.timeline.text import because, longest, share, shown
 
 T = TypeVar("T")
 
@@ -39,8 +40,7 @@ class Bar(NamedTuple):
 
     kind: "op", "again" (a backward that recomputes its forward), "idle", "strip", "slot", "filling", "inside", "thin"
     words: of the legend; text: in it, where there is room; number: of the layer that `text` is, None where it is
-    something else; short: instead of a `text` that has no room; dark: of gradients; op: the op's number, None where it
-    is none
+    something else; short: instead of a `text` that has no room; op: the op's number, None where it is none
     """
 
     kind: str
@@ -51,7 +51,6 @@ class Bar(NamedTuple):
     text: str = ""
     number: int | None = None
     short: str = ""
-    dark: bool = False
     op: int | None = None
 
 
@@ -162,11 +161,13 @@ class Palette:
         visited = [unit for visit in trace.visits for unit in visit.units]
         for number in dict.fromkeys([*visited, *range(len(trace.units))]):
             unit = trace.units[number]
-            (self.others if unit.stack is None else self.stacks.setdefault(unit.stack, [])).append(unit)
+            if unit.stack is None:
+                self.others.append(unit)
+            else:
+                self.stacks.setdefault(unit.stack, []).append(unit)
         for layers in self.stacks.values():
             layers.sort(key=attrgetter("id"))  # a stage visits some of them
         self._place = {**_places([self.others]), **_places([*self.stacks.values()])}
-
         self._words = {unit.id: (unit.name, unit.name) for unit in self.others[:4]}
         for name, layers in self.stacks.items():
             of = f" of {name}" * (len(self.stacks) > 1)
@@ -189,7 +190,7 @@ class Palette:
         text = unit.name.rpartition(".")[2] if unit.stack is None else str(unit.layer)
         number = None if unit.stack is None else unit.layer
         words = self._words.get(unit.id, ("", ""))[dark]
-        return Bar(kind, start, end, self.of(unit.id, dark), words, text, number, dark=dark)
+        return Bar(kind, start, end, self.of(unit.id, dark), words, text, number)
 
     def box(self, span: Span) -> Bar:
         """Returns the box of an op, and what is written in it."""
@@ -208,7 +209,7 @@ class Palette:
 
 def _grey(span: Span) -> Bar:
     """Returns the box of an op that is of no one unit."""
-    name = type(span.op).__name__.lower()
+    name = name_of(span.op)
     return Bar("op", span.start, span.end, GREY, name, name, op=span.number)
 
 
@@ -217,14 +218,16 @@ def _grey(span: Span) -> Bar:
 SEEN = 0.002  # part of the step: what takes less of it is not explained
 
 
-def _layout(timeline: Spans, words: str, wanted: float, rows: list[BoxRow]) -> Layout:
-    """Adds the collectives of blocks, the critical path, and the legend."""
+def _layout(timeline: Spans, words: str, per_op: float, rows: list[BoxRow]) -> Layout:
+    """Adds the collectives of blocks, the critical path, and the legend. per_op: wanted inches, of the fullest row"""
     height = rows[-1].top + rows[-1].height + GAP
     lanes = {(row.stage, row.stream): row for row in rows if row.stream}
+    most = max(sum(bar.kind != "idle" for bar in row.bars) for row in lanes.values())
     rows += [_inside(timeline.by_stage[row.stage], row) for row in lanes.values() if row.stream == "compute"]
     along = [span for span in timeline.critical_path() if (span.stage, span.stream) in lanes]
     path = tuple(_runs((lanes[span.stage, span.stream], span) for span in along))
-    return Layout(timeline, words, height, wanted, tuple(rows), path, tuple(_legend(timeline, rows)))
+    words = f"step {shown(timeline.seconds)}, {words}; idle {longest(timeline.bubbles())}"
+    return Layout(timeline, words, height, per_op * most, tuple(rows), path, tuple(_legend(timeline, rows)))
 
 
 def _legend(timeline: Spans, rows: Iterable[BoxRow]) -> Iterator[Sample]:
@@ -265,10 +268,9 @@ def of_stage(timeline: Spans) -> Layout:
     """Lanes of streams, and rows of slots below them."""
     palette = Palette(timeline.trace)
     rows: list[BoxRow] = []
-    top, most = 0.0, 0
+    top = 0.0
     for stream in timeline.streams:
         boxes = [palette.box(span) for span in timeline.on(stream)]
-        most = max(most, len(boxes))
         height = STREAM
         if stream == "compute":
             for name, strip in _strips(timeline, palette):
@@ -282,8 +284,7 @@ def of_stage(timeline: Spans) -> Layout:
         if held:
             rows += _slots(name, top + GAP, held, palette, dark)
             top = rows[-1].top + rows[-1].height + GAP
-    words = f"step {shown(timeline.seconds)}, compute busy {timeline.compute_s / (timeline.seconds or 1.0):.0%}"
-    return _layout(timeline, f"{words}; idle {longest(timeline.bubbles())}", PER_OP * most, rows)
+    return _layout(timeline, f"compute busy {share(timeline)}", PER_OP, rows)
 
 
 def _computes(timeline: Spans, palette: Palette) -> Iterator[Bar]:
@@ -348,55 +349,39 @@ PER_CALL = 0.17  # wanted width of a call of the fullest stage
 UNUSED = ("fill", "drain", "overhead")  # idle, and no wait: the row is empty there
 
 
-def of_stages(timeline: Spans, squeezed: float = 1.0) -> Layout:
-    """Stage under stage; without stages a row alone. squeezed: part of the full height of a stage, where many are"""
-    used = {span.stream for span in timeline.spans if span.seconds}
-    thin = [row for row in THIN if used & row[2]]
-    several, tall = timeline.stage_count > 1, TALL * squeezed
-    ramps = _ramps(timeline.trace)
+def of_stages(timeline: Spans) -> Layout:
+    """Stage under stage; without stages a row alone."""
+    several = timeline.stage_count > 1
     rows: list[BoxRow] = []
-    top, most = 0.0, 0
+    top = 0.0
     for stage, part in enumerate(timeline.by_stage):
-        calls = _calls(part, ramps)
-        most = max(most, len(calls))
         idle = [_idle(gap)._replace(text="") for gap in part.idle() if gap.why not in UNUSED]
-        aside = f"{part.compute_s / (timeline.seconds or 1.0):.0%}"
         name = f"stage {stage}" if several else "compute"
-        rows.append(BoxRow(name, top, tall, (*calls, *idle), "compute", stage, aside))
-        top += tall
-        for words, colour, streams in thin:
+        rows.append(BoxRow(name, top, TALL, (*_calls(part), *idle), "compute", stage, share(part)))
+        top += TALL
+        for words, colour, streams in THIN[: 2 + several]:
             spans = [span for span in part.spans if span.stream in streams]
             bars = tuple(Bar("thin", span.start, span.end, colour, words, op=span.number) for span in spans)
             rows.append(BoxRow("", top + 0.01, THIN_ROW - 0.01, bars, stage=stage))
             top += THIN_ROW
-        top += BETWEEN * squeezed
-    lost = f"bubble {timeline.bubble:.1%}, over all stages" if several else f"compute idle {timeline.bubble:.1%}"
-    words = f"step {shown(timeline.seconds)}, {lost}: {longest(timeline.bubbles())}"
-    return _layout(timeline, words, PER_CALL * most, rows)
+        top += BETWEEN
+    return _layout(timeline, f"bubble {timeline.bubble:.1%}", PER_CALL, rows)
 
 
-Ramps = dict[str, tuple[str, list[str]]]
-"""Kind of call -> words of the legend, and its colours, darker from the first segment of a stage to the last."""
-
-
-def _ramps(trace: Trace) -> Ramps:
-    homes = () if trace.split is None else trace.split.homes
-    segments = max(map(homes.count, homes), default=1)
-    places = [0.3] if segments == 1 else [segment / (segments - 1) for segment in range(segments)]
-    return {kind: (words, [on_ramp(ramp, place) for place in places]) for kind, (words, ramp) in CALLS.items()}
-
-
-def _calls(part: Spans, ramps: Ramps) -> list[Bar]:
+def _calls(part: Spans) -> list[Bar]:
     """Returns the boxes of compute: each a stretch without a break in one call. Norms and updates are in no call."""
     split = part.trace.split
+    homes = (0,) if split is None else split.homes
+    segments = max(map(homes.count, homes))
     found: list[Bar] = []
     for span in part.on("compute"):
         op, box = span.op, _grey(span)
         if isinstance(op, Forward | Backward):
             segment = 0 if split is None else split.of(part.trace.stage or 0).index(split.segment(op.visit))
+            place = segment / (segments - 1) if segments > 1 else 0.3
+            words, ramp = CALLS[kind_of(op)]
             text = str(op.microbatch) if part.trace.microbatches > 1 else ""
-            words, ramp = ramps[kind_of(op)]
-            box = box._replace(colour=ramp[segment], words=words, text=text)
+            box = box._replace(colour=on_ramp(ramp, place), words=words, text=text)
         before = found[-1] if found else box
         if (before.colour, before.text) == (box.colour, box.text) and box.start <= before.end:
             found[-1:] = [before._replace(end=box.end)]

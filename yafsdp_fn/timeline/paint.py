@@ -6,6 +6,7 @@ Lengths are inches until they are drawn. matplotlib is imported when something i
 import functools
 import io
 import itertools
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -21,20 +22,33 @@ NOT_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\xef\xbf[\xbe\xbf]")
 """Characters of which a name may be and a file of XML may not."""
 NARROWEST, WIDEST = 9.0, 18.0  # of a figure
 MARGIN, LEFT, RIGHT, ASIDE = 0.12, 1.0, 0.15, 0.4  # ASIDE: more to the right, where rows have words there
-HEADER, AXIS, BETWEEN = 0.46, 0.46, 0.18  # above a panel; below the last; between two
-STAGES = 16  # stages of full height
+HEADER, BETWEEN, AXIS = 0.46, 0.18, 0.28  # above a panel; below it; more below the last, for the axis
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
 LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wide a letter is, about
 CLEAR = 0.045  # inches between a label and the next: numbers that are nearer read as one
 INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7a4a45"
 FILLING = "#c3edf2"  # in the legend: between two layers, paler
 STYLE: dict[Any, Any] = {  # of matplotlib
-    **{"svg.fonttype": "none", "svg.hashsalt": "timeline", "text.parse_math": False, "hatch.linewidth": 0.5},
-    **{"font.family": "DejaVu Sans", "font.size": TEXT, "text.color": INK},
-    **{"axes.labelcolor": INK, "axes.labelsize": TEXT + 0.5, "axes.axisbelow": True, "axes.edgecolor": SOFT},
-    **{"axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False},
-    **{"axes.grid": True, "axes.grid.axis": "x", "grid.color": GRID, "grid.linewidth": 0.5},
-    **{"xtick.color": SOFT, "xtick.labelsize": TEXT},
+    "svg.fonttype": "none",
+    "svg.hashsalt": "timeline",
+    "text.parse_math": False,
+    "hatch.linewidth": 0.5,
+    "font.family": "DejaVu Sans",
+    "font.size": TEXT,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.labelsize": TEXT + 0.5,
+    "axes.axisbelow": True,
+    "axes.edgecolor": SOFT,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "axes.grid.axis": "x",
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "xtick.color": SOFT,
+    "xtick.labelsize": TEXT,
 }
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
 OUTLINE: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.9}
@@ -86,10 +100,8 @@ def picture(
 
 def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
     """Returns the layout of each: all by stage where one is of several."""
-    if by_stage or any(each.stage_count > 1 for each in timelines):
-        squeezed = min(1.0, STAGES / sum(each.stage_count for each in timelines))
-        return [of_stages(each, squeezed) for each in timelines]
-    return [of_stage(each) for each in timelines]
+    staged = by_stage or any(each.stage_count > 1 for each in timelines)
+    return [of_stages(each) if staged else of_stage(each) for each in timelines]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -118,7 +130,7 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
     legend = ROW * (1 + entries[-1].row) + 0.1
     floor = legend + LINE * len(said) + 0.1 * bool(said)
-    panels = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1)
+    panels = sum(HEADER + each.height + BETWEEN for each in drawn)
     height = MARGIN + panels + AXIS + floor + MARGIN
     figure: Any = Figure(figsize=(width, height), facecolor="white")
     seconds = max(each.timeline.seconds for each in drawn)
@@ -133,8 +145,7 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     below.axis("off")
     for entry in entries:
         _explain(below, entry)
-    for number, line in enumerate(said):
-        below.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5)
+    below.text(0, legend + 0.05, "\n".join(said), va="top", fontsize=TEXT + 0.5, linespacing=1.45)
     return figure
 
 
@@ -260,7 +271,7 @@ class Panel:
             self.axes.plot((end, start), edges, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
 
 
-# ---- Which boxes of a row are labelled: words that have room, and numbers of every k-th layer.
+# ---- Which boxes of a row are labelled.
 
 
 class Label(NamedTuple):
@@ -270,24 +281,28 @@ class Label(NamedTuple):
     text: str
     middle: float
     half: float
-    ground: bool = False
+    ground: bool
 
 
 def labels(bars: Sequence[Bar], size: float, panel: Panel) -> list[Label]:
-    """Returns the labels of boxes in one row of `panel`, clear of each other: the first of two that are not. size: of
-    the text, in points"""
-    numbered = {dark: _numbered([bar for bar in bars if bar.dark == dark], size, panel) for dark in (False, True)}
+    """Returns the labels of boxes in one row of `panel`, clear of each other: the first of two that are not.
+
+    Words are written where they have room in their box; numbers of layers also across its neighbours, and where layers
+    are too near for all of them, those of every fifth layer. size: of the text, in points
+    """
+    middles = [panel.inches(bar.start + bar.end) / 2 for bar in bars]
+    apart = [math.inf, *(abs(after - before) for before, after in itertools.pairwise(middles)), math.inf]
+    widest = max((wide(bar.text, size) for bar in bars if bar.number is not None), default=0.0)
     found: list[Label] = []
-    for bar in bars:
+    for k, bar in enumerate(bars):
         room = panel.inches(bar.end - bar.start)
         if bar.number is None:
-            # the number of a microbatch may nearly fill its box: calls are as wide as that
-            most = room - 0.01 if bar.text.isdigit() else room - CLEAR
-            text = next((text for text in (bar.text, bar.short) if wide(text, size) <= most), "")
+            text = next((text for text in (bar.text, bar.short) if wide(text, size) <= room - 0.01), "")
         else:
-            text = bar.text if bar.number in numbered[bar.dark] else ""
+            crowded = widest + CLEAR > min(apart[k : k + 2])
+            text = "" if crowded and bar.number % 5 else bar.text
         half = wide(text, size) / 2
-        label = Label(bar, text, panel.inches(bar.start + bar.end) / 2, half, bar.kind == "again" or 2 * half > room)
+        label = Label(bar, text, middles[k], half, bar.kind == "again" or 2 * half > room)
         if text and _is_clear(label, found, panel.across):
             found.append(label)
     return found
@@ -296,16 +311,3 @@ def labels(bars: Sequence[Bar], size: float, panel: Panel) -> list[Label]:
 def _is_clear(label: Label, others: Sequence[Label], across: float) -> bool:
     near = any(abs(label.middle - other.middle) < label.half + other.half + CLEAR for other in others)
     return not near and label.half <= label.middle <= across - label.half
-
-
-def _numbered(bars: Sequence[Bar], size: float, panel: Panel) -> list[int]:
-    """Returns the layers of a row whose numbers are shown: every k-th, as many as have room across their neighbours."""
-    layers = [bar for bar in bars if bar.number is not None]
-    numbers = sorted({bar.number for bar in layers if bar.number is not None})
-    widest = max((wide(bar.text, size) for bar in layers), default=0.0)
-    pitches = sorted(panel.inches(after.start - before.start) for before, after in itertools.pairwise(layers))
-    pitch = pitches[len(pitches) // 4] if pitches else panel.across  # forward is denser than backward
-    if pitch >= widest + CLEAR:
-        return numbers
-    every = next((k for k in (2, 5, 10, 20, 50) if k * pitch >= widest + 0.085), 100)
-    return numbers[::every]

@@ -38,8 +38,7 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
             events.append({"ph": "M", "pid": process, "tid": 0, **_about("process_name", name=of + part.title)})
             events += _slices(part, stage, tracks)
         events += _arrows(timeline, tracks, len(events))
-    steps = {f"step {number}": f"{each.seconds} s, {each.title}" for number, each in enumerate(timelines)}
-    return {"displayTimeUnit": "ms", "otherData": steps, "traceEvents": events}
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:

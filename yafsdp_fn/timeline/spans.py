@@ -1,7 +1,7 @@
 """Spans: when each op of a step began and ended, on which stream, and what slots held meanwhile."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, NamedTuple, Self
@@ -64,9 +64,8 @@ class Span(NamedTuple):
 
 def kind(span: Span) -> str:
     """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
-    if not isinstance(span.op, OPS):
-        return "copy"
-    return "compute" if span.op.stream == "compute" else name_of(span.op)
+    computes = span.op.stream == "compute" and isinstance(span.op, OPS)  # a peer's copy does not
+    return "compute" if computes else name_of(span.op)
 
 
 class Idle(NamedTuple):
@@ -194,31 +193,25 @@ class Spans(_Fields):
 
     def idle(self, stream: str = "compute") -> tuple[Idle, ...]:
         """Gaps of `stream`, with what ended each, and why it was idle."""
+        spans = self.on(stream)
+        staged = self.trace.stage is not None and stream == "compute"
+        calls = [span for span in spans if staged and isinstance(span.op, Forward | Backward)]
         gaps, now = [], 0.0
-        for span in self.on(stream):
+        for span in spans:
             if span.start > now:
                 cause = self.by_number.get(span.cause)
                 why = "host" if cause is None or cause.stream == stream else kind(cause)
+                if why == "receive" and span in calls[:1]:
+                    why = "fill"
+                elif why == "host" and calls and now >= calls[-1].end:
+                    why = "drain"
                 gaps.append(Idle(stream, now, span.start, span.cause, why))
             now = max(now, span.end)
         explained = max(now, self.seconds - self.overhead)
-        gaps.append(Idle(stream, now, explained, None, "end"))
+        gaps.append(Idle(stream, now, explained, None, "drain" if calls else "end"))
         gaps.append(Idle(stream, explained, self.seconds, None, "overhead"))
         rounding = 1e-9 * self.overhead
-        found = tuple(gap for gap in gaps if gap.end - gap.start > rounding)
-        return found if self.trace.stage is None or stream != "compute" else tuple(self._of_pipeline(found))
-
-    def _of_pipeline(self, gaps: Iterable[Idle]) -> Iterator[Idle]:
-        """Yields gaps of a stage's compute: it fills before its first call, and drains after its last."""
-        calls = [span for span in self.on("compute") if isinstance(span.op, Forward | Backward)]
-        first = min((span.start for span in calls), default=self.seconds)
-        last = max((span.end for span in calls), default=0.0)
-        for gap in gaps:
-            if gap.why == "receive" and gap.end <= first:
-                gap = gap._replace(why="fill")
-            elif gap.why in ("host", "end") and gap.start >= last:
-                gap = gap._replace(why="drain")
-            yield gap
+        return tuple(gap for gap in gaps if gap.end - gap.start > rounding)
 
     @property
     def bubble(self) -> float:

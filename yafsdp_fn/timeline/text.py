@@ -39,6 +39,11 @@ def longest(waits: Counter[str], most: int = 3) -> str:
     return ", ".join(f"{shown(seconds)} {because(why)}" for why, seconds in waited) or "never"
 
 
+def share(timeline: Spans, stream: str = "compute") -> str:
+    """Returns the part of the step in which a stream is busy."""
+    return f"{timeline.busy(stream) / (timeline.seconds or 1.0):.0%}"
+
+
 def render(timeline: Spans) -> str:
     """Returns title, step time, the work of every stream, the causes of idle compute, and the critical path; for
     several stages bubble and step time, the waits of each stage, and the messages between stages."""
@@ -49,7 +54,9 @@ def render(timeline: Spans) -> str:
         return "\n".join([head, *shortened(stages), *shortened([*map(_crossing, timeline.crossings)])])
     lines = [head]
     for stream in timeline.streams:
-        lines.append(_line(stream, timeline.busy(stream), f"{_busy(timeline, stream)}, {_ops(timeline.on(stream))}"))
+        lines.append(
+            _line(stream, timeline.busy(stream), f"{share(timeline, stream):>4} busy, {_ops(timeline.on(stream))}")
+        )
     if timeline.inside:
         inside = sum(each.end - each.start for each in timeline.inside)
         part = inside / (timeline.seconds or 1.0)
@@ -70,16 +77,12 @@ def _line(name: str, seconds: float, words: str) -> str:
     return f"  {name:<14}{shown(seconds):>9}  {words}"
 
 
-def _busy(timeline: Spans, stream: str) -> str:
-    return f"{timeline.busy(stream) / (timeline.seconds or 1.0):4.0%} busy"
-
-
 def _ops(spans: Sequence[Span]) -> str:
     return f"{len(spans)} op{'s' * (len(spans) != 1)}"
 
 
 def _stage(number: int, part: Spans) -> str:
-    return _line(f"stage {number}", part.compute_s, f"{_busy(part, 'compute')}; idle {longest(part.bubbles())}")
+    return _line(f"stage {number}", part.compute_s, f"{share(part):>4} busy; idle {longest(part.bubbles())}")
 
 
 def _crossing(crossing: StageTraffic) -> str:
