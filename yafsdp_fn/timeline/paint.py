@@ -131,7 +131,7 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     legend = ROW * (1 + entries[-1].row) + 0.1
     floor = legend + LINE * len(said) + 0.1 * bool(said)
     panels = sum(HEADER + each.height + BETWEEN for each in drawn)
-    height = MARGIN + panels + AXIS + floor + MARGIN
+    height = MARGIN + panels + AXIS + floor
     figure: Any = Figure(figsize=(width, height), facecolor="white")
     seconds = max(each.timeline.seconds for each in drawn)
     top = height - MARGIN
@@ -140,7 +140,7 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
         axes = figure.add_axes((LEFT / width, top / height, across / width, each.height / height))
         Panel(axes, each, seconds, across).draw(last=each is drawn[-1])
         top -= BETWEEN
-    below = figure.add_axes((MARGIN / width, MARGIN / height, inner / width, floor / height))
+    below = figure.add_axes((MARGIN / width, 0, inner / width, floor / height))
     below.set(xlim=(0, inner), ylim=(floor, 0))
     below.axis("off")
     for entry in entries:
