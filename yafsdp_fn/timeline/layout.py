@@ -27,7 +27,7 @@ from yafsdp_fn.program.ops import (
     name_of,
 )
 from yafsdp_fn.program.trace import Trace, UnitSpec
-from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, sums, weight_slots
+from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, kind, sums, weight_slots
 from yafsdp_fn.timeline.text import because, longest, share, shown
 
 T = TypeVar("T")
@@ -220,9 +220,9 @@ SEEN = 0.002  # part of the step: what takes less of it is not explained
 
 def _layout(timeline: Spans, words: str, per_op: float, rows: list[BoxRow]) -> Layout:
     """Adds the collectives of blocks, the critical path, and the legend. per_op: wanted inches, of the fullest row"""
-    height = rows[-1].top + rows[-1].height + GAP
+    height = max((row.top + row.height for row in rows), default=0.0) + GAP
     lanes = {(row.stage, row.stream): row for row in rows if row.stream}
-    most = max(sum(bar.kind != "idle" for bar in row.bars) for row in lanes.values())
+    most = max((sum(bar.kind != "idle" for bar in row.bars) for row in rows), default=0)
     rows += [_inside(timeline.by_stage[row.stage], row) for row in lanes.values() if row.stream == "compute"]
     along = [span for span in timeline.critical_path() if (span.stage, span.stream) in lanes]
     path = tuple(_runs((lanes[span.stage, span.stream], span) for span in along))
@@ -270,14 +270,13 @@ def of_stage(timeline: Spans) -> Layout:
     rows: list[BoxRow] = []
     top = 0.0
     for stream in timeline.streams:
-        boxes = [palette.box(span) for span in timeline.on(stream)]
-        height = STREAM
         if stream == "compute":
             for name, strip in _strips(timeline, palette):
                 rows.append(BoxRow(name, top, STRIP, strip))
                 top += STRIP + 0.02
-            boxes = [*_computes(timeline, palette)]
-            height = COMPUTE
+            height, boxes = COMPUTE, _computes(timeline, palette)
+        else:
+            height, boxes = STREAM, map(palette.box, timeline.on(stream))
         rows.append(BoxRow(stream, top, height, tuple(boxes), stream))
         top += height + GAP
     for name, held, dark in (("slot", weight_slots(timeline), False), ("grad slot", grad_slots(timeline), True)):
@@ -301,7 +300,7 @@ def _computes(timeline: Spans, palette: Palette) -> Iterator[Bar]:
     for gap in timeline.idle():
         box = _idle(gap)
         cause = timeline.by_number.get(gap.cause)
-        if cause is not None and gap.waited:
+        if cause is not None and gap.why == kind(cause):
             other = palette.box(cause)
             name = other.short or other.text
             box = box._replace(text=f"{gap.why} {name}", short=name)
@@ -382,9 +381,7 @@ def _calls(part: Spans) -> list[Bar]:
             words, ramp = CALLS[kind_of(op)]
             text = str(op.microbatch) if part.trace.microbatches > 1 else ""
             box = box._replace(colour=on_ramp(ramp, place), words=words, text=text)
-        before = found[-1] if found else box
-        if (before.colour, before.text) == (box.colour, box.text) and box.start <= before.end:
-            found[-1:] = [before._replace(end=box.end)]
-        else:
-            found.append(box)
+        if found and (found[-1].colour, found[-1].text) == (box.colour, box.text) and box.start <= found[-1].end:
+            box = found.pop()._replace(end=box.end)
+        found.append(box)
     return found

@@ -153,8 +153,8 @@ ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; wid
 SWATCHES: dict[str, dict[str, Any]] = {"again": HATCH, "path": OUTLINE, "filling": {"facecolor": FILLING}}
 
 
-class Entry(NamedTuple):
-    """A sample of the legend: its place, and how wide its swatch is."""
+class Swatch(NamedTuple):
+    """A sample of the legend, its place, and the width of its colours."""
 
     sample: Sample
     x: float
@@ -162,7 +162,7 @@ class Entry(NamedTuple):
     width: float
 
 
-def in_rows(samples: Sequence[Sample], across: float) -> list[Entry]:
+def in_rows(samples: Sequence[Sample], across: float) -> list[Swatch]:
     """Samples beside each other, in rows no wider than `across`."""
     found, x, row = [], 0.0, 0
     for sample in samples:
@@ -170,12 +170,12 @@ def in_rows(samples: Sequence[Sample], across: float) -> list[Entry]:
         total = swatch + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
             x, row = 0.0, row + 1
-        found.append(Entry(sample, x, row, swatch))
+        found.append(Swatch(sample, x, row, swatch))
         x += total
     return found
 
 
-def _explain(axes: Any, entry: Entry) -> None:
+def _explain(axes: Any, entry: Swatch) -> None:
     """Draws a sample of the legend: its swatch, in pieces of each colour, and its words."""
     sample, x, row, width = entry
     top, each = 0.08 + row * ROW, width / len(sample.colours)
