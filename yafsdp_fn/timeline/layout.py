@@ -222,7 +222,7 @@ def _layout(timeline: Spans, words: str, per_op: float, rows: list[BoxRow]) -> L
     """Adds the collectives of blocks, the critical path, and the legend. per_op: wanted inches, of the fullest row"""
     height = max((row.top + row.height for row in rows), default=0.0) + GAP
     lanes = {(row.stage, row.stream): row for row in rows if row.stream}
-    most = max((sum(bar.kind != "idle" for bar in row.bars) for row in rows), default=0)
+    most = max((sum(bar.kind != "idle" for bar in row.bars) for row in lanes.values()), default=0)
     rows += [_inside(timeline.by_stage[row.stage], row) for row in lanes.values() if row.stream == "compute"]
     along = [span for span in timeline.critical_path() if (span.stage, span.stream) in lanes]
     path = tuple(_runs((lanes[span.stage, span.stream], span) for span in along))

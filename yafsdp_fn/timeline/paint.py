@@ -6,7 +6,6 @@ Lengths are inches until they are drawn. matplotlib is imported when something i
 import functools
 import io
 import itertools
-import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -201,6 +200,9 @@ class Panel:
     def inches(self, seconds: float) -> float:
         return seconds / self.seconds * self.across
 
+    def middle(self, bar: Bar) -> float:
+        return self.inches(bar.start + bar.end) / 2
+
     def draw(self, last: bool) -> None:
         """Draws everything. last: of the sheet, with the numbers of the time axis below it"""
         self._frame(last)
@@ -240,10 +242,9 @@ class Panel:
             return
         for label in labels(bars, size, self):
             how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {}
-            box = GROUND if label.ground else None
             x = (label.bar.start + label.bar.end) / 2 / self.scale
-            text = self.axes.text(x, middle, label.text, bbox=box, fontsize=size, zorder=6, **how)
-            text.set(ha="center", va="center_baseline")
+            text = self.axes.text(x, middle, label.text, fontsize=size, zorder=6, **how)
+            text.set(ha="center", va="center_baseline", bbox=GROUND if label.ground else None)
 
     def _boxes(self, row: BoxRow, bars: Sequence[Bar], **style: Any) -> None:
         if not bars:
@@ -290,19 +291,22 @@ def labels(bars: Sequence[Bar], size: float, panel: Panel) -> list[Label]:
     Words are written where they have room in their box; numbers of layers also across its neighbours, and where layers
     are too near for all of them, those of every fifth layer. size: of the text, in points
     """
-    middles = [panel.inches(bar.start + bar.end) / 2 for bar in bars]
-    apart = [math.inf, *(abs(after - before) for before, after in itertools.pairwise(middles)), math.inf]
-    widest = max((wide(bar.text, size) for bar in bars if bar.number is not None), default=0.0)
+    layers = [bar for bar in bars if bar.number is not None]
+    widest = max((wide(bar.text, size) for bar in layers), default=0.0)
+    crowded: set[Bar] = set()
+    for pair in itertools.pairwise(layers):
+        before, after = (panel.middle(bar) for bar in pair)
+        if abs(after - before) < widest + CLEAR:
+            crowded.update(pair)
     found: list[Label] = []
-    for k, bar in enumerate(bars):
+    for bar in bars:
         room = panel.inches(bar.end - bar.start)
         if bar.number is None:
             text = next((text for text in (bar.text, bar.short) if wide(text, size) <= room - 0.01), "")
         else:
-            crowded = widest + CLEAR > min(apart[k : k + 2])
-            text = "" if crowded and bar.number % 5 else bar.text
+            text = "" if bar in crowded and bar.number % 5 else bar.text
         half = wide(text, size) / 2
-        label = Label(bar, text, middles[k], half, bar.kind == "again" or 2 * half > room)
+        label = Label(bar, text, panel.middle(bar), half, bar.kind == "again" or 2 * half > room)
         if text and _is_clear(label, found, panel.across):
             found.append(label)
     return found
