@@ -29,7 +29,7 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.timeline.layout import GREY, BoxRow, Palette, of_stage, of_stages
-from yafsdp_fn.timeline.text import idle, longest, reasons, shown
+from yafsdp_fn.timeline.text import longest, shown
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.schema import kinds, typed
 
@@ -267,7 +267,6 @@ def _figures(plan: Plan) -> dict[str, Any]:
         sent[crossing.source] += crossing.nbytes
     wire["to other stages"] = max(sent.values(), default=0)
     one = timeline.stage_count == 1
-    waits = longest(reasons(timeline), 2) if one else idle(timeline)
     return {
         "step_s": plan.step_s,
         "step": shown(plan.step_s),
@@ -277,7 +276,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "least": plan.least.against(plan.step_s),
         "busy": timeline.compute_s / plan.step_s if one else 1 - timeline.bubble,
         "bubble": None if one else timeline.bubble,
-        "idle": waits or "never",
+        "idle": longest(timeline.bubbles(), 2 if one else 3),
         "peak": memory.peak_bytes,
         "budget": plan.budget,
         "at": memory.at,
@@ -303,7 +302,7 @@ def _picture(timeline: Timeline) -> dict[str, Any]:
         "seconds": timeline.seconds,
         "stages": timeline.stage_count,
         "height": round(layout.height, 3),
-        "lanes": [[row.name, *at(row), row.large] for row in layout.rows if row.name],
+        "lanes": [[row.name, *at(row), bool(row.stream)] for row in layout.rows if row.name],
         "boxes": [
             [bar.kind, *_parts(bar.start, bar.end, timeline.seconds), *at(row), bar.colour, bar.text, bar.op]
             + [row.stage] * several

@@ -189,6 +189,7 @@ def test_reductions_of_one_rank_run_on_its_compute_stream() -> None:
     check(recording.timeline(), "measured, rank 0 of 1")
     assert {span.stream for span in spans} == {"compute"}
     assert sum(isinstance(span.op, Reduce) for span in spans) == small.L + 2
+    assert Timeline.from_json(recording.timeline().to_json()) == recording.timeline()
 
 
 def test_a_step_that_raises_is_not_recorded() -> None:

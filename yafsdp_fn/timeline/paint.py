@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +21,38 @@ NOT_XML = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]|\xef\xbf[\xbe\xbf]")
 """Characters of which a name may be and a file of XML may not."""
 NARROWEST, WIDEST = 9.0, 18.0  # of a figure
 MARGIN, LEFT, RIGHT, ASIDE = 0.12, 1.0, 0.15, 0.4  # ASIDE: more to the right, where rows have words there
-HEADER, AXIS, BETWEEN = 0.46, 0.46, 0.18  # above a panel; below the last; between two
-STAGES = 16  # stages of full height
+HEADER, BETWEEN, AXIS = 0.46, 0.18, 0.28  # above a panel; below it; more below the last, for the axis
 TEXT, SMALL, LARGE = 7.0, 6.0, 9.0  # sizes in points
 LINE, LETTER = 0.15, 0.062  # of lines of text: from one to the next, and how wide a letter is, about
-CLEAR = 0.06  # inches between a label and the next, as wide as a digit: numbers that are nearer read as one
+CLEAR = 0.045  # inches between a label and the next: numbers that are nearer read as one
 INK, SOFT, GRID, FLOOR, ITALIC = "#1b1f24", "#6b7280", "#d5d8dd", "#f3f4f6", "#7a4a45"
+FILLING = "#c3edf2"  # in the legend: between two layers, paler
+STYLE: dict[Any, Any] = {  # of matplotlib
+    "svg.fonttype": "none",
+    "svg.hashsalt": "timeline",
+    "text.parse_math": False,
+    "hatch.linewidth": 0.5,
+    "font.family": "DejaVu Sans",
+    "font.size": TEXT,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.labelsize": TEXT + 0.5,
+    "axes.axisbelow": True,
+    "axes.edgecolor": SOFT,
+    "axes.spines.left": False,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.grid": True,
+    "axes.grid.axis": "x",
+    "grid.color": GRID,
+    "grid.linewidth": 0.5,
+    "xtick.color": SOFT,
+    "xtick.labelsize": TEXT,
+}
 HATCH: dict[str, Any] = {"hatch": "//////", "edgecolor": (0.2, 0.2, 0.25), "linewidth": 0.0}
-OUTLINE: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9}
+OUTLINE: dict[str, Any] = {"edgecolor": INK, "linewidth": 0.9}
 GROUND = {"facecolor": "white", "alpha": 0.6, "linewidth": 0, "pad": 0.6}
-NO_EDGE = {"linewidth": 0.0}
+NO_EDGE: dict[str, Any] = {"linewidth": 0.0}
 STYLES: dict[str, dict[str, Any]] = {
     "idle": NO_EDGE,
     "op": {},
@@ -67,10 +89,9 @@ def picture(
         import matplotlib
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("to draw a timeline, pip install 'yafsdp_fn[plan]': it needs matplotlib") from error
-    style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "timeline", "font.family": "DejaVu Sans"}
     dated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes every time
     drawn = io.BytesIO()
-    with matplotlib.rc_context(style | {"hatch.linewidth": 0.5, "text.parse_math": False}):
+    with matplotlib.rc_context(STYLE):
         figure = sheet(layouts(timelines, by_stage), words)
         figure.savefig(drawn, format=kind, dpi=120, metadata=dated.get(kind))
     return NOT_XML.sub(b"?", drawn.getvalue()) if kind == "svg" else drawn.getvalue()
@@ -78,25 +99,19 @@ def picture(
 
 def layouts(timelines: Sequence[Spans], by_stage: bool = False) -> list[Layout]:
     """Returns the layout of each: all by stage where one is of several."""
-    if by_stage or any(each.stage_count > 1 for each in timelines):
-        squeezed = min(1.0, STAGES / sum(each.stage_count for each in timelines))
-        return [of_stages(each, squeezed) for each in timelines]
-    return [of_stage(each) for each in timelines]
+    staged = by_stage or any(each.stage_count > 1 for each in timelines)
+    return [of_stages(each) if staged else of_stage(each) for each in timelines]
 
 
 @functools.lru_cache(maxsize=4096)
 def wide(text: str, size: float) -> float:
     """Width of `text` in inches."""
     from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
+    from matplotlib.textpath import text_to_path
 
-    if not text:
-        return 0.0
-    try:
-        path = TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans"))
-    except AttributeError:  # of spaces and marks alone matplotlib makes no path
-        return 0.0
-    return float(path.get_extents().width) / 72
+    font = FontProperties(family="DejaVu Sans", size=size)
+    width, *_ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return float(width) / 72
 
 
 # ---- A sheet: panels under one another, and a legend below them.
@@ -106,16 +121,16 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
     """Returns the figure of some layouts, with lines of text below."""
     from matplotlib.figure import Figure
 
-    right = RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
-    across = min(WIDEST, max(NARROWEST, max(each.wanted for each in drawn) + LEFT + right)) - LEFT - right
-    width, inner = across + LEFT + right, across + LEFT + right - 2 * MARGIN
+    sides = LEFT + RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
+    width = min(WIDEST, max(NARROWEST, sides + max(each.wanted for each in drawn)))
+    across, inner = width - sides, width - 2 * MARGIN
     samples = {sample.words: sample for each in drawn for sample in each.legend}
-    entries = in_rows([*samples.values(), Sample("critical path", (), "outlined")], inner)
+    entries = in_rows([*samples.values(), Sample("critical path", ("none",), "path")], inner)
     said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
-    _, last, _ = entries[-1]
-    legend = last * ROW + 0.3
-    below = AXIS + legend + len(said) * LINE + 0.1 * bool(said)
-    height = sum(each.height + HEADER for each in drawn) + BETWEEN * (len(drawn) - 1) + below + MARGIN
+    legend = ROW * (1 + entries[-1].row) + 0.1
+    floor = legend + LINE * len(said) + 0.1 * bool(said)
+    panels = sum(HEADER + each.height + BETWEEN for each in drawn)
+    height = MARGIN + panels + AXIS + floor
     figure: Any = Figure(figsize=(width, height), facecolor="white")
     seconds = max(each.timeline.seconds for each in drawn)
     top = height - MARGIN
@@ -124,48 +139,49 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
         axes = figure.add_axes((LEFT / width, top / height, across / width, each.height / height))
         Panel(axes, each, seconds, across).draw(last=each is drawn[-1])
         top -= BETWEEN
-    floor = figure.add_axes((MARGIN / width, 0, inner / width, (below - AXIS) / height))
-    floor.set(xlim=(0, inner), ylim=(below - AXIS, 0))
-    floor.axis("off")
+    below = figure.add_axes((MARGIN / width, 0, inner / width, floor / height))
+    below.set(xlim=(0, inner), ylim=(floor, 0))
+    below.axis("off")
     for entry in entries:
-        _explain(floor, *entry)
-    for number, line in enumerate(said):
-        floor.text(0, legend + 0.1 + number * LINE, line, va="center_baseline", fontsize=TEXT + 0.5, color=INK)
+        _explain(below, entry)
+    below.text(0, legend + 0.05, "\n".join(said), va="top", fontsize=TEXT + 0.5, linespacing=1.45)
     return figure
 
 
 ROW, HIGH, NARROW, WIDE = 0.2, 0.11, 0.24, 0.55  # of a row and of a swatch; widths of swatches
+SWATCHES: dict[str, dict[str, Any]] = {"again": HATCH, "path": OUTLINE, "filling": {"facecolor": FILLING}}
 
 
-def in_rows(samples: Sequence[Sample], across: float) -> list[tuple[float, int, Sample]]:
-    """Samples beside each other, in rows no wider than `across`: `x, row, sample` of each."""
+class Swatch(NamedTuple):
+    """A sample of the legend, its place, and the width of its colours."""
+
+    sample: Sample
+    x: float
+    row: int
+    width: float
+
+
+def in_rows(samples: Sequence[Sample], across: float) -> list[Swatch]:
+    """Samples beside each other, in rows no wider than `across`."""
     found, x, row = [], 0.0, 0
     for sample in samples:
-        total = _swatch(sample) + 0.06 + wide(sample.words, TEXT) + 0.22
+        swatch = WIDE if len(sample.colours) > 2 else NARROW
+        total = swatch + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
             x, row = 0.0, row + 1
-        found.append((x, row, sample))
+        found.append(Swatch(sample, x, row, swatch))
         x += total
     return found
 
 
-def _swatch(sample: Sample) -> float:
-    return WIDE if len(sample.colours) > 2 else NARROW
-
-
-def _explain(axes: Any, x: float, row: int, sample: Sample) -> None:
+def _explain(axes: Any, entry: Swatch) -> None:
     """Draws a sample of the legend: its swatch, in pieces of each colour, and its words."""
-    from matplotlib.patches import Rectangle
-
-    top, width, colours = 0.08 + row * ROW, _swatch(sample), sample.colours
-    if sample.style:
-        style = OUTLINE if sample.style == "outlined" else {"facecolor": colours[0], **HATCH}
-        axes.add_patch(Rectangle((x, top), width, HIGH, **style))
-    else:
-        each = width / len(colours)
-        pieces = [(x + each * k, each) for k in range(len(colours))]
-        axes.broken_barh(pieces, (top, HIGH), facecolors=colours, linewidth=0)
-    axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline", fontsize=TEXT, color=INK)
+    sample, x, row, width = entry
+    top, each = 0.08 + row * ROW, width / len(sample.colours)
+    pieces = [(x + each * k, each) for k in range(len(sample.colours))]
+    style = {"facecolor": sample.colours} | SWATCHES.get(sample.kind, NO_EDGE)
+    axes.broken_barh(pieces, (top, HIGH), **style)
+    axes.text(x + width + 0.06, top + HIGH / 2, sample.words, va="center_baseline")
 
 
 # ---- A panel: one layout on axes as large as itself.
@@ -184,6 +200,9 @@ class Panel:
     def inches(self, seconds: float) -> float:
         return seconds / self.seconds * self.across
 
+    def middle(self, bar: Bar) -> float:
+        return self.inches(bar.start + bar.end) / 2
+
     def draw(self, last: bool) -> None:
         """Draws everything. last: of the sheet, with the numbers of the time axis below it"""
         self._frame(last)
@@ -194,16 +213,12 @@ class Panel:
     def _frame(self, last: bool) -> None:
         axes, layout = self.axes, self.layout
         axes.set(xlim=(0, self.seconds / self.scale), ylim=(layout.height, 0), yticks=[])
-        axes.spines[["left", "right", "top"]].set_visible(False)
-        axes.spines["bottom"].set_color(SOFT)
-        axes.tick_params(axis="x", colors=SOFT, labelsize=TEXT, length=3 if last else 0, labelbottom=last)
-        axes.grid(axis="x", color=GRID, linewidth=0.5)
-        axes.set_axisbelow(True)
+        axes.tick_params(axis="x", length=3 if last else 0, labelbottom=last)
         if last:
-            axes.set_xlabel(f"time since the step began, {self.unit}", fontsize=TEXT + 0.5, color=INK)
+            axes.set_xlabel(f"time since the step began, {self.unit}")
         left, title = -72 * (LEFT - MARGIN), layout.timeline.title
         size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(title, LARGE) or 1.0))  # it is bold
-        self._beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold", color=INK)
+        self._beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold")
         self._beside(layout.words, 0, (left, 6), va="bottom", fontsize=TEXT + 0.5, color=SOFT)
 
     def _beside(self, text: str, y: float, points: tuple[float, float], *, x: float = 0, **options: Any) -> None:
@@ -214,25 +229,22 @@ class Panel:
     def _row(self, row: BoxRow) -> None:
         middle = row.top + row.height / 2
         if row.name:
-            size = TEXT + 1 if row.large else SMALL + 0.5
+            size = TEXT + 1 if row.stream else SMALL + 0.5
             whole = [(0, self.layout.timeline.seconds / self.scale)]
             self.axes.broken_barh(whole, (row.top, row.height), color=FLOOR, zorder=0.5)
-            self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size, color=INK)
-            self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", fontsize=TEXT, color=SOFT)
+            self._beside(row.name, middle, (-5, 0), ha="right", va="center", fontsize=size)
+            self._beside(row.aside, middle, (5, 0), x=1, ha="left", va="center", color=SOFT)
         bars = [bar for bar in row.bars if bar.end > bar.start]
         for kind, style in STYLES.items():
             self._boxes(row, [bar for bar in bars if bar.kind == kind], **style)
         size = SMALL if any(bar.kind in ("strip", "slot") for bar in bars) else TEXT
         if 72 * row.height <= size + 1:
             return
-        found = labels([bar for bar in bars if bar.kind != "idle"], size, self)
-        found += labels([bar for bar in bars if bar.kind == "idle"], size, self, found)
-        for label in found:
-            how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {"color": INK}
-            box = GROUND if label.ground else None
+        for label in labels(bars, size, self):
+            how = {"color": ITALIC, "style": "italic"} if label.bar.kind == "idle" else {}
             x = (label.bar.start + label.bar.end) / 2 / self.scale
-            place = {"ha": "center", "va": "center_baseline", "zorder": 6}
-            self.axes.text(x, middle, label.text, bbox=box, fontsize=size, **how, **place)
+            text = self.axes.text(x, middle, label.text, fontsize=size, zorder=6, **how)
+            text.set(ha="center", va="center_baseline", bbox=GROUND if label.ground else None)
 
     def _boxes(self, row: BoxRow, bars: Sequence[Bar], **style: Any) -> None:
         if not bars:
@@ -250,19 +262,17 @@ class Panel:
 
     def _outline(self) -> None:
         """Outlines the critical path: as one what follows in one row; a line leads from one row to the next."""
-        from matplotlib.patches import Rectangle
-
         path = [(row, start / self.scale, end / self.scale) for row, start, end in self.layout.path]
-        for k, (row, start, end) in enumerate(path):
-            self.axes.add_patch(Rectangle((start, row.top), end - start, row.height, zorder=5, **OUTLINE))
-            if k > 0:
-                other, _, then = path[k - 1]
-                above = other.top < row.top
-                ends = (other.top + other.height, row.top) if above else (other.top, row.top + row.height)
-                self.axes.plot((then, start), ends, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
+        for row, start, end in path:
+            span = [(start, end - start)]
+            self.axes.broken_barh(span, (row.top, row.height), facecolor="none", zorder=5, **OUTLINE)
+        for (one, _, end), (two, start, _) in itertools.pairwise(path):
+            below = two.top > one.top
+            edges = (one.top + one.height * below, two.top + two.height * (not below))
+            self.axes.plot((end, start), edges, color=INK, linewidth=OUTLINE["linewidth"], zorder=5)
 
 
-# ---- Which boxes of a row are labelled: all that have room, else every k-th layer.
+# ---- Which boxes of a row are labelled.
 
 
 class Label(NamedTuple):
@@ -272,73 +282,36 @@ class Label(NamedTuple):
     text: str
     middle: float
     half: float
-    ground: bool = False
+    ground: bool
 
 
-class _Rule(NamedTuple):
-    """The rule that numbers the boxes of layers in a row.
+def labels(bars: Sequence[Bar], size: float, panel: Panel) -> list[Label]:
+    """Returns the labels of boxes in one row of `panel`, clear of each other: the first of two that are not.
 
-    every: k, for each k-th of the layers that the row has, across its neighbours; 0 for those that have room
-    chosen: these layers; widest: number, in inches
-    busy: there are gaps between the boxes, or hatching, behind what crosses neighbours
-    """
-
-    every: int
-    chosen: Sequence[int]
-    widest: float
-    busy: bool
-
-
-def labels(bars: Sequence[Bar], size: float, panel: Panel, among: Sequence[Label] = ()) -> list[Label]:
-    """Returns the labels of boxes in one row of `panel`, in order, clear of each other and of those in `among`.
-
-    size: of the text, in points
+    Words are written where they have room in their box; numbers of layers also across its neighbours, and where layers
+    are too near for all of them, those of every fifth layer. size: of the text, in points
     """
     layers = [bar for bar in bars if bar.number is not None]
-    rules = [_rule([bar for bar in layers if bar.dark == dark], size, panel.inches) for dark in (False, True)]
-    ends = [0.0, *(bar.end for bar in bars)]
-    starts = [*(bar.start for bar in bars[1:]), panel.seconds]
+    widest = max((wide(bar.text, size) for bar in layers), default=0.0)
+    crowded: set[Bar] = set()
+    for pair in itertools.pairwise(layers):
+        before, after = (panel.middle(bar) for bar in pair)
+        if abs(after - before) < widest + CLEAR:
+            crowded.update(pair)
     found: list[Label] = []
-    for bar, before, after in zip(bars, ends, starts, strict=False):
-        rule = rules[bar.dark]
-        room = panel.inches(bar.end - bar.start) - CLEAR
-        middle = panel.inches(bar.start + bar.end) / 2
-        texts = [bar.text]
+    for bar in bars:
+        room = panel.inches(bar.end - bar.start)
         if bar.number is None:
-            # the number of a microbatch may nearly fill its box: calls are as wide as that
-            most = room + CLEAR - 0.02 if bar.text.isdigit() else room
-            texts = [text for text in (bar.text, bar.short) if text and wide(text, size) <= most]
-        elif rule.every and bar.number not in rule.chosen:
-            continue
-        elif not rule.every:
-            around = 2 * min(middle - panel.inches(before), panel.inches(after) - middle) - CLEAR
-            if rule.widest > max(room, around):
-                continue
-        for text in texts:
-            label = Label(bar, text, middle, wide(text, size) / 2)
-            if _is_clear(label, [*among, *found[-1:]], panel.across):
-                crosses = bar.number is not None and (rule.every > 1 or 2 * label.half > room)
-                found.append(label._replace(ground=bar.kind == "again" or (rule.busy and crosses)))
-                break
+            text = next((text for text in (bar.text, bar.short) if wide(text, size) <= room - 0.01), "")
+        else:
+            text = "" if bar in crowded and bar.number % 5 else bar.text
+        half = wide(text, size) / 2
+        label = Label(bar, text, panel.middle(bar), half, bar.kind == "again" or 2 * half > room)
+        if text and _is_clear(label, found, panel.across):
+            found.append(label)
     return found
 
 
 def _is_clear(label: Label, others: Sequence[Label], across: float) -> bool:
     near = any(abs(label.middle - other.middle) < label.half + other.half + CLEAR for other in others)
     return not near and label.half <= label.middle <= across - label.half
-
-
-def _rule(bars: Sequence[Bar], size: float, inches: Callable[[float], float]) -> _Rule:
-    if not bars:
-        return _Rule(0, (), 0.0, False)
-    widest = max(wide(bar.text, size) for bar in bars)
-    lengths = sorted(inches(bar.end - bar.start) for bar in bars)
-    pitches = sorted(inches(b.start - a.start) for a, b in itertools.pairwise(bars)) or lengths
-    pitch = pitches[len(pitches) // 4]  # forward is denser than backward
-    every = next((k for k in (1, 2, 5, 10, 20, 50) if k * pitch >= widest + 0.1), 100)
-    if widest + CLEAR <= lengths[len(lengths) // 2]:
-        every = 0
-    numbers = sorted({bar.number for bar in bars if bar.number is not None})
-    gaps = sum(lengths) < 0.9 * inches(bars[-1].end - bars[0].start)
-    busy = gaps or any(bar.kind == "again" for bar in bars)
-    return _Rule(every, numbers[:: every or 1], widest, busy)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, kind
 
 Event = dict[str, Any]
@@ -27,23 +28,17 @@ def save(timelines: Sequence[Spans], path: str | Path) -> None:
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     """Returns the document that is written: an object with a list of trace events."""
     events: list[Event] = []
-    seconds: dict[str, list[str]] = {}  # of all with a title, which several can have
-    process = 0
+    processes = itertools.count()
     for timeline in timelines:
         of = f"{timeline.title}, " * (timeline.stage_count > 1 < len(timelines))
         tracks: dict[tuple[int, str], Event] = {}
         for stage, part in enumerate(timeline.by_stage):
+            process = next(processes)
             tracks |= {(stage, name): {"pid": process, "tid": track} for track, name in enumerate(part.streams)}
             events.append({"ph": "M", "pid": process, "tid": 0, **_about("process_name", name=of + part.title)})
             events += _slices(part, stage, tracks)
-            process += 1
         events += _arrows(timeline, tracks, len(events))
-        seconds.setdefault(timeline.title, []).append(f"{timeline.seconds} s")
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {title: ", ".join(each) for title, each in seconds.items()},
-        "traceEvents": events,
-    }
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:
@@ -52,11 +47,10 @@ def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:
         yield {"ph": "M", **tracks[stage, stream], **_about("thread_name", name=stream)}
         yield {"ph": "M", **tracks[stage, stream], **_about("thread_sort_index", sort_index=number)}
     for span in part.spans:
-        track = tracks[stage, span.stream]
-        about = {"name": part.describe(span), "cat": kind(span), "args": _arguments(part, span)}
-        yield {"ph": "X", **track, **_times(span), **about}
+        slice_of = {"ph": "X", **tracks[stage, span.stream]}
+        yield {**slice_of, **_times(span), "name": part.describe(span), "cat": kind(span), "args": _details(part, span)}
         for each in span.inside:
-            yield {"ph": "X", **track, **_times(each), "name": each.name or "collectives of a block", "cat": "inside"}
+            yield {**slice_of, **_times(each), "name": each.name or "collectives of a block", "cat": "inside"}
 
 
 def _arrows(timeline: Spans, tracks: Tracks, first: int) -> Iterator[Event]:
@@ -92,26 +86,28 @@ def _about(what: str, **args: Any) -> Event:
     return {"name": what, "args": args}
 
 
-def _arguments(timeline: Spans, span: Span) -> Event:
-    """Returns a slice's details in Perfetto. bytes: of the whole vectors that a collective gathers or reduces, or of
-    what is copied to the host or from it, or sent to another stage."""
-    op = span.op
-    trace = timeline.trace
-    cause = timeline.by_number.get(span.cause)
-    units = [] if isinstance(op, Send | Receive) else [trace.units[unit] for unit in trace.units_of(op)]
-    found: Event = {"op": span.number, "units": [unit.name for unit in units]}
-    found |= {key: list(getattr(op, key)) for key in ("slots", "grad_slots") if hasattr(op, key)}
-    if isinstance(op, Offload | Fetch):
-        found |= {"carry_slot": op.carry_slot, "bytes": trace.visits[op.visit].cost.carry_slot_bytes}
-    elif isinstance(op, Send | Receive) and trace.split is not None:
-        flow = trace.split.flows[op.flow]
-        found |= {"carry_slot": op.carry_slot, "bytes": flow.grad_bytes if op.back else flow.nbytes}
-    elif isinstance(op, Gather | Stash):
-        found["bytes"] = sum(unit.gather_bytes for unit in units)
-    elif isinstance(op, Reduce | AllReduce):
-        found["bytes"] = sum(unit.reduce_bytes for unit in units)
-    if span.microbatch is not None:
-        found["microbatch"] = span.microbatch
-    if cause is not None:
+def _details(timeline: Spans, span: Span) -> Event:
+    """Returns a slice's details in Perfetto."""
+    op, trace = span.op, timeline.trace
+    units = () if isinstance(op, Send | Receive) else trace.units_of(op)
+    found = {"op": span.number, "units": [trace.units[unit].name for unit in units], "bytes": _nbytes(op, trace)}
+    found |= {field: getattr(op, field, None) for field in ("slots", "grad_slots", "carry_slot", "microbatch")}
+    if cause := timeline.by_number.get(span.cause):
         found["cause"] = {"op": cause.number, "name": timeline.describe(cause)}
-    return found
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _nbytes(op: Any, trace: Trace) -> int | None:
+    """Returns the bytes of the whole vectors that a collective gathers or reduces, or of what is copied to the host or
+    from it, or sent to another stage; None of other ops."""
+    match op:
+        case Offload() | Fetch():
+            return trace.visits[op.visit].cost.carry_slot_bytes
+        case Send() | Receive() if trace.split is not None:
+            flow = trace.split.flows[op.flow]
+            return flow.grad_bytes if op.back else flow.nbytes
+        case Gather() | Stash():
+            return sum(trace.units[unit].gather_bytes for unit in op.units)
+        case Reduce() | AllReduce():
+            return sum(trace.units[unit].reduce_bytes for unit in op.units)
+    return None

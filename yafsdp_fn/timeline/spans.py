@@ -64,9 +64,8 @@ class Span(NamedTuple):
 
 def kind(span: Span) -> str:
     """Names what the op of `span` does: a communication's own name, `compute` of all that is computed."""
-    if not isinstance(span.op, OPS):
-        return "copy"
-    return "compute" if span.op.stream == "compute" else name_of(span.op)
+    computes = span.op.stream == "compute" and isinstance(span.op, OPS)  # a peer's copy does not
+    return "compute" if computes else name_of(span.op)
 
 
 class Idle(NamedTuple):
@@ -74,8 +73,8 @@ class Idle(NamedTuple):
 
     cause: number of the span whose end ended it; None at the end of the step
     why: the kind of the op of another stream that ended it. `host`: the step's Python between two ops that nothing else
-        kept apart; `end`: after the stream's last op; `overhead`: the same, where a prediction says that no op explains
-        it; of a stage also `fill` and `drain`
+        kept apart; `end`: after the stream's last op; `overhead`: what a prediction adds after that and no op explains.
+        Of a stage of a pipeline also `fill`: before its first microbatch has come; `drain`: after its last compute
 
     >>> idle = ya.planner.simulate(program, "a100-80g").idle("compute")[0]
     >>> idle.why, idle.start                                   # the first compute waits for its weights
@@ -194,17 +193,25 @@ class Spans(_Fields):
 
     def idle(self, stream: str = "compute") -> tuple[Idle, ...]:
         """Gaps of `stream`, with what ended each, and why it was idle."""
+        spans = self.on(stream)
+        staged = self.trace.stage is not None and stream == "compute"
+        calls = [span for span in spans if staged and isinstance(span.op, Forward | Backward)]
         gaps, now = [], 0.0
-        for span in self.on(stream):
+        for span in spans:
             if span.start > now:
                 cause = self.by_number.get(span.cause)
                 why = "host" if cause is None or cause.stream == stream else kind(cause)
+                if why == "receive" and span in calls[:1]:
+                    why = "fill"
+                elif why == "host" and calls and now >= calls[-1].end:
+                    why = "drain"
                 gaps.append(Idle(stream, now, span.start, span.cause, why))
             now = max(now, span.end)
-        if self.seconds > now:
-            unexplained = self.seconds - now <= self.overhead * (1 + 1e-9)
-            gaps.append(Idle(stream, now, self.seconds, None, "overhead" if unexplained else "end"))
-        return tuple(gaps)
+        explained = max(now, self.seconds - self.overhead)
+        gaps.append(Idle(stream, now, explained, None, "drain" if calls else "end"))
+        gaps.append(Idle(stream, explained, self.seconds, None, "overhead"))
+        rounding = 1e-9 * self.overhead
+        return tuple(gap for gap in gaps if gap.end - gap.start > rounding)
 
     @property
     def bubble(self) -> float:
@@ -214,28 +221,9 @@ class Spans(_Fields):
         return 1 - busy / seconds if seconds else 0.0
 
     def bubbles(self, stage: int | None = None) -> Counter[str]:
-        """Returns the seconds that compute was idle, by reason as `idle_of` has it, on a stage or on all together."""
-        stages = range(self.stage_count) if stage is None else (stage,)
-        return by_reason(gap for number in stages for gap in self.idle_of(number))
-
-    def idle_of(self, stage: int) -> list[Idle]:
-        """Returns the gaps in which compute was idle on `stage`, and why.
-
-        fill: before a stage's first microbatch has come; drain: after its last compute; receive: waits for another
-        stage in between; gather, reduce, ...: for such an op of its own, which a slot may have kept back; overhead
-        """
-        own, end = self.by_stage[stage], self.seconds - self.overhead
-        computes = [span for span in own.on("compute") if isinstance(span.op, Forward | Backward)]
-        first, last = (computes[0].start, computes[-1].end) if computes else (self.seconds, 0.0)
-        found = []
-        for gap in own.idle():
-            if gap.end <= first and gap.why == "receive":
-                gap = gap._replace(why="fill")
-            elif gap.start >= last and not gap.waited:
-                gap = gap._replace(why="drain", end=min(gap.end, end))
-            found.append(gap)
-        found.append(Idle("compute", end, self.seconds, None, "overhead"))
-        return [gap for gap in found if gap.end > gap.start]
+        """Returns the seconds that compute was idle, by reason, on a stage or on all together."""
+        parts = self.by_stage if stage is None else [self.by_stage[stage]]
+        return sums((gap.why, gap.end - gap.start) for part in parts for gap in part.idle())
 
     def critical_path(self) -> tuple[Span, ...]:
         """Returns the chain of spans that made the step as long as it was: each began when the one before it ended."""
@@ -254,11 +242,6 @@ def sums(parts: Iterable[tuple[str, float]]) -> Counter[str]:
     return found
 
 
-def by_reason(gaps: Iterable[Idle]) -> Counter[str]:
-    """Returns the seconds of gaps by what they waited for."""
-    return sums((gap.why, gap.end - gap.start) for gap in gaps)
-
-
 def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
     """Returns `(what, seconds in one, seconds in two)`: of the step, and busy ones of the streams that both use. Of
     pipelines the step alone."""
@@ -268,22 +251,13 @@ def side_by_side(one: Spans, two: Spans) -> list[tuple[str, float, float]]:
     return both
 
 
-def are_timelines(what: str, *timelines: object) -> None:
-    """Raises TypeError for what is no timeline."""
-    for timeline in timelines:
-        if not isinstance(timeline, Spans):
-            raise TypeError(f"{what}: expected a Timeline, got {type(timeline).__name__}")
-
-
-def of_one_stage(what: str, *timelines: "Spans") -> None:
+def of_one_stage(what: str, timeline: "Spans") -> None:
     """Raises TypeError unless it is a timeline of one stage."""
-    are_timelines(what, *timelines)
-    for timeline in timelines:
-        if timeline.stage_count > 1:
-            raise TypeError(
-                f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "
-                "time, as in timeline.by_stage[0]"
-            )
+    if timeline.stage_count > 1:
+        raise TypeError(
+            f"{what}: expected the timeline of one stage, got one of {timeline.stage_count}; take one stage at a "
+            "time, as in timeline.by_stage[0]"
+        )
 
 
 # ---- What weight slots and gradient slots hold during a timeline.

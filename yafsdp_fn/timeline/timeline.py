@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from yafsdp_fn.program.json import as_data, checked
 from yafsdp_fn.program.ops import OPS, Op, name_of
@@ -12,12 +12,11 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline import paint, perfetto, text
-from yafsdp_fn.timeline.spans import Inside, Seconds, Span, Spans, are_timelines, of_one_stage
+from yafsdp_fn.timeline.spans import Inside, Seconds, Span, Spans, of_one_stage
 from yafsdp_fn.util import strict_json
 from yafsdp_fn.util.schema import typed_at
 
-# ---- What a timeline in JSON consists of, beside its program: it was measured on one machine, kept, and is shown on
-# another.
+# ---- What a timeline in JSON consists of: it was measured on one machine, kept, and is shown on another.
 
 
 class Ran(NamedTuple):
@@ -36,27 +35,30 @@ class Kept(NamedTuple):
     seconds: Seconds
     overhead: Seconds
     spans: tuple[Ran, ...]
+    program: dict[str, Any]
 
 
 def _spans(kept: Kept, ops: Sequence[Op]) -> Iterator[Span]:
     if len(kept.spans) != len(ops):
         raise ValueError(f"spans: expected a list of {len(ops)}, as many as ops")
-    known: set[int] = set()
+    known: set[int | None] = {None}
     for at, (op, ran) in enumerate(zip(ops, kept.spans, strict=True)):
+        where = f"spans[{at}]"
         if ran.number in known:
-            raise ValueError(f"spans[{at}]: expected an op's number that is not there yet, got {ran.number}")
-        if ran.stream != op.stream:
-            raise ValueError(f"spans[{at}]: {name_of(op)} runs on {op.stream}, got {ran.stream!r:.40}")
-        if ran.cause is not None and ran.cause not in known:
-            raise ValueError(f"spans[{at}]: its cause is no earlier op: {ran.cause}")
-        _check_inside(f"spans[{at}]", ran, 0.0, kept.seconds)
+            raise ValueError(f"{where}: expected an op's number that is not there yet, got {ran.number}")
+        if ran.stream not in (op.stream, "compute"):  # on one rank a reduction is a copy, on compute's stream
+            raise ValueError(f"{where}: {name_of(op)} runs on {op.stream}, got {ran.stream!r:.40}")
+        if ran.cause not in known:
+            raise ValueError(f"{where}: its cause is no earlier op: {ran.cause}")
+        _check_inside(where, (0.0, kept.seconds), ran)
         for part in ran.inside:
-            _check_inside(f"spans[{at}], inside", part, ran.start, ran.end)
+            _check_inside(f"{where}, inside", (ran.start, ran.end), part)
         known.add(ran.number)
         yield Span(ran.number, op, *ran[1:5], inside=ran.inside)
 
 
-def _check_inside(where: str, what: Ran | Inside, start: float, end: float) -> None:
+def _check_inside(where: str, times: tuple[float, float], what: Ran | Inside) -> None:
+    start, end = times
     if not start <= what.start <= what.end <= end:
         raise ValueError(f"{where}: it lasts from {what.start} to {what.end} s, in what lasts from {start} to {end} s")
 
@@ -112,9 +114,11 @@ class Timeline(Spans):
         perfetto.save(self._with("perfetto", beside), path)
 
     def _with(self, what: str, beside: "Timeline | None") -> "list[Timeline]":
-        both = [self] if beside is None else [self, beside]
-        are_timelines(f"{what}(beside=)", *both)
-        return both
+        if beside is None:
+            return [self]
+        if not isinstance(beside, Timeline):
+            raise TypeError(f"{what}(beside=): expected a Timeline, got {type(beside).__name__}")
+        return [self, beside]
 
     def to_json(self) -> str:
         """Returns the whole timeline as JSON, with its trace and ops: kept with a run, and drawn later. Of one stage.
@@ -126,19 +130,16 @@ class Timeline(Spans):
         ops = tuple(span.op for span in self.spans)
         if foreign := [op for op in ops if not isinstance(op, OPS)]:
             raise ValueError(f"{self.title!r} holds {foreign[0]!r}, which is no op of a program: it cannot be kept")
-        spans = [[span.number, *span[2:6], *([span.inside] if span.inside else [])] for span in self.spans]
-        about = {"title": self.title, "seconds": self.seconds, "overhead": self.overhead}
-        return json.dumps({**about, "program": as_data(self.trace, (ops,)), "spans": spans})
+        spans = tuple(Ran(span.number, *span[2:6], span.inside) for span in self.spans)
+        kept = Kept(self.title, self.seconds, self.overhead, spans, as_data(self.trace, (ops,)))
+        return json.dumps(kept._asdict())
 
     @staticmethod
     def from_json(text: str) -> "Timeline":
         """Returns the timeline that `to_json` wrote. Raises ValueError where `text` is not one, with what is wrong."""
         try:
-            data = strict_json.loads(text)
-            if not isinstance(data, dict) or "program" not in data:
-                raise ValueError(f"expected an object of program, {', '.join(Kept._fields)}")
-            trace, stages = checked(data.pop("program"))
-            kept: Kept = typed_at("timeline", Kept, data)
+            kept: Kept = typed_at("timeline", Kept, strict_json.loads(text))
+            trace, stages = checked(kept.program)
             program = Program(trace, *stages)
             _check_form(program)
             spans = tuple(_spans(kept, program.ops))
