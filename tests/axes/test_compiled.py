@@ -15,7 +15,6 @@ from tests.axes.model import mesh_of
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import SEQUENCE, Case, batch_of, config_of, wide
 from tests.axes.test_transforms import mlp_params
-from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 
 WITHOUT = ya.params.without_markers
@@ -62,10 +61,8 @@ def compiled(_: Any, backend: str) -> None:
     assert len(graphs) >= 4, "one before each collective, and one behind the last"
 
 
-NIGHTLY = [*map(nightly, ("eager", "inductor"))]
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", *NIGHTLY])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["aot_eager", "eager", "inductor"])
 def test_a_block_with_collectives(pools: dict[int, Pool], backend: str) -> None:
     pools[2].run(compiled, backend)
 

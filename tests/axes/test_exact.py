@@ -245,6 +245,7 @@ def summed_wide(_: Any) -> None:
                 close(ya.unshard(grads), ya.params.without_markers(plain(PLAIN)[1]), "gradient", 1e-6)
 
 
+@pytest.mark.nightly
 def test_sums_in_a_wider_dtype(pools: dict[int, Pool]) -> None:
     pools[4].run(summed_wide)
 

@@ -82,6 +82,7 @@ def test_pairs_of_split_matrices(pools: dict[int, Pool], case: Case, dtype: Any)
     pools[2].run(exact, case, dtype)
 
 
+@pytest.mark.nightly
 def test_on_four_ranks(pools: dict[int, Pool]) -> None:
     pools[4].run(exact, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
 

@@ -129,7 +129,8 @@ def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
     return sum(found), program.wire_bytes()["exchange"]
 
 
-@pytest.mark.parametrize("axes", [nightly({"shard": 2, "tensor": 2}), {"expert": 2, "tensor": 2}])
+@pytest.mark.nightly
+@pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
 def test_programs_know_what_travels(pools: dict[int, Pool], axes: dict[str, int]) -> None:
     found = pools[4].run(sent, axes)
     (said,) = {said for _, said in found}

@@ -74,7 +74,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    "case", by_day(CASES, *(CASES[at] for at in (1, 4, 7))), ids=lambda case: "-".join(map(str, case[:4]))
+    "case", by_day(CASES, *(CASES[at] for at in (1, 7))), ids=lambda case: "-".join(map(str, case[:4]))
 )
 def test_the_host_runs_ahead(in_child: InChild, case: Case) -> None:
     assert in_child(steady, case) == []

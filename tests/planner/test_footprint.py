@@ -415,11 +415,13 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
     return measured(mesh, config, remat, 1, **how)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("axes", "sequence"),
     [
         ({"tensor": 2}, True),
-        *(nightly({axis: 2}, False) for axis in ("tensor", "context")),
+        ({"tensor": 2}, False),
+        ({"context": 2}, False),
     ],
 )
 def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str, int], sequence: bool) -> None:
@@ -442,7 +444,8 @@ def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
     return measured(mesh, SMALL_HEAD, remat, 1, tx=MUON)
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2])
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [1, 2])
 def test_the_peak_with_muon(pools: dict[int, Pool], world: int) -> None:
     for real, predicted in pools[world].run(with_muon, "all"):
         agree(real, predicted, 0.03)

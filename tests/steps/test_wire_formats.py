@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
@@ -228,7 +229,7 @@ WHERE = ["1 shard", "2 shard", "3 shard", *(f"4 {mesh}" for mesh in MESHES)]
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", by_day(WHERE, "1 shard", "2 shard", "3 shard", "4 nodes"))
 def test_gradients_and_steps_are_those_of_the_plain_loop(
     pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:

@@ -85,6 +85,7 @@ def page(*argv: str | Path) -> Page:
     return Page(out)
 
 
+@pytest.mark.nightly
 def test_a_run_records_a_step_and_trains_as_without(folder: Path) -> None:
     run, plain = read(folder / "a"), read(folder / "plain")
     assert run.timeline is not None and run.program is not None and run.machine is not None

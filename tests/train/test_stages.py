@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day
 from tests.harness.pool import Pool
 from tests.train import inside
 from train.config import Config, ConfigError, Mesh, Sharding
@@ -46,7 +45,8 @@ def folder(tmp_path: Path) -> Path:
     return texts(tmp_path / "staged")
 
 
-@pytest.mark.parametrize("order", by_day(ORDERS, "one_f_one_b"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_run_across_stages_is_that_of_one_rank(
     pools: dict[int, Pool], folder: Path, tmp_path: Path, order: str
 ) -> None:

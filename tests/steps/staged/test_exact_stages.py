@@ -121,7 +121,11 @@ def looped(loss: Any, params: Any, batches: list[Batch], parts: int, step: int) 
 
 CASES = [(2, 2), (4, 2), (3, 3), (4, 4)]  # world, stages
 EVERY = [(*case, name) for case in CASES for name in HOW]
-TWICE = ("gpipe, recomputed", "zero-bubble, gathered anew")  # order and sharding are in other cases, too
+TWICE = (
+    "gpipe, recomputed",
+    "zero-bubble, gathered anew",
+    "1f1b, gathered anew",
+)  # order and sharding are in other cases, too
 SHARDED = [name for name in HOW if "," in name and name not in (*TWICE, "v, half the memory")]
 SOME = [(4, 2, name) for name in SHARDED]  # those whose sharding differs, where there is some
 SOME += [nightly(4, 2, name) for name in (*TWICE, "v, half the memory")]

@@ -58,6 +58,7 @@ def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool
     assert read == [bytes(row["tokens"].tolist()).decode() for row in rows]
 
 
+@pytest.mark.nightly
 def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> None:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)

@@ -291,6 +291,7 @@ def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
     assert all(line["loss"] is not None for line in lines(tmp_path)[:4])
 
 
+@pytest.mark.nightly
 def test_ruined_weights_do_not_take_the_place_of_good_ones(pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 200)
     fine(pools[2].run(inside, flags(tmp_path, "--keep", "1", "--steps", "3")))

@@ -77,6 +77,7 @@ def resumed_from(mesh: Any, folder: Path, argv: tuple[str, ...], good: dict[str,
     return found
 
 
+@pytest.mark.nightly
 def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 200)
     pools[1].run(inside, flags(tmp_path, "--keep", "1", "--skip-spikes", "6"))
