@@ -48,8 +48,9 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
-from yafsdp_fn.runtime.protocols import StepHooks, Works
+from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
+from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.runtime.visit import BlockCall, Running, ToSlots
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
@@ -206,6 +207,10 @@ class Session(VisitRunner):
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
     microbatches: calls of the loss; watch: look for tensors that reach blocks from outside (the first step of a loss)
     segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
+
+    Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
+        visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
+        number of the set
     """
 
     segment: Any = None
@@ -216,16 +221,21 @@ class Session(VisitRunner):
         verified: Verified,
         number: int,
         grads: Shards | None,
-        step_hooks: StepHooks,
         *,
         differentiates: bool,
         microbatches: int,
         watch: bool,
+        observer: StepObserver | None,
+        updates: StepUpdates | None,
+        replays: Replays | None,
+        activations: Callable[[StateMemory, object], Any],
     ) -> None:
         memory.ready()
         super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
         self.verified, self.grads, self.microbatches = verified, grads, microbatches
-        self.watch, self.step_hooks = watch, step_hooks
+        self.watch, self.observer, self.updates = watch, observer, updates
+        # blocks are watched in Python, which a replay does not run
+        self.replays = None if watch else replays
         self.differentiating = False  # the step's own backward is running
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
@@ -233,11 +243,9 @@ class Session(VisitRunner):
         self._ops: Sequence[Op] = verified.ops
         self.slots = acquire(memory)
         self.slots.reserve_for(verified.program)
-        if verified.has_carry_slots and self.slots.activations is None and self.step_hooks.activations is not None:
-            self.slots.activations = self.step_hooks.activations(memory, self.slots.number)
+        if verified.has_carry_slots and self.slots.activations is None:
+            self.slots.activations = activations(memory, self.slots.number)
         self._works: Works = {} if self.slots.activations is None else self.slots.activations.works()
-        # blocks are watched in Python, which a replay does not run
-        self.replays = None if watch else self.step_hooks.replays
         self.touched: set[int] = set()
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
 
@@ -278,7 +286,7 @@ class Session(VisitRunner):
         self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
-        for op in self.verified.tail if self.step_hooks.updates is not None else ():
+        for op in self.verified.tail if self.updates is not None else ():
             if isinstance(op, Norm | Update):
                 self.optimize(op)
             else:
@@ -319,7 +327,6 @@ class Session(VisitRunner):
         planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
         if (op.visit, op.microbatch, planned.units, planned.trained) != here:
             raise errors.visit_differs_from_program(self.position, op, trace)
-        observer = self.step_hooks.observer
         try:
             if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
                 # the scoreboard takes the last compute on a buffer for all earlier ones
@@ -327,7 +334,7 @@ class Session(VisitRunner):
                     f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
                 )
             prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
-            run = None if observer is None else observer.issue(op)
+            run = None if self.observer is None else self.observer.issue(op)
             if self.collectives is not None:
                 self.collectives.begin(kind_of(op), visit.id, run)
             comms = self.memory.comms
@@ -378,9 +385,9 @@ class Session(VisitRunner):
 
     def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
         """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
-        run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op, number)
+        run = None if self.observer is None else self.observer.issue(op, number)
         prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
-        work = prepared.work or self._work(op)
+        work = prepared.work if prepared.stream == "gather" else self._work(op)
         for unit, slot, source in prepared.fills:
             if source is None:
                 self.slots.contents[slot] = unit, self.memory.versions[unit]
@@ -538,8 +545,8 @@ class Session(VisitRunner):
         return work
 
     def _exchange(self, op: Exchange) -> Work | None:
-        assert self.step_hooks.updates is not None, "only an optimizer exchanges"
-        return None if self.memory.comms.ranks == 1 else self.step_hooks.updates.exchange(op.units)
+        assert self.updates is not None, "only an optimizer exchanges"
+        return None if self.memory.comms.ranks == 1 else self.updates.exchange(op.units)
 
     # ---- the calls of the loss, and the end of the step
 
@@ -588,10 +595,10 @@ class Session(VisitRunner):
     def optimize(self, op: Norm | Update) -> None:
         """Computes the norm of the gradient, or the optimizer's step on some units, on the compute stream when it may;
         an untouched gradient counts as zero."""
-        updates = self.step_hooks.updates
+        updates = self.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
         self.position = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
-        run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op)
+        run = None if self.observer is None else self.observer.issue(op)
         prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
         with self.memory.using(prepared.reads, prepared.writes, run), torch.no_grad():
             self.zero_untouched(op.units)

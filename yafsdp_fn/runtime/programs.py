@@ -7,10 +7,13 @@ A program is built and agreed on once for each kind of state, and cached. `.lowe
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
+from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
@@ -62,18 +65,16 @@ class Programs:
     """The programs of one function, built and agreed on once for each kind of state.
 
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
-    update_when: when units may be updated; not_unitwise: why they cannot be one by one, if so
-    trains: whether the function is differentiated; lent: the units that a placement's optimizer updates in parts
+    tx: the optimizer of its step; skips: it may leave an update out; trains: whether the function is differentiated
     """
 
     def __init__(
         self,
         schedule: AnySchedule,
+        tx: optim.GradientTransformation | None = None,
         *,
-        update_when: UpdateWhen = "never",
-        not_unitwise: str | None = None,
+        skips: bool = False,
         trains: bool = True,
-        lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
         given: Any = schedule
         if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
@@ -84,11 +85,11 @@ class Programs:
                 f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}; calls make "
                 "them: schedule=ya.schedules.zero3()"
             )
-        self._schedule, self._update_when, self._not_unitwise, self.trains = schedule, update_when, not_unitwise, trains
-        self._lent = lent
-        self._cached: dict[
-            tuple[Hashable, int, Hashable], Verified
-        ] = {}  # by `Placement.key`, microbatches and shapes of the batch
+        self._schedule, self._tx, self._skips, self.trains = schedule, tx, skips, trains
+        self._update_when: UpdateWhen = "never" if tx is None else "after norm"
+        self._not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
+        # by `Placement.key`, microbatches and shapes of the batch
+        self._cached: dict[tuple[Hashable, int, Hashable], Verified] = {}
         self._last: dict[Hashable, Verified] = {}  # by the first two
 
     # ---- kept
@@ -134,12 +135,44 @@ class Programs:
         for oldest in by_shapes[:-KEPT_SHAPES]:
             del self._cached[oldest]
 
-    # ---- built
+    def in_use(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Program | None:
+        """Returns the program that `peek` finds, of all stages, with its costs. Across stages those of the optimizer are
+        added to its trace first: all others are there from the first step on."""
+        found = self.peek(memory, microbatches, shapes)
+        if found is None:
+            return None
+        trace = found.all_stages.trace
+        if memory.comms.stages > 1 and trace.optimizer == OptimizerMemory():
+            known = self.measured(trace, memory.abstract())
+            found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
+        return found.all_stages
 
-    def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
+    # ---- the trace of a step
+
+    def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
         """Adds to `trace` what only the step knows: when units may be updated, and in how many parts."""
-        ordered = memory.comms.deterministic and trace.trains
-        return trace._replace(update_when=self._update_when, lent=self._lent(memory), ordered=ordered)
+        ordered = placement.comms.deterministic and trace.trains
+        return trace._replace(update_when=self._update_when, lent=self._lent(placement), ordered=ordered)
+
+    def measured(self, trace: Trace, placement: Placement[Any]) -> Trace:
+        """Adds to `trace` also what the optimizer costs. Steps need not know, and do not run it on fake tensors."""
+        from yafsdp_fn.runtime.optimizer_memory import measured_leaves, optimizer_memory
+
+        trace = self.complete(trace, placement)
+        if self._tx is None:
+            return trace
+        layout, precision, device = placement.layout, placement.precision, placement.comms.device
+        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
+        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
+
+    def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
+        """Returns the units that the optimizer updates in parts."""
+        if self._tx is None:
+            return ()
+        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
+        return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
+
+    # ---- built
 
     def given(self, memory: Placement[Any], microbatches: int) -> Verified | None:
         """The program that stands in the place of a schedule, if it is of this state and step. Across stages it is

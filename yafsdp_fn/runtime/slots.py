@@ -69,7 +69,7 @@ class Slots:
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
     kept: by slot and unit, what visits that keep their graph make leaves of, each its own: no leaves of autograd
-    activations: the content of carry slots, if the program has any: `StepHooks.activations`
+    activations: the content of carry slots, if the program has any (protocols.py)
     """
 
     def __init__(self, memory: StateMemory) -> None:

@@ -45,10 +45,10 @@ class StepUpdates:
         self._scale: Tensor | None = None
         self._found_inf: Tensor | None = None
 
-    # ---- called by the session
+    # ---- called for its session
 
     def begin(self, losses: Sequence[Mean], aux: Sequence[Tree]) -> None:
-        """Receives all losses after the last forward."""
+        """Receives all losses, before the norm."""
         self._losses, self._aux = losses, aux
 
     def norm(self) -> None:
