@@ -209,6 +209,10 @@ class Group:
                     f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
                 )
 
+    def shard_numel(self, ranks: Ranks) -> int:
+        """Returns the elements of a unit that each of the `ranks` of a copy has."""
+        return self.layout.shard_numel(ranks.without(self.over).ranks)
+
     def local_slice(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
         return self._slice(number, leaf, [ranks.axes[name].rank for name in self.over])

@@ -239,7 +239,7 @@ def _whole(node: Any) -> Any:
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
         stacked = node.entry.stacked(group)
-        n = group.layout.shard_numel(comms.without(group.over).ranks)
+        n = group.shard_numel(comms)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
@@ -275,8 +275,7 @@ def shard_at_home(handle: Sharded, group: Group, leaf: Tensor, index: int) -> Te
     another stage is the unit's home."""
     stacked = handle.entry.stacked(group)
     if group.home(index) != group.stage:
-        n = group.layout.shard_numel(handle.owner.comms.without(group.over).ranks)
-        return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], n)
+        return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], group.shard_numel(handle.owner.comms))
     return leaf.select(-2, group.here.index(index)) if stacked else leaf
 
 

@@ -228,6 +228,7 @@ def measure(
     call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
 ) -> BodyCosts:
     """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+    # weights and arguments, which are there already
     weights, inputs = _own(call, trained, track, placement)
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
@@ -237,6 +238,7 @@ def measure(
             if leaf.requires_grad and leaf.numel() >= LARGE:
                 destinations.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
                 setattr(leaf, DESTINATION, destinations[-1])
+    # forward
     slots = [held for to in destinations for held in to._held]
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
@@ -245,8 +247,10 @@ def measure(
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
     saved = saved_by(outs)
     last_flops = forward.since(saved)
-    top, inner = lives.peak, lives.bytes - sum(own.values())  # only the graph keeps the rest alive
+    top = lives.peak
+    inner = lives.bytes - sum(own.values())  # only the graph keeps the rest alive
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
+    # backward
     roots = [out for out in outs if out.requires_grad]
     wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
     lives.peak = lives.bytes
@@ -262,6 +266,7 @@ def measure(
         fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
         bwd_moved = backward.moved()
         del found
+    # what the backward of products leaves, or needs
     scratch = {to.scratch_dtype for to in destinations if to.scratch_dtype is not None}
     factors = {of if isinstance(of, int) else id(of): nbytes for to in destinations for of, nbytes in to.factors}
     cost = Cost(

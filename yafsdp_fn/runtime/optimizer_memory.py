@@ -43,6 +43,7 @@ def optimizer_memory(
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
         state = as_transformation(tx).init(params)
+        # a step, on what is there already
         trees: Any = params, grads, state
         lives = LiveBytes(tensors_in(trees))
         one = torch.ones((), device=device)

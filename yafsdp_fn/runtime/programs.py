@@ -43,6 +43,7 @@ class Verified:
 
     def __init__(self, all_stages: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
         self.all_stages, self.crossing = verify(all_stages), crossing
+        # what a session asks in every step
         self.program = program = all_stages.by_stage[stage]
         self.ops = program.ops
         own = [of for of in lent if of.unit in program.trace.trained]
@@ -121,8 +122,9 @@ class Programs:
         return found
 
     def _cache(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
-        agree(found.all_stages, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
+        agree(found.all_stages, comms)
+        # what it communicates is connected before its first step: see `Communicators.connect`
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
             for ranks in dict.fromkeys(memory.ranks_of.values()):
                 ranks.connect("gather_local", "all-gather")
@@ -136,8 +138,8 @@ class Programs:
             del self._cached[oldest]
 
     def in_use(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Program | None:
-        """Returns the program that `peek` finds, of all stages, with its costs. Across stages those of the optimizer are
-        added to its trace first: all others are there from the first step on."""
+        """Returns the program that `peek` finds, of all stages. Across stages what the optimizer costs is added to its
+        trace first: all other costs are there from the first step on."""
         found = self.peek(memory, microbatches, shapes)
         if found is None:
             return None
@@ -179,10 +181,16 @@ class Programs:
         known only when the step has been traced."""
         if not isinstance(self._schedule, Program) or memory.comms.stages > 1:
             return None
-        theirs = self._schedule.trace
         lent = self._lent(memory)
-        wanted = theirs._replace(units=memory.units, mesh=memory.mesh_axes, microbatches=microbatches, split=None)
-        wanted = wanted._replace(ordered=memory.comms.deterministic and self.trains, update_when=self._update_when)
+        # its visits are compared when they come
+        wanted = self._schedule.trace._replace(
+            units=memory.units,
+            mesh=memory.mesh_axes,
+            microbatches=microbatches,
+            split=None,
+            ordered=memory.comms.deterministic and self.trains,
+            update_when=self._update_when,
+        )
         if self._schedule.has_updates:
             wanted = wanted._replace(lent=lent)
         return self._sound(self._fitting(self._schedule, wanted), lent)
@@ -241,11 +249,13 @@ def _check_stages(program: Program, trace: Trace) -> None:
 def difference(theirs: Trace, ours: Trace) -> str | None:
     """Describes the first difference between a program's trace and the one it would run for; measured costs
     may differ."""
+    # where it runs, and on what
     if ours.mesh != theirs.mesh:
         return f"mesh: it has {arguments(dict(theirs.mesh))}, here it is {arguments(dict(ours.mesh))}"
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
             return f"it is of other units: it has {_unlike(other, mine)} where there is {_unlike(mine, other)}"
+    # what it does
     for field in ("microbatches", "split", "update_when", "lent", "ordered", "order"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field == "lent":

@@ -39,6 +39,7 @@ class StepUpdates:
     def __init__(self, state: ShardedState, tx: Any, grads: Tree, shards: Shards, measure: Measure) -> None:
         self._state, self._memory, self._shards, self._measure = state, state.memory, shards, measure
         self._tx, self._steps = tx, state.unit_steps_for(tx, trainable(grads))
+        # known after the last forward, and after the norm
         self._losses: Sequence[Mean] = ()
         self._aux: Sequence[Tree] = ()
         self._measured: dict[str, Any] | None = None
@@ -112,6 +113,7 @@ def combined(
         ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), of_loss)
         for loss, of_loss in zip(losses, aux, strict=True)
     ]
+    # beside them, in the same collective: squares of gradients, and marks of the state
     once = [] if squares is None else [squares]
     comms = ranks if isinstance(ranks, Communicators) and not ranks.alone else None
     if comms is not None:
