@@ -88,6 +88,7 @@ class StepFunction:
             raise TypeError(NOT_COMPILED)
         if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
+        # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule, self._tx, self._graphs = schedule, tx, graphs
         self.programs = Programs(schedule, tx, skips=skip_nonfinite, trains=track)
@@ -111,6 +112,7 @@ class StepFunction:
             if self._graphs:
                 raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return context.run(run_plain, arguments, seed, self.has_aux, self.track), None
+        # what this mesh cannot do
         comms = memory.comms
         if self._graphs and comms.axes:
             raise NotImplementedError(
@@ -118,6 +120,7 @@ class StepFunction:
                 "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
                 "graphs out"
             )
+        # around the first run, what ranks must have alike is compared
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
             consistency.compare(comms, self.fun, self._tx)
@@ -154,12 +157,14 @@ class StepFunction:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
             comms.check()
+            # the program
             verified = self._known_program(arguments, memory, shards, seed)
             if self._graphs and not verified.recomputes:
                 raise ValueError(
                     "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
                     "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
                 )
+            # its session
             observe = OBSERVE.get()
             observer = None if observe is None else observe(comms.device.type == "cuda")
             activations = MessageBuffers if comms.stages > 1 else _activation_buffers
@@ -178,6 +183,7 @@ class StepFunction:
                     replays=self._replays_on(comms.device),
                     activations=activations,
                 )
+            # the step
             learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
@@ -305,12 +311,14 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         segment = session.segment
         counter = counter_of(comms, seed, call.microbatch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
+            # the loss
             try:
                 mean, aux = returned(arguments.call(call.microbatch, session, track), has_aux)
             except Exception as error:
                 if segment is None or (said := segment.explained(error, session.named(call), session.failed)) is error:
                     raise
                 raise said from error
+        # what it has made, and what leaves for other segments
         left = {} if segment is None else segment.leaving(len(session.visits), session.position)
         has_loss = True
         if of_stage is None:
@@ -320,7 +328,7 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
         if not track:
             return
-        # edges, not tensors: what has left needs no memory here, nor has the loss
+        # for its backward: edges, not tensors, since what has left needs no memory here, nor has the loss
         own = []
         if has_loss:
             if not mean.total.requires_grad:
@@ -336,12 +344,14 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         passed[call.segment, call.microbatch] = Passed(taken, roots, own)
 
     def backward(call: Call) -> None:
+        # roots: the loss and the token, and what has left, whose gradients have come back
         before = passed.pop((call.segment, call.microbatch))
         back = session.begin(call)
         roots, seeds = [root for root, _ in before.own], [seed for _, seed in before.own]
         for flow, edges in before.roots.items():
             roots += edges
             seeds += back.get(flow, [])
+        # ends: what has arrived, and leaves that the loss read beside its visits
         arrived = [x for tensors in before.arrived.values() for x in tensors]
         of_leaves = [*leaves, *arguments.plain] if crossing is None else []
         drawn = counter_of(comms, seed, call.microbatch).seed_beside(BACKWARD)

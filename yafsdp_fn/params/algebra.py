@@ -152,12 +152,14 @@ def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tenso
     """Returns `local` of the sharded leaves, summed over ranks, plus `local` of the plain ones. what: for errors"""
     if hasattr(a, "opt_state"):
         raise TypeError(f"{what} of a state would count the optimizer's moments; give its parameters: state.params")
+    # plain leaves, which every rank has
     found = [h.check() for h in handles(a)]
     other = [h.check() for h in handles(b)]
     plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))
     of_plain = local(*plain)
     if not found:
         return of_plain
+    # shards, each unit once
     must_be_one(what, found)
     comms = found[0].owner.comms
     mine = [leaf for handle in found for leaf in handle.counted()]

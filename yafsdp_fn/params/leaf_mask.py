@@ -113,11 +113,11 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         masks = []
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
-            start = node.owner.comms.without(group.over).rank * n
             passes = by_leaf(rule, node.entry, group)
-            masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
-            for piece in group.layout.pieces(start, start + n):
-                masks[-1][piece.start : piece.stop] = passes[piece.leaf]
+            mask = torch.zeros(n, dtype=torch.bool, device=leaf.device)
+            for piece in group.pieces(n, node.owner.comms):
+                mask[piece.start : piece.stop] = passes[piece.leaf]
+            masks.append(mask)
         return Sharded(tuple(masks), node.context)
 
     return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)

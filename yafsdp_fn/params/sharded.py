@@ -62,13 +62,9 @@ class Precision:
         assert self.reduce is not None
         return self.reduce
 
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        """The dtype in which ranks sum themselves, in rank order; None if the backend sums, in `reduce`."""
-        return self.sum_dtype_of(self.reduce_dtype)
-
     def sum_dtype_of(self, wire: torch.dtype) -> torch.dtype | None:
-        """Returns `sum_dtype` for gradients whose dtype on the wire is `wire`."""
+        """Returns the dtype in which ranks sum gradients themselves, in rank order, whose dtype on the wire is `wire`;
+        None if the backend sums, in `wire`."""
         wide = self.accumulate is not None and self.accumulate.itemsize > wire.itemsize
         return self.accumulate if wide else None
 

@@ -257,6 +257,7 @@ def batch_axes(mesh: DeviceMesh) -> frozenset[str]:
 
 def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> Tree:
     """Returns this rank's part of every tensor leaf of `batch` that has dimension `dim`."""
+    # zigzag: an early part and a late one, of which causal attention makes as much work on each rank
     own = (axis.rank, 2 * axis.size - 1 - axis.rank) if zigzag else (axis.rank,)
     parts = axis.size * len(own)
 

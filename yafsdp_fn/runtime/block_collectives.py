@@ -97,6 +97,7 @@ class BlockCollectives:
     def __init__(self, runner: VisitRunner, known: dict[Key, Noted], given: Any) -> None:
         self._runner, self.known, self._comms = runner, known, runner.memory.comms
         self._given = [_outline(leaf) for leaf in optree.tree_leaves(given)]
+        # where it is
         self._segment: int | None = None  # of the call of the loss under way
         self._of_loss: Stretch | None = None
         self._of_visit: Stretch | None = None
@@ -160,6 +161,7 @@ class BlockCollectives:
     def _ended(self, stretch: Stretch | None) -> None:
         if stretch is None:
             return
+        # none may be left over
         found, expected = stretch.found, stretch.expected
         if expected is None:  # one rank may have left out the last of them
             self._must_agree(f"the end of {stretch.position}", stretch.position)

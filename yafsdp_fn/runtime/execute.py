@@ -140,8 +140,8 @@ class VisitRunner:
         if visit is None:
             self._may_begin(call.name)
         number = "without grad" if visit is None else f"visit {visit.id}"
-        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
         visit_id = None if visit is None else visit.id
+        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
         self._running = call
         try:
             self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
@@ -258,6 +258,7 @@ class Session(VisitRunner):
     def start(self) -> None:
         """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
         visit."""
+        # on the first step of a program, or where weights were written by hand
         missing = self.slots.missing()
         for index, (unit, slot) in enumerate(missing):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
@@ -267,10 +268,12 @@ class Session(VisitRunner):
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
         and updates come only when `ending`."""
         ops = self._ops
+        # the compute that has just ended
         if op is not None:
             self._cursor += 1
             if op.gives:  # what is to be sent is at hand when the call ends
                 return
+        # all that is no compute: issued, or left for the end
         while True:
             if self._cursor == len(ops):
                 return
@@ -287,9 +290,11 @@ class Session(VisitRunner):
 
     def finish(self) -> None:
         """Runs what is left: the optimizer's step, if there is one."""
+        # the rest of the program
         self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
+        # what follows a program without updates
         for op in self.verified.tail if self.updates is not None else ():
             if isinstance(op, Norm | Update):
                 self.optimize(op)
@@ -306,8 +311,8 @@ class Session(VisitRunner):
         if self.differentiates and not torch.is_grad_enabled():
             return call.outputs(self.without_grad(call))
         visit = self.new_visit(call.name, call.units)
-        op = self.begin_compute("forward", visit, self.microbatch)
         try:
+            op = self.begin_compute("forward", visit, self.microbatch)
             outs = Running(self, call, visit).forward(op)
             self.end_compute()
         except BaseException as error:
@@ -332,22 +337,19 @@ class Session(VisitRunner):
         planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
         if (op.visit, op.microbatch, planned.units, planned.trained) != here:
             raise errors.visit_differs_from_program(self.position, op, trace)
-        try:
-            if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
-                # the scoreboard takes the last compute on a buffer for all earlier ones
-                raise RuntimeError(
-                    f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
-                )
-            prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
-            run = None if self.observer is None else self.observer.issue(op)
-            if self.collectives is not None:
-                self.collectives.begin(kind_of(op), visit.id, run)
-            comms = self.memory.comms
-            event = comms.event() if comms.streams else None
-            self.memory.board.begin(event, prepared.reads, prepared.writes, run)
-        except BaseException as error:
-            self._failure = self.position, error
-            raise
+        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+            # the scoreboard takes the last compute on a buffer for all earlier ones
+            raise RuntimeError(
+                f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
+            )
+        # in its place among the uses of buffers
+        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
+        run = None if self.observer is None else self.observer.issue(op)
+        if self.collectives is not None:
+            self.collectives.begin(kind_of(op), visit.id, run)
+        comms = self.memory.comms
+        event = comms.event() if comms.streams else None
+        self.memory.board.begin(event, prepared.reads, prepared.writes, run)
         self._running = op, visit, event, run
         return op
 
@@ -611,6 +613,7 @@ class Session(VisitRunner):
         """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits. Units that an
         op still sums over replicas get this rank's part, others the whole."""
         assert self.grads is not None
+        # what the program still sums over replicas
         left = self._ops[self._cursor :]
         to_sum = {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
         for group, extra in zip(self.memory.groups, leaf_grads, strict=True):

@@ -51,6 +51,7 @@ class Shards:
         self._layouts = {unit: group.layout for group in groups for unit in group.units}
         for group, tensor in zip(groups, tensors, strict=True):
             if tensor is not None:
+                # a single unit may be elsewhere: then it has no row here
                 rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
                 self.rows.update(zip(group.held, rows, strict=True))
                 all_count = len(group.counted) == len(group.here)
@@ -195,6 +196,7 @@ class StateMemory(Placement[Communicators]):
 
         Writes by hand to other units are left for `ready`. copied: the working copies are up to date
         """
+        # what slots hold of them is of an earlier version now
         changed = set(self.trained if units is None else units)
         self.versions.update(changed)
         for number, group in enumerate(self.groups):
@@ -205,6 +207,7 @@ class StateMemory(Placement[Communicators]):
             self._written[number] = master._version
             if working is master or (copied and group.wire.gather is None):
                 continue
+            # a whole group at once, or row by row
             pairs = [(master, working)]
             if len(written) < len(group.held):
                 pairs = [(self.master.rows[unit], self.working.rows[unit]) for unit in written]

@@ -102,6 +102,7 @@ class ShardedState:
         if kept is not None and kept[0] is tx and kept[1].fits(*trees):
             kept[1].renew(trees[0])
             return kept[1]
+        # the first step of this optimizer here
         abstract = self.memory.abstract()
         must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
@@ -188,9 +189,11 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
             )
         if any(handle.context.first_group == other.context.first_group for other in found[:index]):
             raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
+    # are they the state's own leaves?
     own = memory.master.tensors
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
         return memory
+    # else copies, since steps write in place
     masters = memory.masters()
     for handle in found:
         for k, group, leaf in handle.group_leaves():

@@ -76,10 +76,12 @@ class StepUpdates:
     def update(self, units: tuple[int, ...], part: int) -> None:
         memory = self._memory
         assert self._measured is not None, "the norm comes first"
+        # all units at once, where none is updated in parts: fewer launches
         parts, found_inf = self._steps.parts, self._found_inf
         scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": self._measured["grad_norm"]}
         whole = units == memory.trained and not parts
         self._steps.run(None if whole else units, part=part, on_write=memory.begin_write, **scalars)
+        # of a unit in several parts the last one writes its weights
         memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
 
     def finish(self) -> tuple[ShardedState, dict[str, Any]]:

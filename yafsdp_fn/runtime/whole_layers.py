@@ -119,10 +119,9 @@ def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: S
     if (0 if group.pinned else layer) not in group.here:
         return
     row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
-    start = ranks.without(group.over).rank * row.numel()
     leaves = [group.local_slice(number, leaf, ranks) for number, leaf in enumerate(leaves)]
     # in a pinned unit a leaf is that of all layers
-    for piece in group.layout.pieces(start, start + row.numel()):
+    for piece in group.pieces(row.numel(), ranks):
         flat = leaves[piece.leaf].reshape(-1)
         skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
         a, b = max(skip, 0), min(skip + flat.numel(), piece.stop - piece.start)

@@ -74,19 +74,22 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     messages: a message from another stage arrives by its send and receive, which wait for each other and take no time;
         without messages it is there as soon as it is made
     """
+    # all items, and what each gives
     listed = [
         (stage, item, gives(split, item) if isinstance(item, Call) else ())
         for stage, items in enumerate(lists)
         for item in items
     ]
     comes, partners = _sources(split, listed, messages)
-    never = len(listed)
+    # messages that take time by themselves
+    never = len(listed)  # the number of an event that does not come
     travels: list[StageEvent] = []
     if pace.message and not messages:
         for message, source in comes.items():
             if split.crosses(message):
                 comes[message] = never + 1 + len(travels)
                 travels.append(StageEvent(-1, f"{message}", [source], (("latency", pace.message),)))
+    # an event for each item
     before: dict[int, int] = {}  # stage -> its last call
     events: list[StageEvent] = []
     for number, (stage, item, _) in enumerate(listed):
@@ -99,6 +102,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
             waits += [] if number in partners else [never]
             events.append(StageEvent(stage, item.stream, waits, partner=partners.get(number)))
     events += [StageEvent(-1, "never", [never]), *travels]
+    # their times
     found = PlayedTimes([[] for _ in lists], {}, {})
     for (stage, item, given), time in zip(listed, play(events)[:never], strict=True):
         if time is not None and isinstance(item, Call):
@@ -144,6 +148,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
+        # receives, each before the call in which it comes
         taken = [(at, message) for at, call in enumerate(row) for message in takes(split, call)]
         arriving = sorted((made[message], at, message) for at, message in taken if split.crosses(message))
         # what stages send at one time is in the order of stages
@@ -151,6 +156,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
         before: defaultdict[int, list[Message]] = defaultdict(list)
         for when, _, message in arriving:
             before[bisect_right(ends, when[:2])].append(message)  # a call that ends later is not what it depends on
+        # the list: receives, the call, its sends
         items: list[Item] = []
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
@@ -213,10 +219,12 @@ class _Slots:
                 self.leaving.append((len(self.messages), message, self.held.pop(message)))
 
     def _call(self, call: Call) -> None:
+        # what it takes has left its slot at once
         number = len(self.messages)
         for message in takes(self.split, call):
             self.taken[message] = slot = self.held.pop(message)
             self.free[self._kind(message, False)].append(slot)
+        # what was sent has left its slot when the send is over
         now = self.begins[number - 1] if number <= len(self.begins) else -NEVER
         for left in list(self.leaving):
             # what the call before has made is under way while this one computes
