@@ -150,6 +150,7 @@ class StepFunction:
         Before the first run its program is built, from a recorded call of the function; across stages, from a trace on
         fake tensors. An exception on all ranks leaves the state usable.
         """
+        # gradients that would be of a part alone
         comms, track = memory.comms, self.track
         if comms.stages > 1 and arguments.plain:
             raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
@@ -219,6 +220,7 @@ class StepFunction:
         comms = memory.comms
         if self.track:
             arguments.check_rest()
+        # a call without backward, on the numbers of the first microbatch
         recording = CallRecording(memory, seed.step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
@@ -302,6 +304,7 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
     comms, track, crossing = session.memory.comms, session.differentiates, session.verified.crossing
     of_stage = None if crossing is None else StageResults(crossing, arguments.microbatches, comms.device)
     results = Results([], [], [None] * len(arguments.plain))
+    # of leaves that the loss reads beside its visits, over all microbatches
     leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
     leaf_grads: list[Tensor | None] = [None] * len(leaves)
     passed: dict[tuple[int, int], Passed] = {}

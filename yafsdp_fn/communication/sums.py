@@ -54,7 +54,8 @@ def _from_nodes(comms: Groups, sent: Tensor, receive: Tensor, of_node: Callable[
     ranks = comms.local_ranks
     nodes = comms.nodes
     n = sent.numel() // comms.ranks
-    in_node, mine, theirs = receive[: (ranks + 2 * nodes) * n].split([ranks * n, nodes * n, nodes * n])
+    used = receive[: (ranks + 2 * nodes) * n]
+    in_node, mine, theirs = used.tensor_split((ranks * n, (ranks + nodes) * n))
     for out, part in zip(mine.view(nodes, n), sent.view(nodes, ranks * n), strict=True):  # a node's lie side by side
         comms.reduce_local_group.all_to_all(in_node, part)
         of_node(out, in_node)

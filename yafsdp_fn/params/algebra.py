@@ -104,6 +104,7 @@ def to_shards(x: Tree, like: Tree) -> Tree:
 
 
 def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tree:
+    # a shard is no value that ranks share
     found = handles(like)
     if sharded := handles(x):
         raise TypeError(
@@ -138,6 +139,7 @@ def normal_like(seed: int, tree: Tree) -> Tree:
         if not isinstance(node, Sharded):
             stacked = in_stack(accessor)
             return whole_leaf(normal(dotted(accessor), node, node.shape), node.shape[0] if stacked else None)
+        # by whole leaves, of which each rank keeps its part
         shards = tuple(torch.empty_like(leaf) for leaf in node.leaves)
         for (_, group, leaf), shard in zip(node.group_leaves(), shards, strict=True):
             named = zip(group.layout.names, group.whole.shapes, strict=True)

@@ -139,14 +139,17 @@ class Group:
         here.
     """
 
+    # its units, and their leaves
     name: str
     layout: FlatLayout
     units: tuple[int, ...]
     leaves: tuple[int, ...]
+    # what its leaves have in common
     trainable: bool
     dtype: torch.dtype | None
     pinned: bool = False
     reduce: torch.dtype | None = None
+    # on this mesh
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
     splits: tuple[LeafSplit, ...] = ()

@@ -75,6 +75,7 @@ def _paths(tree: Tree) -> tuple[list[str], list[str]]:
     accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded, none_is_leaf=True)
     for accessor, node in zip(accessors, nodes, strict=True):
         if isinstance(node, Sharded):
+            # a handle that an optimizer sees lacks frozen groups
             held = {group.name for _, group, _ in node.group_leaves()}
             for group in node.entry.groups:
                 (trained if group.name in held else frozen).extend(group.layout.names)

@@ -40,6 +40,7 @@ class Precision:
     accumulate: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        # what is left out is as the parameters
         object.__setattr__(self, "compute", self.compute or self.param)
         object.__setattr__(self, "reduce", self.reduce or self.param)
         for name, dtype in vars(self).items():

@@ -1,6 +1,7 @@
 """Programs as JSON, and the hash that ranks compare."""
 
 import hashlib
+import itertools
 import json
 import math
 import reprlib
@@ -120,9 +121,9 @@ def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> I
 
 def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
     # segments, and where they are
-    begins = [first for first, _ in split.segments]
     ends = [0, *[end for _, end in split.segments]]
-    if begins != ends[:-1] or ends[-1] != len(trace.visits) or sorted(set(ends)) != ends:
+    runs = list(itertools.pairwise(ends))
+    if runs != [*split.segments] or ends[-1] != len(trace.visits) or sorted(set(ends)) != ends:
         yield f"split.segments: expected consecutive runs of the {len(trace.visits)} visits"
     stages = set(split.homes)
     if len(split.homes) != len(split.segments) or stages != set(range(len(stages))):

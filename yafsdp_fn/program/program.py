@@ -124,7 +124,7 @@ def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     split = trace.split
     assert split is not None and trace.stage is None, "a whole step that is split"
     held = units_of(trace, stage)
-    here = {number for segment in split.of(stage) for number in split.visits(segment)}
+    here = split.visits_on(stage)
     # visits and units of others keep their numbers
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
@@ -140,10 +140,11 @@ def units_of(trace: Trace, stage: int) -> frozenset[int]:
     split = trace.split
     assert split is not None
     used = {unit for visit in trace.visits for unit in visit.units}
-    home = {number: split.homes[at] for at, ends in enumerate(split.segments) for number in range(*ends)}
-    own = {unit for visit in trace.visits if home[visit.id] == stage for unit in visit.units}
-    of_unused = dict(split.unused)
-    return frozenset(own | ({unit.id for unit in trace.units if of_unused.get(unit.id, 0) == stage} - used))
+    here = split.visits_on(stage)
+    own = {unit for visit in trace.visits if visit.id in here for unit in visit.units}
+    home = dict(split.unused)
+    unused = {unit.id for unit in trace.units if home.get(unit.id, 0) == stage} - used
+    return frozenset(own | unused)
 
 
 def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int], ...]:

@@ -54,14 +54,17 @@ class UnitSpec(NamedTuple):
 
     id: int
     name: str
+    # where it is in the model
     stack: str | None
     layer: int
+    # its size, on this mesh
     numel: int
     gather_bytes: int
     reduce_bytes: int
     trainable: bool
     sum_bytes: int = 0
     over: tuple[str, ...] = ()
+    # what it travels in
     gathered_as: Encoding | None = None
     reduced_as: Encoding | None = None
 
@@ -179,16 +182,19 @@ class Trace(NamedTuple):
     ((('shard', 2),), 1, 6, 6, 12)
     """
 
+    # what is computed, and where
     units: tuple[UnitSpec, ...]
     visits: tuple[Visit, ...]
     order: tuple[Compute, ...]
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
+    # the optimizer, and how gradients are added
     update_when: UpdateWhen = "never"
     precision: tuple[str, ...] = ()
     optimizer: OptimizerMemory = OptimizerMemory()
     lent: tuple[Lent, ...] = ()
     ordered: bool = False
+    # stages, and what travels beside units
     split: Split | None = None
     stage: int | None = None
     loss_of: tuple[int, ...] = ()
@@ -350,8 +356,9 @@ def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
     """Returns `unit` to a stage that does not hold it: a number and a name."""
-    unit = unit._replace(gathered_as=None, reduced_as=None)
-    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
+    return unit._replace(
+        numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0, gathered_as=None, reduced_as=None
+    )
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
@@ -362,8 +369,9 @@ def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
     gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
     encodings = (unit.gathered_as, unit.reduced_as)
     gathered, reduced = (each and each._replace(nbytes=new // each.block * each.block_bytes) for each in encodings)
-    unit = unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
-    return unit._replace(gathered_as=gathered, reduced_as=reduced)
+    return unit._replace(
+        gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide, gathered_as=gathered, reduced_as=reduced
+    )
 
 
 # ---- The order of a loss.

@@ -92,6 +92,7 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
     """
     if comms.alone:
         return
+    # one collective tells whether all is equal; only where it is not, ranks say what
     must = {} if tx is None else optimizer(tx)
     may = {"the function": function(fun), **speed()}
     if not comms.same_on_all(repr((must, may)), "comparing optimizers and losses"):

@@ -205,6 +205,11 @@ def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: P
     return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
 
 
+def _numbered(inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Returns memory -> the first of the inputs that has it."""
+    return {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+
+
 def _found(
     call: BlockCall,
     inputs: Sequence[Tensor],
@@ -214,7 +219,7 @@ def _found(
     called: Noted,
     back: Noted,
 ) -> BodyCosts:
-    passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+    passed = _numbered(inputs)
     return BodyCosts(
         call.structure,
         [out.detach().requires_grad_(out.requires_grad) for out in outs],
@@ -245,7 +250,7 @@ def measure(
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
-    passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+    passed = _numbered(inputs)
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
     saved = saved_by(outs)
     last_flops = forward.since(saved)

@@ -95,6 +95,7 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     """Adds to `lent` the bytes of each leaf that travel, and its owner's FLOPs: counted on fake leaves."""
     if not lent:
         return ()
+    # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
     leaves: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
     params = trainable(placement.handles(placement.shards("meta")))
     lanes = leafwise_lanes(tx, params)

@@ -21,7 +21,7 @@ from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import AutogradRun, GradSlot
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.program.ops import Backward, Forward, kind_of
+from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.split import Call, Message
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
@@ -135,7 +135,7 @@ class StageSession(Session):
         # what arrives is for the first compute of the call
         op = self._ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
-        messages = self.crossing.split.takes(kind_of(op), op.visit, op.microbatch)
+        messages = self.crossing.split.taken_by(call)
         self.position = f"what arrives for {self.named(call)}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             pairs = list(zip(messages, op.takes, strict=True))
@@ -157,7 +157,7 @@ class StageSession(Session):
         super().end(call, leaving)
         # what leaves is of its last compute
         op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
-        messages = self.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
+        messages = self.crossing.split.given_by(call)
         self.position = f"what leaves after {self.named(call)}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if messages:
@@ -300,6 +300,7 @@ class StageResults:
 
     def __init__(self, crossing: Crossing, microbatches: int, device: torch.device) -> None:
         self._crossing = crossing
+        # zeros, until this stage has made something
         zero = torch.zeros((), dtype=crossing.total.dtype, device=device)
         self.losses = [Mean(zero, zero) for _ in range(microbatches)]
         self._nodes = [
@@ -312,6 +313,7 @@ class StageResults:
         """Keeps the results of this call; those that every stage makes count on the stage that makes the loss. Returns
         whether this call made the loss."""
         has_loss = call.segment == self._crossing.loss
+        # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):
             here = has_loss if home is None else call.segment == home

@@ -203,6 +203,7 @@ class Programs:
             program = self._schedule(trace)
             if not isinstance(program, Program):
                 raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
+            # of this step?
             _check_stages(program, trace)
             if (differs := difference(program.trace, trace)) is not None:
                 # it would be judged by another trace than the one that runs
@@ -281,7 +282,8 @@ def agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
     if comms.same_on_all(program.fingerprint(), "comparing programs"):
         return
-    trace = program.trace  # in words, only to name the difference; measured costs may differ
+    # in words, only to name the difference; measured costs may differ
+    trace = program.trace
     ops = {f"op {index}": words for index, words in enumerate(program.words())}
     parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
     rest = {part: str(getattr(trace, part)) for part in parts}

@@ -33,6 +33,7 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
     def buffer(_: Sharded, group: Group, leaf: Tensor) -> Tensor:
         return leaf.new_empty(group.shard_numel(comms) * comms.ranks)
 
+    # what is pinned is gathered once, and is in both
     even = [buffer(*part) for part in parts]
     odd = [flat if part[1].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
     buffers = [even, odd]

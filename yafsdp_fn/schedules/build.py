@@ -326,6 +326,7 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
 
     That is the case for frozen units, and for those that were gathered after their update.
     """
+    # what each slot is first given, and what it ends with
     first: dict[int, tuple[int, int]] = {}  # slot -> op, unit
     last: dict[int, tuple[int, bool]] = {}  # slot -> unit that it ends with, whether in the next step's version
     updated: set[int] = set()

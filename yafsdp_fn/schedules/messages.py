@@ -40,18 +40,6 @@ UNIT = Pace(lambda call: SPAN[call.kind])
 """The pace of `SPAN`, where messages take none."""
 
 
-def takes(split: Split, call: Call) -> tuple[Message, ...]:
-    """Returns the messages that a call takes of other segments."""
-    first, end = split.segments[call.segment]
-    return split.takes(call.kind, first if call.kind == "forward" else end - 1, call.microbatch)
-
-
-def gives(split: Split, call: Call) -> tuple[Message, ...]:
-    """Returns the messages that a call gives to others."""
-    first, end = split.segments[call.segment]
-    return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
-
-
 # ---- a run of the lists, for its times
 
 
@@ -76,7 +64,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     """
     # all items, and what each gives
     listed = [
-        (stage, item, gives(split, item) if isinstance(item, Call) else ())
+        (stage, item, split.given_by(item) if isinstance(item, Call) else ())
         for stage, items in enumerate(lists)
         for item in items
     ]
@@ -94,7 +82,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     events: list[StageEvent] = []
     for number, (stage, item, _) in enumerate(listed):
         if isinstance(item, Call):
-            waits = [comes.get(message, never) for message in takes(split, item)]
+            waits = [comes.get(message, never) for message in split.taken_by(item)]
             events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
             before[stage] = number
         else:
@@ -149,7 +137,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
         # receives, each before the call in which it comes
-        taken = [(at, message) for at, call in enumerate(row) for message in takes(split, call)]
+        taken = [(at, message) for at, call in enumerate(row) for message in split.taken_by(call)]
         arriving = sorted((made[message], at, message) for at, message in taken if split.crosses(message))
         # what stages send at one time is in the order of stages
         ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
@@ -161,7 +149,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
             items.append(call)
-            items += [Send(p.flow, 0, p.microbatch, p.back) for p in gives(split, call) if split.crosses(p)]
+            items += [Send(p.flow, 0, p.microbatch, p.back) for p in split.given_by(call) if split.crosses(p)]
         out.append(items)
     return out
 
@@ -174,7 +162,7 @@ def _all_begin(
         lines = ["rule 'deadlock': calls wait for each other"]
         for stage in stuck:
             call = rows[stage][len(begins[stage])]
-            message = next(message for message in takes(split, call) if message not in made)
+            message = next(message for message in split.taken_by(call) if message not in made)
             source = split.ends(message.flow, message.back)[0]
             lines.append(f"    stage {stage} waits at {in_words(call)} for stage {source}")
         raise Refused("deadlock", -1, "\n".join(lines), stuck[0])
@@ -221,7 +209,7 @@ class _Slots:
     def _call(self, call: Call) -> None:
         # what it takes has left its slot at once
         number = len(self.messages)
-        for message in takes(self.split, call):
+        for message in self.split.taken_by(call):
             self.taken[message] = slot = self.held.pop(message)
             self.free[self._kind(message, False)].append(slot)
         # what was sent has left its slot when the send is over
@@ -231,7 +219,7 @@ class _Slots:
             if left[0] < number and self.sent.get(left[1], NEVER) <= now:
                 self.free[self._kind(left[1], True)].append(left[2])
                 self.leaving.remove(left)
-        for message in gives(self.split, call):
+        for message in self.split.given_by(call):
             self.given[message] = self._fill(message, self.split.crosses(message))
         self.messages.append([])
 
