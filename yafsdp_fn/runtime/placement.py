@@ -166,6 +166,7 @@ class Placement(Generic[AnyRanks]):
             first, n = group.units[0], group.shard_numel(self.comms)
             ranks, format = self.ranks_of[first], group.wire.reduce
             wire, wide = self.wire_dtype(first), self.sums[first]
+            # two vectors that are received one after the other share the larger buffer
             sent = n * wire.itemsize if format is None else format.nbytes(n)
             receive = max(receive, receive_numel(ranks, sent, wide))
             staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)

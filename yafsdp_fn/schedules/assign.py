@@ -81,6 +81,7 @@ def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
 
 def _even(costs: Sequence[int], count: int) -> list[int]:
     """Returns the first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
+    # the least bound under which so many segments are enough
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2

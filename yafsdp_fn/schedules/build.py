@@ -56,6 +56,7 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, 
     lane: dict[int, int] = {}
     of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
     for visit in visits:
+        # lanes of this visit that are given already
         layers = [unit for unit in visit.units if units[unit].stack is not None]
         taken = {lane[unit] for unit in layers if unit in lane}
         stacks = [units[unit].stack for unit in layers]
