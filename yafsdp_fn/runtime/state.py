@@ -124,6 +124,7 @@ class ShardedState:
     def __repr__(self) -> str:
         if self.generation != self.memory.generation:
             return f"ShardedState(step={self.step}, which {self.memory.why_gone()})"
+        # where it is, its handles, and its bytes
         mesh = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
         axes = ", ".join(f"{name}={size}" for name, size in mesh)
         lines = [f"ShardedState(step={self.step}, seed={self.seed}) on the mesh ({axes})"]
@@ -258,6 +259,7 @@ class PlainState:
             must_be_state_of(tx, optree.tree_map(lambda x: x.to("meta"), old), self.opt_state)
             updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
+        # frozen leaves stay as they are
         moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
         params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
         return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)
