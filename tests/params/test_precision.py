@@ -31,10 +31,10 @@ def test_other_dtypes_are_refused_by_field(field: str, dtype: torch.dtype) -> No
 
 
 def test_accumulate_is_none_or_at_least_as_wide_as_reduce() -> None:
-    assert ya.Precision().sum_dtype is None and ya.Precision(accumulate=F32).sum_dtype is None
-    assert ya.Precision(reduce=BF16).sum_dtype is None
-    assert ya.Precision(reduce=BF16, accumulate=F32).sum_dtype is F32
-    assert ya.Precision(accumulate=F64).sum_dtype is F64
+    assert ya.Precision().sum_dtype_of(F32) is None and ya.Precision(accumulate=F32).sum_dtype_of(F32) is None
+    assert ya.Precision(reduce=BF16).sum_dtype_of(BF16) is None
+    assert ya.Precision(reduce=BF16, accumulate=F32).sum_dtype_of(BF16) is F32
+    assert ya.Precision(accumulate=F64).sum_dtype_of(F32) is F64
     with pytest.raises(TypeError, match=r"Precision.accumulate: torch.bfloat16 is narrower than reduce=torch.float32"):
         ya.Precision(accumulate=BF16)
     with pytest.raises(TypeError, match=r"Precision.accumulate: expected a 16, 32 or 64-bit floating dtype"):

@@ -132,7 +132,7 @@ def held_by(state: ya.ShardedState) -> dict[str, int]:
     slots = acquire(store)
     state_leaves: list[Any] = torch.utils._pytree.tree_leaves(state.opt_state)
     working = [w for w, m in zip(store.working.present, store.masters(), strict=True) if w is not m]
-    buffers = [store._receive, store._staging]
+    buffers = [store._buffers.get(name) for name in ("receive", "replicate")]
     scratches = [s._made.values() for s in (store.comms.reduce_scratch, store.comms.replicate_scratch)]
     through = [_bytes([b] if b is not None else []) + _bytes(s) for b, s in zip(buffers, scratches, strict=True)]
     return {

@@ -36,7 +36,6 @@ from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.runtime.execute import WORKS, Session
-from yafsdp_fn.runtime.protocols import StepHooks
 from yafsdp_fn.runtime.slots import fills_of
 from yafsdp_fn.runtime.stage_io import MessageBuffers
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
@@ -116,7 +115,9 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     assert fills_of(Gather((3, 4), (1, 2))) == ((3, 1, None), (4, 2, None))
     assert fills_of(Stash((3,), (1,))) == fills_of(Backward(0, (1,), (1,))) == ()
     assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
-    slots = SimpleNamespace(prepared={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None)}, contents={})
+    slots = SimpleNamespace(
+        prepared={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None, stream="gather")}, contents={}
+    )
     slots.contents |= {7: (3, 0), 8: (4, 5)}
-    Session.issue(SimpleNamespace(step_hooks=StepHooks(), slots=slots, _work=lambda op: None), op)
+    Session.issue(SimpleNamespace(observer=None, slots=slots), op)
     assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}

@@ -10,7 +10,7 @@
 A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, NamedTuple
@@ -24,9 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.micro_shards import micro_shard_seed
-from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import Tree, must_be_function
-from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, batch_axes
@@ -34,14 +32,13 @@ from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
-from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.programs import Programs, Verified
-from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepHooks, StepObserver
+from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
-from yafsdp_fn.schedules import Lent, Program, Trace, UpdateWhen, one_f_one_b, zero3
+from yafsdp_fn.schedules import Program, Trace, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
@@ -91,54 +88,15 @@ class StepFunction:
             raise TypeError(NOT_COMPILED)
         if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
+        # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
-        self.schedule = schedule
-        not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
-        when: UpdateWhen = "never" if tx is None else "after norm"
-        self.programs = Programs(schedule, update_when=when, not_unitwise=not_unitwise, trains=track, lent=self._lent)
-        self._tx, self._skips, self._graphs = tx, skip_nonfinite, graphs
+        self.schedule, self._tx, self._graphs = schedule, tx, graphs
+        self.programs = Programs(schedule, tx, skips=skip_nonfinite, trains=track)
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
 
-    # ---- its programs
-
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
         return Arguments(self.fun, args, kwargs, argnums, self.microbatches)
-
-    def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
-        """Adds to `trace` what only the step knows: when units may be updated, and the memory of its optimizer."""
-        from yafsdp_fn.runtime.optimizer_memory import measured_leaves, optimizer_memory
-
-        trace = self.programs.complete(trace, placement)
-        if self._tx is None:
-            return trace
-        layout, precision, device = placement.layout, placement.precision, placement.comms.device
-        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
-        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
-
-    def program(self, memory: StateMemory, microbatches: int) -> Program | None:
-        """Returns the program in use for this memory and number of microbatches, None before the first step."""
-        found = self.programs.peek(memory, microbatches)
-        return None if found is None else found.all_stages
-
-    def measured(self, memory: StateMemory, microbatches: int, batch: Hashable = None) -> Program | None:
-        """Returns the program in use; across stages the optimizer's costs are added to its trace first, since all
-        others are there from the first step on. Steps need none of them, and do not run the optimizer on fake tensors.
-
-        batch: across stages, the shapes of the batch to have a program for; None for the last one
-        """
-        found = self.programs.peek(memory, microbatches, batch)
-        if found is not None and memory.comms.stages > 1 and found.all_stages.trace.optimizer == OptimizerMemory():
-            trace, known = found.all_stages.trace, self.complete(found.all_stages.trace, memory.abstract())
-            found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
-        return None if found is None else found.all_stages
-
-    def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
-        """Returns the units that the optimizer updates in parts."""
-        if self._tx is None:
-            return ()
-        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
-        return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
 
     def run(
         self,
@@ -154,6 +112,7 @@ class StepFunction:
             if self._graphs:
                 raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return context.run(run_plain, arguments, seed, self.has_aux, self.track), None
+        # what this mesh cannot do
         comms = memory.comms
         if self._graphs and comms.axes:
             raise NotImplementedError(
@@ -161,6 +120,7 @@ class StepFunction:
                 "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
                 "graphs out"
             )
+        # around the first run, what ranks must have alike is compared
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
             consistency.compare(comms, self.fun, self._tx)
@@ -190,6 +150,7 @@ class StepFunction:
         Before the first run its program is built, from a recorded call of the function; across stages, from a trace on
         fake tensors. An exception on all ranks leaves the state usable.
         """
+        # gradients that would be of a part alone
         comms, track = memory.comms, self.track
         if comms.stages > 1 and arguments.plain:
             raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
@@ -197,16 +158,17 @@ class StepFunction:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
             comms.check()
+            # the program
             verified = self._known_program(arguments, memory, shards, seed)
             if self._graphs and not verified.recomputes:
                 raise ValueError(
                     "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
                     "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
                 )
+            # its session
             observe = OBSERVE.get()
             observer = None if observe is None else observe(comms.device.type == "cuda")
             activations = MessageBuffers if comms.stages > 1 else _activation_buffers
-            step_hooks = StepHooks(observer, updates, self._replays_on(comms.device), activations)
             kind = StageSession if comms.stages > 1 else Session
             with comms.guarded(f"the slots of step {seed.step}"):
                 session = kind(
@@ -214,15 +176,21 @@ class StepFunction:
                     verified,
                     seed.step,
                     shards,
-                    step_hooks,
                     differentiates=track,
                     microbatches=arguments.microbatches,
                     watch=track and not verified.ran,
+                    observer=observer,
+                    updates=updates,
+                    replays=self._replays_on(comms.device),
+                    activations=activations,
                 )
+            # the step
             learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
-                results = Calls(session, arguments, self.has_aux, seed).run()
+                results = _run_calls(session, arguments, self.has_aux, seed)
+                if updates is not None:
+                    updates.begin(results.losses, results.aux)
                 session.finish()
             if learns:
                 verified.list(session.collectives)
@@ -252,6 +220,7 @@ class StepFunction:
         comms = memory.comms
         if self.track:
             arguments.check_rest()
+        # a call without backward, on the numbers of the first microbatch
         recording = CallRecording(memory, seed.step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
@@ -330,67 +299,39 @@ class Passed(NamedTuple):
     own: list[tuple[GradientEdge, Tensor]]
 
 
-class Calls:
+def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> Results:
     """Runs the loss of one step in its session: forwards, backwards and later halves, in the program's order."""
+    comms, track, crossing = session.memory.comms, session.differentiates, session.verified.crossing
+    of_stage = None if crossing is None else StageResults(crossing, arguments.microbatches, comms.device)
+    results = Results([], [], [None] * len(arguments.plain))
+    # of leaves that the loss reads beside its visits, over all microbatches
+    leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
+    leaf_grads: list[Tensor | None] = [None] * len(leaves)
+    passed: dict[tuple[int, int], Passed] = {}
 
-    def __init__(self, session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> None:
-        self._session, self._arguments, self._has_aux, self._seed = session, arguments, has_aux, seed
-        self._crossing = session.verified.crossing
-        device = session.memory.comms.device
-        self._of_stage = (
-            None if self._crossing is None else StageResults(self._crossing, arguments.microbatches, device)
-        )
-        self._results = Results([], [], [None] * len(arguments.plain))
-        self._leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
-        self._leaf_grads: list[Tensor | None] = [None] * len(self._leaves)
-        self._passed: dict[tuple[int, int], Passed] = {}
-
-    def run(self) -> Results:
-        session = self._session
-        calls = list(session.calls())
-        last = max((at for at, call in enumerate(calls) if call.kind == "forward"), default=-1)
-        for at, call in enumerate(calls):
-            if call.kind == "weights":
-                assert isinstance(session, StageSession)
-                session.weights(call)
-            elif call.kind != "forward":
-                self._backward(call)
-            else:
-                self._forward(call, last=at == last)
-        found = iter(self._leaf_grads)
-        session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
-        return self._results
-
-    # ---- one call
-
-    def _forward(self, call: Call, *, last: bool) -> None:
-        session, track, microbatch = self._session, self._session.differentiates, call.microbatch
+    def forward(call: Call) -> None:
         arrived = session.begin(call)
-        crossing, segment = self._crossing, session.segment
-        device = session.memory.comms.device
-        counter = counter_of(session.memory.comms, self._seed, microbatch)
-        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), device):
+        segment = session.segment
+        counter = counter_of(comms, seed, call.microbatch)
+        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
+            # the loss
             try:
-                mean, aux = returned(self._arguments.call(microbatch, session, track), self._has_aux)
+                mean, aux = returned(arguments.call(call.microbatch, session, track), has_aux)
             except Exception as error:
                 if segment is None or (said := segment.explained(error, session.named(call), session.failed)) is error:
                     raise
                 raise said from error
+        # what it has made, and what leaves for other segments
         left = {} if segment is None else segment.leaving(len(session.visits), session.position)
-        of_stage, has_loss = self._of_stage, True
+        has_loss = True
         if of_stage is None:
-            _append(self._results, mean, aux)
+            _append(results, mean, aux)
         else:
             has_loss = of_stage.store(call, mean, aux)
-        if last:
-            if of_stage is not None:
-                self._results = Results(of_stage.losses, of_stage.aux, [])
-            if (updates := session.step_hooks.updates) is not None:
-                updates.begin(self._results.losses, self._results.aux)
         session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
         if not track:
             return
-        # edges, not tensors: what has left needs no memory here, nor has the loss
+        # for its backward: edges, not tensors, since what has left needs no memory here, nor has the loss
         own = []
         if has_loss:
             if not mean.total.requires_grad:
@@ -403,27 +344,39 @@ class Calls:
         if crossing is not None:
             roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
             taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
-        self._passed[call.segment, microbatch] = Passed(taken, roots, own)
+        passed[call.segment, call.microbatch] = Passed(taken, roots, own)
 
-    def _backward(self, call: Call) -> None:
-        session = self._session
-        passed = self._passed.pop((call.segment, call.microbatch))
+    def backward(call: Call) -> None:
+        # roots: the loss and the token, and what has left, whose gradients have come back
+        before = passed.pop((call.segment, call.microbatch))
         back = session.begin(call)
-        roots, seeds = [root for root, _ in passed.own], [seed for _, seed in passed.own]
-        for flow, edges in passed.roots.items():
+        roots, seeds = [root for root, _ in before.own], [seed for _, seed in before.own]
+        for flow, edges in before.roots.items():
             roots += edges
             seeds += back.get(flow, [])
-        arrived = [x for tensors in passed.arrived.values() for x in tensors]
-        of_leaves = [*self._leaves, *self._arguments.plain] if self._crossing is None else []
-        drawn = counter_of(session.memory.comms, self._seed, call.microbatch).seed_beside(BACKWARD)
-        with session.backward(), seeded(drawn, session.memory.comms.device):
+        # ends: what has arrived, and leaves that the loss read beside its visits
+        arrived = [x for tensors in before.arrived.values() for x in tensors]
+        of_leaves = [*leaves, *arguments.plain] if crossing is None else []
+        drawn = counter_of(comms, seed, call.microbatch).seed_beside(BACKWARD)
+        with session.backward(), seeded(drawn, comms.device):
             grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
-        leaf_grads = grads[1 + len(arrived) :]
-        count = len(self._leaves)
-        _add(self._leaf_grads, leaf_grads[:count])
-        _add(self._results.grads, leaf_grads[count:])
+        of_leaf = grads[1 + len(arrived) :]
+        _add(leaf_grads, of_leaf[: len(leaves)])
+        _add(results.grads, of_leaf[len(leaves) :])
         rest = iter(grads[1:])
-        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in passed.arrived.items()})
+        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in before.arrived.items()})
+
+    for call in session.calls():
+        if call.kind == "forward":
+            forward(call)
+        elif call.kind == "weights":
+            assert isinstance(session, StageSession)
+            session.weights(call)
+        else:
+            backward(call)
+    found = iter(leaf_grads)
+    session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
+    return results if of_stage is None else Results(of_stage.losses, of_stage.aux, [])
 
 
 # ---- On plain tensors.

@@ -126,7 +126,7 @@ def trace(
     arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
     with GpuAllocations() if device == "cuda" else nullcontext():
         found = trace_call(arguments, placement, mode)
-    return step.complete(found, placement)
+    return step.programs.measured(found, placement)
 
 
 def _axes(ranks: int, mesh: Sequence[tuple[str, int]] | None) -> tuple[tuple[str, int], ...]:

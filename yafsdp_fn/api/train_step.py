@@ -66,7 +66,8 @@ class TrainStep:
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
         self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
         new, metrics = updates.finish()
-        return dataclasses.replace(new, program=self._function.program(memory, arguments.microbatches)), metrics
+        ran = self._function.programs.peek(memory, arguments.microbatches)
+        return dataclasses.replace(new, program=None if ran is None else ran.all_stages), metrics
 
     # ---- one step
 
@@ -124,8 +125,8 @@ class TrainStep:
             from yafsdp_fn.runtime.stage_io import crossing_of
 
             whole = crossing_of(arguments, memory, self._function.programs).trace
-            return self._function.complete(whole, memory.abstract())
-        return self._function.complete(trace_call(arguments, memory), memory)
+            return self._function.programs.measured(whole, memory.abstract())
+        return self._function.programs.measured(trace_call(arguments, memory), memory)
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
@@ -150,7 +151,8 @@ class TrainStep:
         return found
 
     def _known(self, memory: StateMemory, batch: Hashable = None) -> Program | None:
-        return self._function.measured(memory, microbatches_on(memory.comms, self._function.microbatches), batch)
+        microbatches = microbatches_on(memory.comms, self._function.microbatches)
+        return self._function.programs.in_use(memory, microbatches, batch)
 
 
 # ---- The verb.

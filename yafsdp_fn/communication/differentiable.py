@@ -103,7 +103,7 @@ class ReduceScatter(Collective):
     """Reduces [R * n, ...] -> [n, ...] in dtype `out`: the sum over all ranks of the mesh, sent in `wire`, times
     `scale`.
 
-    accumulate: dtype of the sum, `Precision.sum_dtype`; None for the backend's sum in `wire`
+    accumulate: dtype of the sum, `Precision.sum_dtype_of` the wire; None for the backend's sum in `wire`
     replicas: False for the sum over the shard group alone
     """
 

@@ -1,5 +1,7 @@
 """Sums that ranks make themselves, in the order of ranks or of micro-shards, from what they exchange."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,28 +34,33 @@ def reduce_wide(
     comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool, accumulate: torch.dtype
 ) -> None:
     """Reduces over more than one rank, as `flat.reduce_into`."""
+    parts = comms.ranks
     if hierarchical(comms):
-        rows = _sums_of_nodes(comms, full, receive, accumulate)
+
+        def of_node(out: Tensor, received: Tensor) -> None:
+            local_sum(out, received.view(comms.local_ranks, -1), comms.reduce_scratch, dtype=accumulate)
+
+        parts = comms.nodes
+        received = _from_nodes(comms, full, receive, of_node)
     else:
-        rows = receive[: full.numel()].view(comms.ranks, -1)
-        comms.reduce_group.all_to_all(rows.view(-1), full)
-    local_sum(shard, rows, comms.reduce_scratch, add=add, dtype=accumulate)
+        received = receive[: full.numel()]
+        comms.reduce_group.all_to_all(received, full)
+    local_sum(shard, received.view(parts, -1), comms.reduce_scratch, add=add, dtype=accumulate)
 
 
-def _sums_of_nodes(comms: Groups, full: Tensor, receive: Tensor, accumulate: torch.dtype) -> Tensor:
-    """Returns [M, n]: each node's sum for this rank's shard, in the wire's dtype."""
+def _from_nodes(comms: Groups, sent: Tensor, receive: Tensor, of_node: Callable[[Tensor, Tensor], None]) -> Tensor:
+    """Returns each node's sum for this rank's shard, [M * n], as it travels. of_node: writes this node's sum for a
+    shard, given what its ranks have sent, [K * n]"""
     ranks = comms.local_ranks
     nodes = comms.nodes
-    n = full.numel() // comms.ranks
-    in_node = receive[: ranks * n]
-    rest = receive[ranks * n :]
-    mine = rest[: nodes * n]
-    theirs = rest[nodes * n : 2 * nodes * n]
-    for node, part in enumerate(full.view(nodes, ranks * n)):  # shards of one node lie side by side
+    n = sent.numel() // comms.ranks
+    used = receive[: (ranks + 2 * nodes) * n]
+    in_node, mine, theirs = used.tensor_split((ranks * n, (ranks + nodes) * n))
+    for out, part in zip(mine.view(nodes, n), sent.view(nodes, ranks * n), strict=True):  # a node's lie side by side
         comms.reduce_local_group.all_to_all(in_node, part)
-        local_sum(mine[node * n : (node + 1) * n], in_node.view(ranks, n), comms.reduce_scratch, dtype=accumulate)
+        of_node(out, in_node)
     comms.reduce_nodes_group.all_to_all(theirs, mine)
-    return theirs.view(nodes, n)
+    return theirs
 
 
 def all_reduce_replicas_wide(
@@ -91,8 +98,17 @@ def reduce_encoded(
     formats.encode(format, full, sent)
     parts = comms.ranks
     if hierarchical(comms) and not comms.deterministic:
+
+        def of_node(out: Tensor, received: Tensor) -> None:
+            blocks = out.view(-1, format.block_bytes)
+            for part, rows in formats.decoded_parts(format, received, comms.local_ranks, accumulate):
+                total = rows.new_empty(rows.shape[1])
+                local_sum(total, rows, comms.reduce_scratch, dtype=accumulate)
+                at = slice(part.start // format.block, part.stop // format.block)
+                blocks[at].copy_(format.encode(total.view(-1, format.block)))
+
         parts = comms.nodes
-        received = _encoded_sums_of_nodes(comms, sent, receive, format, accumulate)
+        received = _from_nodes(comms, sent, receive, of_node)
     elif comms.ranks > 1:
         received = receive[: sent.numel()]
         comms.reduce_group.all_to_all(received, sent)
@@ -101,27 +117,6 @@ def reduce_encoded(
             add_rows(shard[part], rows, comms.reduce_scratch, add=add)
         else:
             local_sum(shard[part], rows, comms.reduce_scratch, add=add, dtype=accumulate)
-
-
-def _encoded_sums_of_nodes(
-    comms: Groups, sent: Tensor, receive: Tensor, format: Format, accumulate: torch.dtype
-) -> Tensor:
-    """Returns each node's sum for this rank's shard, encoded."""
-    ranks = comms.local_ranks
-    nodes = comms.nodes
-    n = sent.numel() // comms.ranks
-    in_node = receive[: ranks * n]
-    mine = receive[ranks * n :][: nodes * n]
-    theirs = receive[(ranks + nodes) * n :][: nodes * n]
-    for own, part in zip(mine.view(nodes, -1, format.block_bytes), sent.view(nodes, -1), strict=True):
-        comms.reduce_local_group.all_to_all(in_node, part)
-        for at, rows in formats.decoded_parts(format, in_node, ranks, accumulate):
-            total = rows.new_empty(rows.shape[1])
-            local_sum(total, rows, comms.reduce_scratch, dtype=accumulate)
-            blocks = slice(at.start // format.block, at.stop // format.block)
-            own[blocks].copy_(format.encode(total.view(-1, format.block)))
-    comms.reduce_nodes_group.all_to_all(theirs, mine)
-    return theirs
 
 
 # ---- Sums over micro-shards in their order, whatever the number of ranks that hold them (micro_shards.py).

@@ -17,7 +17,7 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
 from yafsdp_fn.schedules.build import begun_early, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.messages import Item, gives, in_calls, takes, with_messages
+from yafsdp_fn.schedules.messages import Item, in_calls, with_messages
 from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
 
 # ---- Rows as torch writes them, read.
@@ -371,27 +371,27 @@ def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
     for action in row:
         call = action.call
         if call is not None:
-            for message in takes(split, call):
+            for message in split.taken_by(call):
                 if split.crosses(message) and come.pop(message, None) is None:
                     word = f"{call.segment}{'RECV_B' if message.back else 'RECV_F'}{call.microbatch}"
                     action.refuse("flow", f"what it takes has not come: no {word} before it")
                 if not split.crosses(message) and message not in kept:
                     action.refuse("flow", "what it takes is made by a later call of its row")
-            for message in gives(split, call):
+            for message in split.given_by(call):
                 if split.crosses(message):
                     made[message] = action
                 else:
                     kept.add(message)
             yield call
         elif action.word in ("RECV_F", "RECV_B"):
-            for message in filter(split.crosses, takes(split, _of(split, action, calls))):
+            for message in filter(split.crosses, split.taken_by(_of(split, action, calls))):
                 if message in come:
                     action.refuse("flow", "it has been received already")
                 come[message] = action
                 yield Receive(message.flow, 0, message.microbatch, message.back)
         elif action.word in MESSAGES:
             own = _of(split, action, calls)
-            for message in filter(split.crosses, gives(split, own)):
+            for message in filter(split.crosses, split.given_by(own)):
                 if made.pop(message, None) is None:
                     action.refuse("flow", f"there is nothing to send: no {written(own)} before it, or sent already")
                 yield Send(message.flow, 0, message.microbatch, message.back)

@@ -104,6 +104,7 @@ def to_shards(x: Tree, like: Tree) -> Tree:
 
 
 def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tree:
+    # a shard is no value that ranks share
     found = handles(like)
     if sharded := handles(x):
         raise TypeError(
@@ -138,6 +139,7 @@ def normal_like(seed: int, tree: Tree) -> Tree:
         if not isinstance(node, Sharded):
             stacked = in_stack(accessor)
             return whole_leaf(normal(dotted(accessor), node, node.shape), node.shape[0] if stacked else None)
+        # by whole leaves, of which each rank keeps its part
         shards = tuple(torch.empty_like(leaf) for leaf in node.leaves)
         for (_, group, leaf), shard in zip(node.group_leaves(), shards, strict=True):
             named = zip(group.layout.names, group.whole.shapes, strict=True)
@@ -152,12 +154,14 @@ def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tenso
     """Returns `local` of the sharded leaves, summed over ranks, plus `local` of the plain ones. what: for errors"""
     if hasattr(a, "opt_state"):
         raise TypeError(f"{what} of a state would count the optimizer's moments; give its parameters: state.params")
+    # plain leaves, which every rank has
     found = [h.check() for h in handles(a)]
     other = [h.check() for h in handles(b)]
     plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))
     of_plain = local(*plain)
     if not found:
         return of_plain
+    # shards, each unit once
     must_be_one(what, found)
     comms = found[0].owner.comms
     mine = [leaf for handle in found for leaf in handle.counted()]

@@ -63,6 +63,8 @@ def constant(value: float) -> Initializer:
     return lambda generator, *of: _empty(generator, *of).fill_(value)
 
 
+# ---- Those without arguments.
+
 zeros: Initializer = constant(0.0)
 ones: Initializer = constant(1.0)
 DEFAULT_INIT = normal(0.02)

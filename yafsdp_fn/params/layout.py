@@ -139,14 +139,17 @@ class Group:
         here.
     """
 
+    # its units, and their leaves
     name: str
     layout: FlatLayout
     units: tuple[int, ...]
     leaves: tuple[int, ...]
+    # what its leaves have in common
     trainable: bool
     dtype: torch.dtype | None
     pinned: bool = False
     reduce: torch.dtype | None = None
+    # on this mesh
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
     splits: tuple[LeafSplit, ...] = ()
@@ -174,6 +177,7 @@ class Group:
     def on(self, axes: Mapping[str, Axis]) -> "Group":
         """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
         over them."""
+        # does the mesh have the axes?
         names = [name for name, _ in self.splits[0]] if self.splits else []
         unknown = [name for name in names if name not in (*INSIDE, *axes)]
         if axes and unknown:
@@ -181,6 +185,7 @@ class Group:
                 f"{self.layout.names[0]} is split over {unknown[0]!r}, which is no axis of this mesh; it has "
                 f"{', '.join(axes)}. Make it, of size 1 if nothing is to be split: ya.mesh({unknown[0]}=1)"
             )
+        # this rank's part of each leaf
         here = tuple((name, axis.size) for name, axis in axes.items() if name in names and axis.size > 1)
         shapes = []
         for path, whole, split in zip(self.layout.names, self.whole.shapes, self.splits, strict=True):
@@ -193,6 +198,7 @@ class Group:
                         f"divide by its {size} ranks; take a mesh with fewer ranks on {name}, or another split"
                     )
                 shape[dim] //= size
+            # blocks of wire formats must be those of the whole leaf
             for name, _ in here:
                 dim, blocks = cut_of(split, name)
                 behind = math.prod(shape[len(shape) + dim + 1 :])
@@ -208,6 +214,15 @@ class Group:
                     f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
                     f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
                 )
+
+    def shard_numel(self, ranks: Ranks) -> int:
+        """Returns the elements of a unit that each of the `ranks` of a copy has."""
+        return self.layout.shard_numel(ranks.without(self.over).ranks)
+
+    def pieces(self, n: int, ranks: Ranks) -> Iterator[LeafPiece]:
+        """Yields the parts of leaves in this rank's `n` elements of a unit."""
+        start = ranks.without(self.over).rank * n
+        return self.layout.pieces(start, start + n)
 
     def local_slice(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
@@ -336,14 +351,13 @@ class TreeLayout:
     entries: tuple[Entry, ...]
     container: optree.PyTreeSpec
 
-    def on(
-        self, holders: Sequence[tuple[int, ...]] | None, stage: int, axes: Mapping[str, Axis] | None = None
-    ) -> "TreeLayout":
+    def on(self, holders: Sequence[tuple[int, ...]] | None, stage: int, axes: Mapping[str, Axis]) -> "TreeLayout":
         """Returns the same layout for a stage. holders: unit -> stages; None: all is here; axes: inside blocks"""
 
         def placed(group: Group) -> Group:
             stages = None if holders is None else tuple(holders[unit] for unit in group.units)
-            return dataclasses.replace(group if not group.splits else group.on(axes or {}), stages=stages, stage=stage)
+            group = group.on(axes) if group.splits else group
+            return dataclasses.replace(group, stages=stages, stage=stage)
 
         entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
         return TreeLayout(tuple(entries), self.container)
@@ -399,6 +413,7 @@ def push_frozen(tree: Tree) -> Tree:
 
 
 def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
+    # leaves by what markers around them say
     members: dict[_Kind, list[tuple[int, str, Any]]] = {}
     stacked = False
     seen = 0
@@ -438,6 +453,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
 
     walk(subtree, name, _Kind(name, True, None, False), True)
     leaves, spec = optree.tree_flatten(without_markers(subtree))  # the order of `walk`
+    # a group for each kind
     length = _length(name, members) if stacked else None
     groups: list[Group] = []
     # ids follow the order of visits: pinned units, all other units of layer 0, then all of layer 1

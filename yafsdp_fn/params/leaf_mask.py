@@ -75,6 +75,7 @@ def _paths(tree: Tree) -> tuple[list[str], list[str]]:
     accessors, nodes, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded, none_is_leaf=True)
     for accessor, node in zip(accessors, nodes, strict=True):
         if isinstance(node, Sharded):
+            # a handle that an optimizer sees lacks frozen groups
             held = {group.name for _, group, _ in node.group_leaves()}
             for group in node.entry.groups:
                 (trained if group.name in held else frozen).extend(group.layout.names)
@@ -113,11 +114,11 @@ def leaf_mask(rule: LeafRule | Tree, tree: Tree) -> Tree:
         masks = []
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
-            start = node.owner.comms.without(group.over).rank * n
             passes = by_leaf(rule, node.entry, group)
-            masks.append(torch.zeros(n, dtype=torch.bool, device=leaf.device))
-            for piece in group.layout.pieces(start, start + n):
-                masks[-1][piece.start : piece.stop] = passes[piece.leaf]
+            mask = torch.zeros(n, dtype=torch.bool, device=leaf.device)
+            for piece in group.pieces(n, node.owner.comms):
+                mask[piece.start : piece.stop] = passes[piece.leaf]
+            masks.append(mask)
         return Sharded(tuple(masks), node.context)
 
     return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)

@@ -61,10 +61,12 @@ def marks(own: str, device: torch.device) -> Tensor:
 
 def check(sums: Tensor, own: str, comms: Communicators) -> None:
     """Raises RanksDisagree unless the `marks` of all ranks, of which these are the sums, are equal."""
+    # on a CPU the sums are there
     if comms.device.type == "cpu":
         if _apart(sums, comms):
             comms.must_agree(WHICH, {"a step, or an evaluation,": own})
         return
+    # on a GPU the host does not wait: it looks at those of an earlier step, if they have come
     unread = comms.unread
     if unread is None:
         unread = Unread(comms.event(), torch.empty(2, dtype=torch.float64, pin_memory=True), own)

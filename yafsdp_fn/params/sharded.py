@@ -40,6 +40,7 @@ class Precision:
     accumulate: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        # what is left out is as the parameters
         object.__setattr__(self, "compute", self.compute or self.param)
         object.__setattr__(self, "reduce", self.reduce or self.param)
         for name, dtype in vars(self).items():
@@ -62,13 +63,9 @@ class Precision:
         assert self.reduce is not None
         return self.reduce
 
-    @property
-    def sum_dtype(self) -> torch.dtype | None:
-        """The dtype in which ranks sum themselves, in rank order; None if the backend sums, in `reduce`."""
-        return self.sum_dtype_of(self.reduce_dtype)
-
     def sum_dtype_of(self, wire: torch.dtype) -> torch.dtype | None:
-        """Returns `sum_dtype` for gradients whose dtype on the wire is `wire`."""
+        """Returns the dtype in which ranks sum gradients themselves, in rank order, whose dtype on the wire is `wire`;
+        None if the backend sums, in `wire`."""
         wide = self.accumulate is not None and self.accumulate.itemsize > wire.itemsize
         return self.accumulate if wide else None
 

@@ -165,6 +165,7 @@ def fill_group(
     rank = ranks.without(group.over).rank
     rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
 
+    # of a leaf that is split over axes, this rank's part
     def local(number: int, give: Source, layer: int | None) -> Tensor:
         whole = give(layer) if stacked else whole_leaf(give, entry.length)
         return group.local_slice(number, whole, ranks)
@@ -238,8 +239,9 @@ def _whole(node: Any) -> Any:
     columns: list[Any] = [None] * node.entry.leaf_count
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
+        # a leaf of another size would be gathered, but mix units up
         stacked = node.entry.stacked(group)
-        n = group.layout.shard_numel(comms.without(group.over).ranks)
+        n = group.shard_numel(comms)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
@@ -275,8 +277,7 @@ def shard_at_home(handle: Sharded, group: Group, leaf: Tensor, index: int) -> Te
     another stage is the unit's home."""
     stacked = handle.entry.stacked(group)
     if group.home(index) != group.stage:
-        n = group.layout.shard_numel(handle.owner.comms.without(group.over).ranks)
-        return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], n)
+        return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], group.shard_numel(handle.owner.comms))
     return leaf.select(-2, group.here.index(index)) if stacked else leaf
 
 
@@ -297,9 +298,8 @@ def _cut(node: Any, whole: Any) -> Any:
     leaves = node.entry.spec.flatten_up_to(whole)
     out = []
     for _, group, shard in node.group_leaves():
-        sources = [
-            source(name, leaves[k], 0, shard.device) for name, k in zip(group.layout.names, group.leaves, strict=True)
-        ]
+        named = zip(group.layout.names, group.leaves, strict=True)
+        sources = [source(name, leaves[k], 0, shard.device) for name, k in named]
         out.append(torch.empty_like(shard))
         fill_group(out[-1], node.entry, group, node.owner.comms, sources)
     return Sharded(tuple(out), node.context)

@@ -223,6 +223,7 @@ class Param:
     def __post_init__(self) -> None:
         if isinstance(self.shape, int):
             raise TypeError(f"Param({self.shape}, ...): expected a shape, such as Param(({self.shape}, 8))")
+        # lists are taken, too, and cannot be hashed
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "split", checked_split(self.split, self.shape))
         if any(not isinstance(n, int) or n < 0 for n in self.shape):

@@ -27,17 +27,18 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     segments: tuple[tuple[int, int], ...] = (*itertools.pairwise([*starts, len(trace.visits)]),)
     of_visit = [segment for segment, ends in enumerate(segments) for _ in range(*ends)]
     shared, unused = _held(trace, assignment, of_visit)
-    flows = tuple(
-        Flow(*ends, sum(of[0][1].nbytes for of in tensors), sum(of[0][1].grad_bytes for of in tensors))
-        for ends, tensors in _crossing(trace, of_visit).items()
-    )
+    # a tensor travels once between two segments, whoever takes it there
+    flows: list[Flow] = []
+    for ends, tensors in _crossing(trace, of_visit).items():
+        values = [takers[0][1] for takers in tensors]
+        flows.append(Flow(*ends, sum(x.nbytes for x in values), sum(x.grad_bytes for x in values)))
     loss = {of_visit[visit] for visit in trace.loss_of}
     if len(loss) > 1:
         raise ValueError(
             f"the loss is made of what segments {sorted(loss)} have made: it can be of one. Pass what the others give "
             "it through the visits, or report it as aux"
         )
-    return trace._replace(split=Split(segments, assignment.homes, flows, shared, unused))
+    return trace._replace(split=Split(segments, assignment.homes, tuple(flows), shared, unused))
 
 
 def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
@@ -45,6 +46,7 @@ def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
     cuts this is one that leaves the fewest assigned units unused, and then has the cheapest dearest segment."""
     visits, costs = trace.visits, costs_of(trace.visits)
     found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}  # up to a visit: how good, starts
+    # segment by segment, each as long as its units allow; of cuts at one visit the best goes on
     for segment in range(len(assignment.homes)):
         may = {unit for unit, segments in enumerate(assignment.units) if segment in segments}
         longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}

@@ -74,8 +74,10 @@ class _Running:
 class _Loop:
     def __init__(self, todo: Sequence[StageEvent], rate: Rate) -> None:
         self.todo, self.now, self._rate = todo, 0.0, rate
+        # times
         self.starts, self.ends = [0.0] * len(todo), [math.nan] * len(todo)
         self.causes: list[int | None] = [None] * len(todo)
+        # streams, and who waits for whom
         self._queues: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
         self._waiting = [len(event.waits) for event in todo]
         self._waiters: defaultdict[int, list[int]] = defaultdict(list)
@@ -84,6 +86,7 @@ class _Loop:
             for earlier in event.waits:
                 self._waiters[earlier].append(number)
         self._before: dict[tuple[int, str], tuple[int, ...]] = dict.fromkeys(self._queues, ())
+        # what runs now
         self._running: defaultdict[int, dict[str, _Running]] = defaultdict(dict)  # stage -> stream -> what it runs
         self._agenda: list[tuple[float, int, _Running, float]] = []  # when something ends at a rate, if that stays
         self._turn = itertools.count()
@@ -94,6 +97,7 @@ class _Loop:
         while self._agenda:
             self.now = self._agenda[0][0]
             over = self._due()
+            # phases that are over; events whose last that was
             changed = {stage for running in over for stage, _ in running.ends}
             ready: list[int] = []
             for running in over:
@@ -150,11 +154,13 @@ class _Loop:
             events = (number,) if partner is None else (number, partner)
             if not all(map(self._is_next, events)):
                 continue
+            # what let it begin
             ends = tuple((self.todo[one].stage, self.todo[one].stream) for one in events)
             before = [each for one, at in zip(events, ends, strict=True) for each in self._before[at]]
             waits = [each for one in events for each in self.todo[one].waits]
             # the last to end; the one before on the stream where several end together
             cause = max((*before, *waits), key=self.ends.__getitem__, default=None)
+            # it begins, at both of its ends
             for one, at in zip(events, ends, strict=True):
                 self._queues[at].popleft()
                 self._before[at] = (one,)

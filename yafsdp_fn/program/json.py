@@ -1,6 +1,7 @@
 """Programs as JSON, and the hash that ranks compare."""
 
 import hashlib
+import itertools
 import json
 import math
 import reprlib
@@ -31,6 +32,7 @@ def check_trace(trace: Trace) -> None:
 
 
 def _wrong_trace(trace: Trace) -> Iterator[str]:
+    # units
     units, visits = range(len(trace.units)), range(len(trace.visits))
     for at, unit in enumerate(trace.units):
         if unit.id != at:
@@ -44,6 +46,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             encoding = getattr(unit, field)
             if encoding is not None and not (1 <= encoding.block <= MOST_PARTS and min(encoding[2:]) >= 0):
                 yield f"units[{at}].{field}: expected blocks of 1 to {MOST_PARTS} elements, and bytes of at least 0"
+    # visits, and what the loss does between them
     for at, visit in enumerate(trace.visits):
         if visit.id != at:
             yield f"visits[{at}].id: expected {at}, its place, got {visit.id}"
@@ -64,6 +67,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         yield from _wrong_calls(f"between[{at}]", (call for each in calls for call in each), trace)
     if not all(visit in visits for visit in trace.loss_of):
         yield f"loss_of: expected some of the {len(visits)} visits"
+    # computes
     computes = [compute[:3] for compute in trace.order]
     if not 1 <= trace.microbatches <= max(len(computes), MOST_EMPTY):
         yield f"microbatches: {trace.microbatches} of {len(computes)} computes"
@@ -74,6 +78,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"order[{at}]: {kind} of visit {number} in microbatch {microbatch}: there is no such"
         if not all(unit in units for unit in closes):
             yield f"order[{at}].closes: expected some of the {len(units)} units"
+    # stages and mesh
     if trace.split is not None:
         yield from _wrong_split(trace.split, trace)
     elif trace.stage is not None:
@@ -82,6 +87,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         yield "mesh: expected axes of different names, with one rank or more each"
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
+    # costs, and the optimizer
     for at, (_, _, parts) in enumerate(trace.optimizer.shards):
         if parts < 1 or trace.ranks % parts:
             yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
@@ -114,21 +120,21 @@ def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> I
 
 
 def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
+    # segments, and where they are
     ends = [0, *[end for _, end in split.segments]]
-    if (
-        [first for first, _ in split.segments] != ends[:-1]
-        or ends[-1] != len(trace.visits)
-        or sorted(set(ends)) != ends
-    ):
+    runs = list(itertools.pairwise(ends))
+    if runs != [*split.segments] or ends[-1] != len(trace.visits) or sorted(set(ends)) != ends:
         yield f"split.segments: expected consecutive runs of the {len(trace.visits)} visits"
     stages = set(split.homes)
     if len(split.homes) != len(split.segments) or stages != set(range(len(stages))):
         yield "split.homes: expected a stage for each segment, numbered from 0 without gaps"
+    # what travels
     for at, (source, target, nbytes, grad_bytes) in enumerate(split.flows):
         if not 0 <= source < target < len(split.segments) or min(nbytes, grad_bytes) < 0:
             yield f"split.flows[{at}]: expected an earlier and a later segment, and bytes of at least 0"
     if len({flow[:2] for flow in split.flows}) < len(split.flows):
         yield "split.flows: one is there twice"
+    # who holds what
     units = range(len(trace.units))
     for at, (unit, holders) in enumerate(split.shared):
         if unit not in units or not _some_of(stages, holders) or [*holders] != sorted(holders) or len(holders) < 2:

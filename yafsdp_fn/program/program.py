@@ -38,6 +38,7 @@ def _away(
 
     cut: `(elements, align, over)` of all units; axes: `(name, size)` of those inside blocks
     """
+    # where the leaves are, and who owns them
     units = []
     for unit, _, measured in lent:
         numel, align, over = cut[unit]
@@ -46,6 +47,7 @@ def _away(
         leaves = [Leaf("", offset, shape, 0, len(holders)) for offset, shape, _, _ in measured]
         units.append((unit, padded_numel(numel, count, align) // count, leaves, holders))
     owners = assign(units, ranks)
+    # of each leaf, what its owner has not got
     out: dict[int, int] = {}
     for (unit, n, leaves, holders), of in zip(units, lent, strict=True):
         shard_of = {rank: shard for members in holders for shard, rank in enumerate(members)}
@@ -122,7 +124,8 @@ def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     split = trace.split
     assert split is not None and trace.stage is None, "a whole step that is split"
     held = units_of(trace, stage)
-    here = {number for segment in split.of(stage) for number in split.visits(segment)}
+    here = split.visits_on(stage)
+    # visits and units of others keep their numbers
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
     between = tuple(each for each in trace.between if max(each.after, 0) in here)
@@ -137,10 +140,11 @@ def units_of(trace: Trace, stage: int) -> frozenset[int]:
     split = trace.split
     assert split is not None
     used = {unit for visit in trace.visits for unit in visit.units}
-    home = {number: split.homes[at] for at, ends in enumerate(split.segments) for number in range(*ends)}
-    own = {unit for visit in trace.visits if home[visit.id] == stage for unit in visit.units}
-    of_unused = dict(split.unused)
-    return frozenset(own | ({unit.id for unit in trace.units if of_unused.get(unit.id, 0) == stage} - used))
+    here = split.visits_on(stage)
+    own = {unit for visit in trace.visits if visit.id in here for unit in visit.units}
+    home = dict(split.unused)
+    unused = {unit.id for unit in trace.units if home.get(unit.id, 0) == stage} - used
+    return frozenset(own | unused)
 
 
 def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int], ...]:
@@ -265,19 +269,23 @@ class Program:
         """Size of each weight slot: the largest unit it ever holds. without: units that take no room"""
         pairs = [pair for op in self.ops for pair in filled(op)]
         pairs += [(unit, slot) for slot, unit in self.carried().items()]
-        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without})
+        size = {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without}
+        return _largest(pairs, size)
 
     def grad_slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each gradient slot."""
         pairs = [pair for op in self.ops if isinstance(op, ops.Reduce) for pair in zip(*op, strict=True)]
-        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without})
+        size = {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without}
+        return _largest(pairs, size)
 
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that
         crosses between segments in it."""
+        # what visits save
         found = [op for op in self.ops if isinstance(op, ops.Forward | ops.Fetch)]
         saved = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
         size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
+        # what crosses
         crossing: list[tuple[Any, int]] = []
         for op in self.ops:
             crossing += [((message.flow, message.back), slot) for message, slot in self.trace.messages_of(op)]
@@ -292,8 +300,9 @@ class Program:
 
     def secondary_bytes(self) -> dict[int, int]:
         """Returns unit -> size of its secondary shard."""
-        units, of = [unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units], self.trace.units
-        return {unit: of[unit].gather_bytes // self.trace.local_ranks_of(of[unit]) for unit in sorted(units)}
+        units = sorted(unit for op in self.ops if isinstance(op, ops.Stash) for unit in op.units)
+        specs = [self.trace.units[unit] for unit in units]
+        return {spec.id: spec.gather_bytes // self.trace.local_ranks_of(spec) for spec in specs}
 
     def count(self, kind: type[Any], source: str | None = None) -> int:
         """Collectives of one kind of op, `Gather` say: one for each of its units. source: of gathers from there."""

@@ -122,40 +122,46 @@ class Split(NamedTuple):
         """Returns the segments of `stage`."""
         return tuple(number for number, home in enumerate(self.homes) if home == stage)
 
-    # ---- messages
+    def visits_on(self, stage: int) -> set[int]:
+        """Returns the numbers of the visits of `stage`."""
+        return {visit for segment in self.of(stage) for visit in self.visits(segment)}
 
-    def arriving(self, segment: int) -> tuple[int, ...]:
-        """Returns the numbers of the flows that a segment takes."""
-        return tuple(number for number, flow in enumerate(self.flows) if flow.target == segment)
+    # ---- messages
 
     def leaving(self, segment: int) -> tuple[int, ...]:
         """Returns the numbers of the flows that others take from it."""
         return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
 
+    def taken_by(self, call: Call) -> tuple[Message, ...]:
+        """Returns the messages that a call takes: those that arrive; in a backward the gradients of those that have
+        left."""
+        return self._messages(call, leaving=call.kind != "forward")
+
+    def given_by(self, call: Call) -> tuple[Message, ...]:
+        """Returns the messages that a call gives: those that leave; in a backward the gradients of those that have
+        arrived."""
+        return self._messages(call, leaving=call.kind == "forward")
+
+    def _messages(self, call: Call, leaving: bool) -> tuple[Message, ...]:
+        """Returns the messages of the flows from a call's segment, or to it."""
+        found: list[Message] = []
+        back = call.kind != "forward"
+        for number, flow in enumerate(self.flows if call.kind != "weights" else ()):  # which nobody waits for
+            if call.segment == (flow.source if leaving else flow.target) and (flow.grad_bytes or not back):
+                found.append(Message(number, call.microbatch, back))
+        return tuple(found)
+
     def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
-        """Returns the messages that a compute takes from carry slots: those that arrive, in the first forward of a
-        segment; the gradients of those that have left, in its first backward."""
+        """Returns the messages that a compute takes from carry slots: those of its call, if it is the first of it."""
         segment = self.segment(visit)
-        first, end = self.segments[segment]
-        if kind == "forward" and visit == first:
-            return tuple(Message(flow, microbatch) for flow in self.arriving(segment))
-        if kind in ("backward", "inputs") and visit == end - 1:
-            return self._back(self.leaving(segment), microbatch)
-        return ()
+        first = self.visits(segment)[0 if kind == "forward" else -1]
+        return self.taken_by(Call(kind, segment, microbatch)) if visit == first else ()
 
     def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
-        """Returns the messages that a compute puts into carry slots: those that leave, in the last forward of a
-        segment; the gradients of those that have arrived, in its last backward."""
+        """Returns the messages that a compute puts into carry slots: those of its call, if it is the last of it."""
         segment = self.segment(visit)
-        first, end = self.segments[segment]
-        if kind == "forward" and visit == end - 1:
-            return tuple(Message(flow, microbatch) for flow in self.leaving(segment))
-        if kind in ("backward", "inputs") and visit == first:
-            return self._back(self.arriving(segment), microbatch)
-        return ()
-
-    def _back(self, flows: tuple[int, ...], microbatch: int) -> tuple[Message, ...]:
-        return tuple(Message(flow, microbatch, back=True) for flow in flows if self.flows[flow].grad_bytes)
+        last = self.visits(segment)[-1 if kind == "forward" else 0]
+        return self.given_by(Call(kind, segment, microbatch)) if visit == last else ()
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
         """Returns the stages that a message of `flow` comes from and goes to."""

@@ -23,6 +23,8 @@ def describe(op: Op, trace: Trace) -> str:
 
 
 def _in_words(op: Any, trace: Trace) -> str:
+    # what ops name, in words
+
     def units(ids: tuple[int, ...]) -> str:
         return ", ".join(trace.units[unit].name for unit in ids)
 
@@ -46,6 +48,7 @@ def _in_words(op: Any, trace: Trace) -> str:
             words += f"{kind} {at}" if kind == "carry slot" else kind.removesuffix("slot") + slots(at)
         return words
 
+    # a sentence for each kind
     match op:
         case ops.Gather(ids, into, source):
             return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
@@ -69,7 +72,7 @@ def _in_words(op: Any, trace: Trace) -> str:
             detail += f" -> grad {slots(into)}" if into else ""
             detail += crossing(takes, gives)
             name = f"backward{'' if half == 'both' else f' ({half})'} {trace.visits[visit].name}"
-        case _ if isinstance(op, OPS):
+        case _ if isinstance(op, OPS):  # what is moved follows from its annotations
             return f"{name_of(op)} {subject()}{moved()}"
         case _ if hasattr(op, "stream"):  # of a peer: simulated, never run
             return f"copy {units(op.units)}".strip()
@@ -99,7 +102,10 @@ def collectives(trace: Trace) -> list[str]:
 
 def _called(calls: Collectives) -> str:
     runs = [(call, len(list(alike))) for call, alike in itertools.groupby(calls)]
-    each = [f"{f'{n} x ' * (n > 1)}{call.kind} {call.axis} ({call.nbytes / 2**10:,.1f} KiB)" for call, n in runs]
+    each = []
+    for call, count in runs:
+        times = f"{count} x " if count > 1 else ""
+        each.append(f"{times}{call.kind} {call.axis} ({call.nbytes / 2**10:,.1f} KiB)")
     return ", ".join(each) or "none"
 
 

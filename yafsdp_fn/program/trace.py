@@ -54,14 +54,17 @@ class UnitSpec(NamedTuple):
 
     id: int
     name: str
+    # where it is in the model
     stack: str | None
     layer: int
+    # its size, on this mesh
     numel: int
     gather_bytes: int
     reduce_bytes: int
     trainable: bool
     sum_bytes: int = 0
     over: tuple[str, ...] = ()
+    # what it travels in
     gathered_as: Encoding | None = None
     reduced_as: Encoding | None = None
 
@@ -179,16 +182,19 @@ class Trace(NamedTuple):
     ((('shard', 2),), 1, 6, 6, 12)
     """
 
+    # what is computed, and where
     units: tuple[UnitSpec, ...]
     visits: tuple[Visit, ...]
     order: tuple[Compute, ...]
     mesh: tuple[tuple[str, int], ...]
     microbatches: int
+    # the optimizer, and how gradients are added
     update_when: UpdateWhen = "never"
     precision: tuple[str, ...] = ()
     optimizer: OptimizerMemory = OptimizerMemory()
     lent: tuple[Lent, ...] = ()
     ordered: bool = False
+    # stages, and what travels beside units
     split: Split | None = None
     stage: int | None = None
     loss_of: tuple[int, ...] = ()
@@ -350,19 +356,22 @@ def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
     """Returns `unit` to a stage that does not hold it: a number and a name."""
-    unit = unit._replace(gathered_as=None, reduced_as=None)
-    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
+    return unit._replace(
+        numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0, gathered_as=None, reduced_as=None
+    )
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:
     """Returns `unit` cut over `after` ranks instead of `before`."""
-    old, new = padded_numel(unit.numel, before, unit.align), padded_numel(unit.numel, after, unit.align)
+    old = padded_numel(unit.numel, before, unit.align)
+    new = padded_numel(unit.numel, after, unit.align)
     sizes = (unit.gather_bytes, unit.reduce_bytes, unit.sum_bytes)
     gather, reduce, wide = (nbytes // old * new if old else 0 for nbytes in sizes)
     encodings = (unit.gathered_as, unit.reduced_as)
     gathered, reduced = (each and each._replace(nbytes=new // each.block * each.block_bytes) for each in encodings)
-    unit = unit._replace(gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide)
-    return unit._replace(gathered_as=gathered, reduced_as=reduced)
+    return unit._replace(
+        gather_bytes=gather, reduce_bytes=reduce, sum_bytes=wide, gathered_as=gathered, reduced_as=reduced
+    )
 
 
 # ---- The order of a loss.
@@ -393,19 +402,23 @@ def _table(trace: Trace) -> str:
         f"trace of {what} on the mesh ({arguments(dict(trace.mesh))}){stage}: {len(trace.units)} units, "
         f"{numel:,} parameters, {len(trace.visits)} visits, microbatches: {trace.microbatches}"
     )
+    # visits
     rows = [["visit", "units", "trained", "parameters", "gathered", "FLOPs forward", "backward", "its graph keeps"]]
     for visit in trace.visits:
         units, cost = [trace.units[unit] for unit in visit.units], visit.cost
         ids = (", ".join(map(str, each)) for each in (visit.units, visit.trained))
         size = f"{sum(unit.gather_bytes for unit in units) / 2**20:.2f} MiB"
-        forward, backward = cost.flops + cost.attention_flops, cost.bwd_flops + cost.bwd_attention_flops
-        costs = (f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB") if forward else ("-",) * 3
+        forward = cost.flops + cost.attention_flops
+        backward = cost.bwd_flops + cost.bwd_attention_flops
+        costs = ["-", "-", "-"]  # nothing has measured them
+        if forward:
+            costs = [f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB"]
         rows.append([f"{visit.id} {visit.name}", *ids, f"{sum(unit.numel for unit in units):,}", size, *costs])
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])]).rstrip() for cells in rows]
-    order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * (trace.microbatches > 1) for now in trace.order]
-    several = (
-        f"; {len(order)} computes, as visit of microbatch" if trace.microbatches > 1 else f"; {len(order)} computes"
-    )
+    # computes
+    several = trace.microbatches > 1
+    order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * several for now in trace.order]
+    count = f"; {len(order)} computes" + ", as visit of microbatch" * several
     shown = order if len(order) <= 8 else [*order[:5], "...", *order[-3:]]
-    return "\n".join([head, *shortened(lines), "order: " + ", ".join(shown) + several, f"updates: {trace.update_when}"])
+    return "\n".join([head, *shortened(lines), "order: " + ", ".join(shown) + count, f"updates: {trace.update_when}"])

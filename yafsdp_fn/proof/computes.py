@@ -47,8 +47,9 @@ def of_this_step(run: Execution, op: ComputeOp) -> None:
 
 def written(run: Execution, slot: int, carried: int) -> None:
     """Checks that anything has written the slot, where a later gather must find the next step's weights there."""
-    held, trainable = run.slots[slot], run.trace.units[carried].trainable
-    after = trainable and not run.has_updates
+    held = run.slots[slot]
+    # an update that follows the program makes all it holds old
+    after = run.trace.units[carried].trainable and not run.has_updates
     if (held.op < 0 or after) and not _there_again(run, slot, carried):
         why = f"slot {slot} holds no weights of this step; it must hold {run.unit(carried)}"
         run.refuse(why, ("slot", 0, slot), at=_first_use(run, slot))
@@ -80,7 +81,8 @@ def stashed(run: Execution, op: Gather) -> None:
     for unit in op.units if op.source == "node" else ():
         if unit not in run.secondary:
             run.refuse(f"nothing was stashed of {run.unit(unit)} in this step")
-        (stash, held), buffer = run.secondary[unit], ("secondary", 0, unit)
+        stash, held = run.secondary[unit]
+        buffer = ("secondary", 0, unit)
         if unit in run.updated:
             why = f"the secondary shard of {run.unit(unit)} is of the weights before its update"
             run.refuse(why, buffer, stash)

@@ -68,6 +68,7 @@ def _stuck(pipeline: Program) -> Iterator[Stuck]:
     for stage, first in enumerate(firsts):
         if first is None:
             continue
+        # whom it needs, and who of these has not come
         item = rows[stage][first]
         there = met[_together(item)]
         needed = range(len(rows)) if isinstance(item, Norm) else there if _together(item) else ()
@@ -75,6 +76,7 @@ def _stuck(pipeline: Program) -> Iterator[Stuck]:
         waiting = [other for other in others if other in there and (other, there[other]) in begun - over]
         missing = [other for other in others if other not in waiting]
         rest = [other for other, left in enumerate(firsts) if other != stage and left is not None]
+        # named is one that it needs, or else any other that is stuck
         other = next(iter((*missing, *rest, stage)))
         last = firsts[other]
         yield Stuck(stage, first, other, len(pipeline.stages[other]) if last is None else last)

@@ -43,22 +43,27 @@ def refusal_on(stage: int, rule: str, why: str, where: str = "", at: int = -1) -
 
 def _drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
     """Returns the message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
+    # the sentence
     here = f"op {index} ({describe(program.ops[index], program.trace)})" if index >= 0 else "end of program"
     head = f"{here}: rule {rule!r}: {why}"
     if other == -1:
         head += " (it was there when the step began)"
     if buffer is None or (other in (None, -1) and index < 0):
         return head
+    # from which op to which one
     ends = [at for at in (index, other) if at is not None and at >= 0]
     first, last = min(ends), max(ends) if index >= 0 else len(program.ops) - 1
     if len(ends) == 1 and index >= 0:
         first = 0
     # what the buffer held before tells why it was lost
     first = next((at for at in reversed(range(first)) if _use(program, at, buffer)), first)
+    # a line for each use
     lines: list[tuple[str, str, str, str]] = []
     for at in range(first, last + 1):
         use = _use(program, at, buffer)
-        mark = "<- refused" if at == index else "<- against this" if at == other else ""
+        mark = "<- against this" if at == other else ""
+        if at == index:
+            mark = "<- refused"
         if use or mark:
             lines.append((use or "      ", f"op {at}", describe(program.ops[at], program.trace), mark))
     if len(lines) > MOST:
@@ -87,4 +92,6 @@ def _use(program: Program, at: int, buffer: Buffer) -> str:
         reads, writes = program.ops[at].uses()
     except (AttributeError, TypeError):  # no op of a program
         return ""
-    return "write" if buffer in writes else "read" if buffer in reads else ""
+    if buffer in writes:
+        return "write"
+    return "read" if buffer in reads else ""

@@ -84,7 +84,9 @@ class Rule:
 
     name: str
     sentence: str
+    # of a program
     form: Callable[[Program], None] | None = None
+    # of an op
     gather: Callable[["Execution", Gather], None] | None = None
     stash: Callable[["Execution", Stash], None] | None = None
     forward: Callable[["Execution", Forward], None] | None = None
@@ -98,6 +100,7 @@ class Rule:
     fetch: Callable[["Execution", Fetch], None] | None = None
     send: Callable[["Execution", Send], None] | None = None
     receive: Callable[["Execution", Receive], None] | None = None
+    # in a compute
     crosses: Callable[["Execution", ComputeOp, str, Sequence[Message]], None] | None = None
     read: Callable[["Execution", ComputeOp], None] | None = None
     save: Callable[["Execution", Forward], None] | None = None
@@ -105,10 +108,13 @@ class Rule:
     resume: Callable[["Execution", Backward], None] | None = None
     begin: Callable[["Execution", Forward], None] | None = None
     write: Callable[["Execution", int, int], None] | None = None
+    # of any op
     take: Callable[["Execution", int, int | Message], None] | None = None
     put: Callable[["Execution", int, int | Message], None] | None = None
+    # at the end
     end: Callable[["Execution"], None] | None = None
     last: Callable[["Execution", int, int], None] | None = None
+    # of all stages
     pipeline: Callable[[Program], None] | None = None
     in_form: Callable[[Program], None] | None = None
     proved: Callable[[Program], None] | None = None
@@ -146,8 +152,9 @@ class Execution:
 
     def __init__(self, program: Program, checks: Checks) -> None:
         self.program, self._checks = program, checks
-        self.trace, self.ops = program.trace, program.ops
         self.at, self.done, self._rule = -1, 0, ""
+        # what the program is
+        self.trace, self.ops = program.trace, program.ops
         computes = [at for at, op in enumerate(self.ops) if isinstance(op, Forward | Backward)]
         self.last_compute = max(computes, default=-1)
         self.has_updates, self.shared = program.has_updates, self.trace.shared
@@ -157,11 +164,13 @@ class Execution:
             for unit in self.trace.visits[visit].trained:
                 self.needed.setdefault(unit, []).append((visit, microbatch, unit))
         self.carried, self.slot_bytes = program.carried(), program.slot_bytes()
+        # contents of buffers
         self.slots = {slot: Weights(unit, 0, -1) for slot, unit in self.carried.items()}
         self.secondary: dict[int, tuple[int, Weights]] = {}
         self.grads: dict[int, Gradient] = {}
         self.activations: dict[int, Activation] = {}
         self.host: dict[int, Activation] = {}
+        # what has been done
         self.saved: dict[tuple[int, int], int] = {}
         self.graphs: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
         self.reduced: dict[Contribution, int] = {}

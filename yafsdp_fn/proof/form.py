@@ -48,6 +48,7 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
         return "a peer's copy, which simulate and Plan.of take and no step runs" if peer else "not an op of a program"
     if (why := _mistyped(op)) is not None:
         return why
+    # stages
     fields = op._asdict()
     if isinstance(op, AllReduce) and op.over == "stages" and len(op.units) > 1:
         return f"units {op.units}: stages share units one by one"
@@ -55,6 +56,7 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
         return "the trace has no pipeline stages"
     if isinstance(op, Send | Receive) and trace.split and not 0 <= op.flow < len(trace.split.flows):
         return f"there are flows 0 to {len(trace.split.flows) - 1}"
+    # visits, and what their ops may have
     if "visit" in fields and not 0 <= fields["visit"] < len(trace.visits):
         return f"there are visits 0 to {len(trace.visits) - 1}"
     if isinstance(op, Forward) and op.keep and op.carry_slot is not None:
@@ -63,6 +65,7 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
         return "it names no unit; leave the op out"
     if isinstance(op, Backward) and op.half == "weights" and op.carry_slot is not None:
         return "the gradients of weights need no carry: the half before them has read it"
+    # units, and their slots
     for units, slots in _pairs(op, trace):
         if any(not 0 <= unit < len(trace.units) for unit in units):
             return f"the trace has units 0 to {len(trace.units) - 1}"

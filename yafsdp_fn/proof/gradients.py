@@ -17,6 +17,7 @@ def is_free(run: Execution, unit: int | None, slot: int) -> None:
 def own_backward_is_next(run: Execution, op: Forward) -> None:
     if not op.keep:
         run.refuse("it recomputes, and its backward would not know what was begun")
+    # the compute that comes next
     later = enumerate(run.ops[run.at + 1 :], run.at + 1)
     after, then = next(((at, it) for at, it in later if isinstance(it, Forward | Backward)), (None, None))
     buffer = ("grad slot", 0, op.early[0])
@@ -34,7 +35,8 @@ def own_backward_is_next(run: Execution, op: Forward) -> None:
 
 def holds_gradient(run: Execution, op: Reduce) -> None:
     for unit, slot in zip(op.units, op.grad_slots, strict=True):
-        held, buffer = run.grads.get(slot), ("grad slot", 0, slot)
+        held = run.grads.get(slot)
+        buffer = ("grad slot", 0, slot)
         if held is None:
             before = run.last_reduced(unit)
             again = "; it was reduced already" if before is not None else ""
@@ -53,11 +55,13 @@ def microbatches_apart(run: Execution, op: Reduce) -> None:
 def _one_microbatch(run: Execution, unit: int, slot: int) -> None:
     held: Gradient = run.grads[slot]
     buffer: Buffer = ("grad slot", 0, slot)
+    # one, whole, and none before an earlier one
     found = {microbatch for _, microbatch, _ in held.contributions}
     if len(found) > 1:
         why = f"gradients of {run.unit(unit)} from microbatches {sorted(found)} are added before they are reduced"
         run.refuse(f"{why}; take a schedule that does not defer reductions", buffer, held.op)
-    if missing := {part for part in run.needed[unit] if part[1] in found} - set(held.contributions):
+    missing = {part for part in run.needed[unit] if part[1] in found} - set(held.contributions)
+    if missing:
         why = f"what {run.visit(min(missing)[0])} adds to the gradient of {run.unit(unit)} is reduced apart from it"
         run.refuse(why, buffer, run.last_reduced(unit))
     if min(found) < max((m for _, m, other in run.reduced if other == unit), default=0):
@@ -134,7 +138,8 @@ def whole_norm(run: Execution, op: Norm) -> None:
     if run.at < run.last_compute:
         # a loss may read sharded leaves beside its visits: that gradient arrives with the end of the backward
         run.refuse("the norm comes before the last compute", ("norm",), run.last_compute)
-    if wrong := set(run.trace.trained) ^ set(op.units):
+    wrong = set(run.trace.trained) ^ set(op.units)
+    if wrong:
         unit = min(wrong)
         why = "is trainable, and missing" if run.trace.units[unit].trainable else "is frozen"
         run.refuse(f"it must be of all trainable units: {run.unit(unit)} {why}")

@@ -44,6 +44,7 @@ def wrong_calls(split: Split, rows: Sequence[Sequence[Call]], microbatches: int,
 
 
 def _wrong(split: Split, stage: int, call: Call, microbatches: int, trains: bool, done: set[Call]) -> str | None:
+    # is there such a call, here?
     kind, segment, microbatch = call
     if kind not in BEFORE:
         return f"{kind!r}: expected forward, backward, inputs or weights"
@@ -55,6 +56,7 @@ def _wrong(split: Split, stage: int, call: Call, microbatches: int, trains: bool
         return f"there are microbatches 0 to {microbatches - 1}"
     if kind != "forward" and not trains:
         return "the step is of forwards alone"
+    # is it in its turn?
     if call in done:
         return "it is there twice"
     for before in BEFORE[kind]:
@@ -110,6 +112,7 @@ def a_program_each(pipeline: Program) -> None:
             "ya.schedules.one_f_one_b(ya.schedules.zero2())"
         )
         raise Refused("stages", -1, f"rule 'stages': {why}")
+    # stages sum the gradients of what they share: none may be left out
     holders: dict[int, list[int]] = {}
     for stage in range(split.stages):
         for unit in sorted(units_of(pipeline.trace, stage)):
@@ -177,6 +180,7 @@ def sent_is_received(pipeline: Program) -> None:
         for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there)):
             if mine and theirs and mine[1].message == theirs[1].message:
                 continue
+            # one side has another message, or none
             if theirs is None:
                 why = f"stage {target} never receives it"
             elif mine is None:

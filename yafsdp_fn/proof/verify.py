@@ -22,6 +22,7 @@ from yafsdp_fn.util.words import counted
 # ---- The rules.
 
 RULES = (
+    # computes, and what they read
     Rule(
         "form",
         "ops name units, visits and slots that exist, with one slot for each unit, and no slot twice",
@@ -58,6 +59,7 @@ RULES = (
         "a kept graph's backward runs in the slots of its forward (saved weights are views of them)",
         resume=computes.same_slots,
     ),
+    # carry slots
     Rule(
         "offload",
         "a carry that a visit saves is in one place until its backward: a carry slot that was free, or the host; the "
@@ -80,6 +82,7 @@ RULES = (
         receive=computes.ends_here,
         end=computes.all_taken,
     ),
+    # gradients
     Rule(
         "gradient",
         "a backward writes to a gradient slot that is free or holds the same unit",
@@ -107,6 +110,7 @@ RULES = (
         "every contribution (visit, microbatch, unit) is reduced exactly once by the end",
         end=gradients.all_reduced,
     ),
+    # sums over replicas and stages
     Rule(
         "replicas",
         "where there are replicas, each unit's complete gradient is summed over them exactly once (a sum before the "
@@ -121,6 +125,7 @@ RULES = (
         allreduce=gradients.once_over_stages,
         end=gradients.never_over_stages,
     ),
+    # the optimizer's step
     Rule(
         "update",
         "each trainable unit is updated exactly once, or none on any stage; after the norm; the parts of an update "
@@ -137,6 +142,7 @@ RULES = (
         norm=gradients.whole_norm,
         end=gradients.norm_is_read,
     ),
+    # pipelines
     Rule(
         "stages",
         "every stage of the step has its ops, and units are shared as the cut says",
@@ -184,6 +190,7 @@ def verify(program: Program) -> Program:
         raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
     if program._proved:
         return program
+    # each stage by itself, and all together
     try:
         if len(program.stages) == 1 and program.by_stage[0] is program:
             _ask("form", program)

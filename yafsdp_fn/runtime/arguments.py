@@ -66,6 +66,7 @@ class Arguments:
         argnums: tuple[int, ...],
         microbatches: int | None,
     ) -> None:
+        # which of them are differentiated
         if len(set(argnums)) != len(argnums):
             raise ValueError(f"argnums={argnums} names one argument twice")
         for number in argnums:
@@ -84,6 +85,7 @@ class Arguments:
                     "tensors: of a state its params (state.params), of a tree of ya.Param what ya.init "
                     "or ya.materialize makes of it"
                 )
+        # whose ranks cut the batch
         others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
         self.constants = [node for node in others if node.owner is others[0].owner]
         given = next(filter(is_sharded, [*self.nodes, *self.constants]), None)
@@ -118,6 +120,7 @@ class Arguments:
 
     def call(self, microbatch: int, runner: Runner | None, track: bool) -> Any:
         """Calls the function on the differentiated leaves and the microbatch's part of the rest."""
+        # differentiated
         plain = iter(self.plain)
         nodes: list[Any] = []
         for node in self.nodes:
@@ -126,6 +129,7 @@ class Arguments:
                 nodes.append(leaf if track else leaf.detach())
             else:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
+        # the rest, or the microbatch's part of it
         whole = self._rest if self._microbatch is None else self._microbatch(microbatch)
         if self._copied:  # kernels may round differently by alignment, and parts begin anywhere
             whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
@@ -223,6 +227,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
+    # rows
     rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
     if micro_shards is None:
         mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)
@@ -231,6 +236,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
         own = [part(number) for number in range(rank, micro_shards, ranks)]
         joined = lambda *pieces: torch.cat(pieces) if _is_cut(pieces[0]) else pieces[0]  # noqa: E731
         mine = optree.tree_map(joined, *own, is_leaf=is_sharded)
+    # further dimensions
     for name, dim in (split or {}).items():
         if dim < 1:
             raise ValueError(f"shard_batch(split={split}): rows, dimension 0, are split already; expected 1 or more")
@@ -251,6 +257,7 @@ def batch_axes(mesh: DeviceMesh) -> frozenset[str]:
 
 def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> Tree:
     """Returns this rank's part of every tensor leaf of `batch` that has dimension `dim`."""
+    # zigzag: an early part and a late one, of which causal attention makes as much work on each rank
     own = (axis.rank, 2 * axis.size - 1 - axis.rank) if zigzag else (axis.rank,)
     parts = axis.size * len(own)
 

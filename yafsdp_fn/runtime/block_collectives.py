@@ -97,6 +97,7 @@ class BlockCollectives:
     def __init__(self, runner: VisitRunner, known: dict[Key, Noted], given: Any) -> None:
         self._runner, self.known, self._comms = runner, known, runner.memory.comms
         self._given = [_outline(leaf) for leaf in optree.tree_leaves(given)]
+        # where it is
         self._segment: int | None = None  # of the call of the loss under way
         self._of_loss: Stretch | None = None
         self._of_visit: Stretch | None = None
@@ -160,6 +161,7 @@ class BlockCollectives:
     def _ended(self, stretch: Stretch | None) -> None:
         if stretch is None:
             return
+        # none may be left over
         found, expected = stretch.found, stretch.expected
         if expected is None:  # one rank may have left out the last of them
             self._must_agree(f"the end of {stretch.position}", stretch.position)
@@ -189,10 +191,12 @@ class BlockCollectives:
     def _compare(self, got: Called, x: Tensor, position: str) -> None:
         """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one subgroup along its
         axis of one size; of uneven parts, unless each rank sends what the other one takes."""
+        # the same collective
         comms, call = self._comms, got.call
         what = f"{call.kind} over {call.axis!r}"
         shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
         self._must_agree(f"{what} of {x.dtype}, {position}", what)
+        # of one size along its axis
         mine = torch.tensor([zlib.crc32(repr(shape).encode()), *[n for side in got.rows for n in side]])
         every = comms.numbers_of_all(mine, what, in_stage=True)
         size, apart = comms.axes[call.axis].size, comms.stride(call.axis)
@@ -201,6 +205,7 @@ class BlockCollectives:
             self._must_agree(f"{what} of {x.dtype} {shape}, {position}", what)
         if not got.rows:
             return
+        # uneven parts
         sent, taken = torch.split(every[..., 1:], size, -1)  # [groups, from, beside, to], [groups, to, beside, from]
         unfit = (sent != taken.transpose(1, 3)).nonzero()
         if len(unfit):
@@ -221,8 +226,10 @@ class BlockCollectives:
         """Returns `trace` with what has been called: the forwards once it is recorded, all once a step has run."""
 
         def calls(visit: int, *kinds: str) -> Collectives:
-            noted = next((found for kind in kinds if (found := self.known.get((kind, visit, 0)))), Noted((), []))
-            return tuple(each.call for each in noted.calls)
+            for kind in kinds:
+                if (noted := self.known.get((kind, visit, 0))) is not None:
+                    return tuple(each.call for each in noted.calls)
+            return ()
 
         of_loss = (Between(v, calls(v, "after"), calls(v, "before")) for v in range(-1, len(trace.visits)))
         visits = [(v, calls(v.id, "forward"), calls(v.id, "backward", "kept backward")) for v in trace.visits]

@@ -92,6 +92,7 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
     """
     if comms.alone:
         return
+    # one collective tells whether all is equal; only where it is not, ranks say what
     must = {} if tx is None else optimizer(tx)
     may = {"the function": function(fun), **speed()}
     if not comms.same_on_all(repr((must, may)), "comparing optimizers and losses"):
@@ -107,14 +108,14 @@ def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, batch
     split: axes that leaves in visits are split over; batch: all arguments that are not differentiated
     batch_axes: axes that batches have been cut along
     """
+    # each rank says what batch it has, and which axes it has named
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
     every = comms.numbers_of_all(torch.tensor([digest(batch), *told]), "comparing batches")
     first = comms.world_rank - comms.rank
     for at, name in enumerate(axes, 1):
-        of_subgroup = [
-            first + rank for members in comms.subgroups(along=(name,)) if comms.rank in members for rank in members
-        ]
+        (members,) = [ranks for ranks in comms.subgroups(along=(name,)) if comms.rank in ranks]
+        of_subgroup = [first + rank for rank in members]
         alike = len(set(every[of_subgroup, 0].tolist())) == 1
         if every[:, at].any():
             if not alike and name in split and name not in (EXPERT, *batch_axes):

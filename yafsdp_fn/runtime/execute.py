@@ -48,8 +48,9 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
-from yafsdp_fn.runtime.protocols import StepHooks, Works
+from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
+from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.runtime.visit import BlockCall, Running, ToSlots
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
@@ -81,6 +82,7 @@ class VisitRunner:
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
         self.memory, self.number, self.differentiates = memory, number, differentiates
+        # where it is
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.closed = False
@@ -89,11 +91,12 @@ class VisitRunner:
         self._trained = frozenset(memory.trained if trains else ())
         self._failure: tuple[str, BaseException] | None = None
         self._running: Any = None  # the visit under way
+        # what the loss gets
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
         self.token = self.leaf_token
         self.leaves = [
             master.detach().requires_grad_(trains and group.trainable)
-            for group, master in zip(memory.groups, memory.masters(), strict=True)
+            for group, master in zip(memory.groups, memory.master.present, strict=True)
         ]
 
     # ---- calls and visits
@@ -137,8 +140,8 @@ class VisitRunner:
         if visit is None:
             self._may_begin(call.name)
         number = "without grad" if visit is None else f"visit {visit.id}"
-        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
         visit_id = None if visit is None else visit.id
+        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
         self._running = call
         try:
             self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
@@ -206,6 +209,10 @@ class Session(VisitRunner):
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
     microbatches: calls of the loss; watch: look for tensors that reach blocks from outside (the first step of a loss)
     segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
+
+    Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
+        visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
+        number of the set
     """
 
     segment: Any = None
@@ -216,36 +223,42 @@ class Session(VisitRunner):
         verified: Verified,
         number: int,
         grads: Shards | None,
-        step_hooks: StepHooks,
         *,
         differentiates: bool,
         microbatches: int,
         watch: bool,
+        observer: StepObserver | None,
+        updates: StepUpdates | None,
+        replays: Replays | None,
+        activations: Callable[[StateMemory, object], Any],
     ) -> None:
         memory.ready()
         super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
         self.verified, self.grads, self.microbatches = verified, grads, microbatches
-        self.watch, self.step_hooks = watch, step_hooks
+        self.watch, self.observer, self.updates = watch, observer, updates
+        # blocks are watched in Python, which a replay does not run
+        self.replays = None if watch else replays
         self.differentiating = False  # the step's own backward is running
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
-        self._cursor = 0
+        # the program, and how far it is
         self._ops: Sequence[Op] = verified.ops
+        self._cursor = 0
+        # slots, with what they hold now
         self.slots = acquire(memory)
         self.slots.reserve_for(verified.program)
-        if verified.has_carry_slots and self.slots.activations is None and self.step_hooks.activations is not None:
-            self.slots.activations = self.step_hooks.activations(memory, self.slots.number)
+        if verified.has_carry_slots and self.slots.activations is None:
+            self.slots.activations = activations(memory, self.slots.number)
         self._works: Works = {} if self.slots.activations is None else self.slots.activations.works()
-        # blocks are watched in Python, which a replay does not run
-        self.replays = None if watch else self.step_hooks.replays
-        self.touched: set[int] = set()
         self._unreduced: dict[int, int] = {}  # gradient slot -> unit
+        self.touched: set[int] = set()
 
     # ---- the program
 
     def start(self) -> None:
         """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
         visit."""
+        # on the first step of a program, or where weights were written by hand
         missing = self.slots.missing()
         for index, (unit, slot) in enumerate(missing):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
@@ -255,10 +268,12 @@ class Session(VisitRunner):
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
         and updates come only when `ending`."""
         ops = self._ops
+        # the compute that has just ended
         if op is not None:
             self._cursor += 1
             if op.gives:  # what is to be sent is at hand when the call ends
                 return
+        # all that is no compute: issued, or left for the end
         while True:
             if self._cursor == len(ops):
                 return
@@ -275,10 +290,12 @@ class Session(VisitRunner):
 
     def finish(self) -> None:
         """Runs what is left: the optimizer's step, if there is one."""
+        # the rest of the program
         self.follow(ending=True)
         if self._cursor < len(self._ops):
             raise errors.step_ended_early(self._ops[self._cursor], self.verified.program.trace)
-        for op in self.verified.tail if self.step_hooks.updates is not None else ():
+        # what follows a program without updates
+        for op in self.verified.tail if self.updates is not None else ():
             if isinstance(op, Norm | Update):
                 self.optimize(op)
             else:
@@ -294,8 +311,8 @@ class Session(VisitRunner):
         if self.differentiates and not torch.is_grad_enabled():
             return call.outputs(self.without_grad(call))
         visit = self.new_visit(call.name, call.units)
-        op = self.begin_compute("forward", visit, self.microbatch)
         try:
+            op = self.begin_compute("forward", visit, self.microbatch)
             outs = Running(self, call, visit).forward(op)
             self.end_compute()
         except BaseException as error:
@@ -312,6 +329,7 @@ class Session(VisitRunner):
         ends it: the backward of a visit that keeps its graph begins and ends in two nodes of autograd. Where an error
         comes between them, the step is aborted."""
         self.position = f"{kind} of {visit.name} (visit {visit.id}, microbatch {microbatch}, step {self.number})"
+        # it must be the program's next op, and the trace's visit
         trace = self.verified.program.trace
         op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
         if not isinstance(op, Forward if kind == "forward" else Backward):
@@ -319,23 +337,19 @@ class Session(VisitRunner):
         planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
         if (op.visit, op.microbatch, planned.units, planned.trained) != here:
             raise errors.visit_differs_from_program(self.position, op, trace)
-        observer = self.step_hooks.observer
-        try:
-            if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
-                # the scoreboard takes the last compute on a buffer for all earlier ones
-                raise RuntimeError(
-                    f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
-                )
-            prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
-            run = None if observer is None else observer.issue(op)
-            if self.collectives is not None:
-                self.collectives.begin(kind_of(op), visit.id, run)
-            comms = self.memory.comms
-            event = comms.event() if comms.streams else None
-            self.memory.board.begin(event, prepared.reads, prepared.writes, run)
-        except BaseException as error:
-            self._failure = self.position, error
-            raise
+        if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
+            # the scoreboard takes the last compute on a buffer for all earlier ones
+            raise RuntimeError(
+                f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
+            )
+        # in its place among the uses of buffers
+        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
+        run = None if self.observer is None else self.observer.issue(op)
+        if self.collectives is not None:
+            self.collectives.begin(kind_of(op), visit.id, run)
+        comms = self.memory.comms
+        event = comms.event() if comms.streams else None
+        self.memory.board.begin(event, prepared.reads, prepared.writes, run)
         self._running = op, visit, event, run
         return op
 
@@ -352,11 +366,14 @@ class Session(VisitRunner):
 
     def target(self, op: Backward, visit: Visit) -> Any:
         """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
-        trained, prepared, out = visit.trained, self.slots.prepared.get((type(op), op)), list[GradSlot]()
+        trained = visit.trained
+        prepared = self.slots.prepared.get((type(op), op))
         all_views: Sequence[GradViews] = () if prepared is None else prepared.grads
         if not all_views and self.grads is not None:
             pairs = zip(trained, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
+        # a gradient is added to what a slot holds of the same unit, and overwrites all else
+        out: list[GradSlot] = []
         for unit, slot, views in zip(trained, op.grad_slots, all_views, strict=True):
             if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
@@ -378,9 +395,10 @@ class Session(VisitRunner):
 
     def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
         """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
-        run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op, number)
+        run = None if self.observer is None else self.observer.issue(op, number)
         prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
-        work = prepared.work or self._work(op)
+        work = prepared.work if prepared.stream == "gather" else self._work(op)
+        # what slots hold from here on
         for unit, slot, source in prepared.fills:
             if source is None:
                 self.slots.contents[slot] = unit, self.memory.versions[unit]
@@ -397,6 +415,7 @@ class Session(VisitRunner):
             with torch.no_grad():
                 work()
             return
+        # issued: it runs when the uses that it waits for have ended
         if comms.steps.lost is not None:
             comms.check()
         label = f"{prepared.name} (step {self.number}){why}"
@@ -410,6 +429,7 @@ class Session(VisitRunner):
     def prepare(self, op: Op, visit: Visit | None = None) -> PreparedOp:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
         memory, grads = self.memory, self.grads
+        # uses
         reads, writes = op.uses(self.slots.number)
         if isinstance(op, Forward | Backward) and visit is not None:
             # the session itself copies what travels between segments; slots may be the shards
@@ -418,14 +438,22 @@ class Session(VisitRunner):
             reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
             pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
             writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
+        # gradients
         views: list[GradViews] = []
         if isinstance(op, Backward | Reduce) and grads is not None:
-            ids = op.units if isinstance(op, Reduce) else () if visit is None or not op.grad_slots else visit.trained
+            ids: Sequence[int] = ()
+            if isinstance(op, Reduce):
+                ids = op.units
+            elif visit is not None and op.grad_slots:  # a first half writes none
+                ids = visit.trained
             if memory.grads_alias.isdisjoint(ids):  # else they are of this session's gradients
                 views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
-        names = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
-        buffers: Any = self.slots.activations
-        what = names or (buffers.named(op) if isinstance(op, Send | Receive) else f"visit {op[0]}")
+        # words
+        what = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
+        if isinstance(op, Send | Receive):
+            what = self.slots.activations.named(op)
+        elif not what:
+            what = f"visit {op[0]}"
         name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
         found = PreparedOp(name, op.stream, reads, writes, work, views, fills_of(op))
@@ -437,19 +465,25 @@ class Session(VisitRunner):
         return self._works[kind](op) if kind in self._works else WORKS[kind](self, op)
 
     def _gather(self, op: Gather) -> Work | None:
-        rows, in_node, alias = self.memory.working.rows, op.source == "node", self.memory.weights_alias
-        gather = flat.gather_local_into if in_node else flat.gather_into
-        pairs = [pair for pair in zip(op.units, op.slots, strict=True) if pair[0] not in alias]
-        wholes = [self.slots.weight(slot, unit)[0] for unit, slot in pairs]
-        parts = [self.slots.secondary(unit) if in_node else rows[unit] for unit, _ in pairs]
+        memory, slots = self.memory, self.slots
+        in_node = op.source == "node"
+        units: list[int] = []
+        wholes: list[Tensor] = []
+        shards: list[Tensor] = []
         decoded: list[tuple[Format, Tensor, Tensor]] = []
-        for at, (unit, slot) in enumerate(pairs):
-            format = self.memory.gathered_in.get(unit)
-            if format is not None and not in_node:
-                encoded = self.slots.encoded(slot, unit)
-                decoded.append((format, encoded, wholes[at]))
-                wholes[at] = encoded
-        work = self._by_ranks([unit for unit, _ in pairs], gather, wholes, parts)
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            if unit in memory.weights_alias:
+                continue
+            whole, _ = slots.weight(slot, unit)
+            format = memory.gathered_in.get(unit)
+            if format is not None and not in_node:  # secondary shards are decoded
+                encoded = slots.encoded(slot, unit)
+                decoded.append((format, encoded, whole))
+                whole = encoded
+            units.append(unit)
+            wholes.append(whole)
+            shards.append(slots.secondary(unit) if in_node else memory.working.rows[unit])
+        work = self._by_ranks(units, flat.gather_local_into if in_node else flat.gather_into, wholes, shards)
         if work is None or not decoded:
             return work
 
@@ -466,6 +500,7 @@ class Session(VisitRunner):
         units = op.units
         if not memory.grads_alias.isdisjoint(units):
             units = tuple(unit for unit in units if unit not in memory.grads_alias)
+        # what an earlier reduction of the step has written is added to
         adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
         if not units:
@@ -476,7 +511,8 @@ class Session(VisitRunner):
         if not all_views:  # some units alias
             pairs = zip(op.units, op.grad_slots, strict=True)
             all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
-        wholes, shards = list(map(attrgetter("flat"), all_views)), list(map(grads.rows.__getitem__, units))
+        wholes = list(map(attrgetter("flat"), all_views))
+        shards = list(map(grads.rows.__getitem__, units))
         own = list(map(memory.reduced_in.get, units))
         # a sum lands in its shard where it need not be converted or added
         sums = list(map(memory.sums.get, units))
@@ -505,11 +541,11 @@ class Session(VisitRunner):
     # ---- of ops that a plain `zero3` does not have
 
     def _stash(self, op: Stash) -> Work | None:
-        jobs = [
-            (self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], self.slots.weight(slot, unit)[0]))
-            for unit, slot in zip(op.units, op.slots, strict=True)
-            if unit not in self.memory.weights_alias
-        ]
+        jobs: list[tuple[Tensor, Tensor]] = []
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            if unit not in self.memory.weights_alias:
+                whole, _ = self.slots.weight(slot, unit)
+                jobs.append((self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], whole)))
         if not jobs:
             return None
 
@@ -538,8 +574,8 @@ class Session(VisitRunner):
         return work
 
     def _exchange(self, op: Exchange) -> Work | None:
-        assert self.step_hooks.updates is not None, "only an optimizer exchanges"
-        return None if self.memory.comms.ranks == 1 else self.step_hooks.updates.exchange(op.units)
+        assert self.updates is not None, "only an optimizer exchanges"
+        return None if self.memory.comms.ranks == 1 else self.updates.exchange(op.units)
 
     # ---- the calls of the loss, and the end of the step
 
@@ -577,21 +613,25 @@ class Session(VisitRunner):
         """Adds gradients of leaves that the loss reads outside visits, per group, to those of its visits. Units that an
         op still sums over replicas get this rank's part, others the whole."""
         assert self.grads is not None
+        # what the program still sums over replicas
         left = self._ops[self._cursor :]
         to_sum = {unit for op in left if isinstance(op, AllReduce) for unit in op.units}
         for group, extra in zip(self.memory.groups, leaf_grads, strict=True):
-            if extra is not None:
-                whole = Shards([group], [self.memory.comms.sum_over_replicas(extra.contiguous())])
-                for unit, row in Shards([group], [extra]).rows.items():
-                    self.grads.rows[unit].add_(row if unit in to_sum else whole.rows[unit])
+            if extra is None:
+                continue
+            own = Shards([group], [extra]).rows
+            # in turn on all ranks, whether or not some unit needs it
+            whole = Shards([group], [self.memory.comms.sum_over_replicas(extra.contiguous())]).rows
+            for unit, row in own.items():
+                self.grads.rows[unit].add_(row if unit in to_sum else whole[unit])
 
     def optimize(self, op: Norm | Update) -> None:
         """Computes the norm of the gradient, or the optimizer's step on some units, on the compute stream when it may;
         an untouched gradient counts as zero."""
-        updates = self.step_hooks.updates
+        updates = self.updates
         assert updates is not None, "norms and updates are of steps that have an optimizer"
         self.position = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
-        run = None if self.step_hooks.observer is None else self.step_hooks.observer.issue(op)
+        run = None if self.observer is None else self.observer.issue(op)
         prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
         with self.memory.using(prepared.reads, prepared.writes, run), torch.no_grad():
             self.zero_untouched(op.units)

@@ -139,9 +139,11 @@ def check_graph(
     again: runs the block once more. If a leaf is unknown, a mode then finds out whether it was made inside, as forces
     are; visit: the one whose graph this is, as its nodes know it, if it keeps that
     """
+    # a steady graph ends in what is known
     allowed = list(allowed)
     if _foreign_leaf(outs, allowed, name, visit) is None:
         return
+    # an unknown leaf may have been made inside
     watch = TensorWatch(allowed, name)
     with watch:
         outs = again()

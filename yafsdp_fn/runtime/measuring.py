@@ -192,10 +192,12 @@ def _own(
 def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> BodyCosts:
     """Runs `call` as `measure` does, without counting: in a fifth of the time. Its backward runs only where the block
     communicates."""
+    # forward
     weights, inputs = _own(call, trained, track, placement)
     with noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     saved = saved_by(outs)
+    # backward
     roots = [out for out in outs if out.requires_grad]
     wanted = [x for x in (*inputs, *itertools.chain.from_iterable(weights)) if x.requires_grad]
     with noting(placement.comms) as back:
@@ -204,6 +206,11 @@ def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: P
             torch.autograd.grad(roots, wanted, grads, allow_unused=True)
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
     return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
+
+
+def _numbered(inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Returns memory -> the first of the inputs that has it."""
+    return {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
 
 
 def _found(
@@ -215,7 +222,7 @@ def _found(
     called: Noted,
     back: Noted,
 ) -> BodyCosts:
-    passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+    passed = _numbered(inputs)
     return BodyCosts(
         call.structure,
         [out.detach().requires_grad_(out.requires_grad) for out in outs],
@@ -231,6 +238,7 @@ def measure(
     call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
 ) -> BodyCosts:
     """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+    # weights and arguments, which are there already
     weights, inputs = _own(call, trained, track, placement)
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
@@ -240,16 +248,19 @@ def measure(
             if leaf.requires_grad and leaf.numel() >= linear.LARGE:
                 destinations.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
                 setattr(leaf, DESTINATION, destinations[-1])
+    # forward
     slots = [held for to in destinations for held in to._held]
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
-    passed = {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+    passed = _numbered(inputs)
     own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
     saved = saved_by(outs)
     last_flops = forward.since(saved)
-    top, inner = lives.peak, lives.bytes - sum(own.values())  # only the graph keeps the rest alive
+    top = lives.peak
+    inner = lives.bytes - sum(own.values())  # only the graph keeps the rest alive
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
+    # backward
     roots = [out for out in outs if out.requires_grad]
     wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
     lives.peak = lives.bytes
@@ -265,6 +276,7 @@ def measure(
         fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
         bwd_moved = backward.moved()
         del found
+    # what the backward of products leaves, or needs
     scratch = {to.scratch_dtype for to in destinations if to.scratch_dtype is not None}
     factors = {of if isinstance(of, int) else id(of): nbytes for to in destinations for of, nbytes in to.factors}
     cost = Cost(

@@ -51,6 +51,7 @@ class Shards:
         self._layouts = {unit: group.layout for group in groups for unit in group.units}
         for group, tensor in zip(groups, tensors, strict=True):
             if tensor is not None:
+                # a single unit may be elsewhere: then it has no row here
                 rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
                 self.rows.update(zip(group.held, rows, strict=True))
                 all_count = len(group.counted) == len(group.here)
@@ -99,20 +100,20 @@ class StateMemory(Placement[Communicators]):
         self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
-        for unit, ranks in self.ranks_of.items():
-            wide = self.sum_dtype(unit)
+        for unit, wide in self.sums.items():
             if wide is not None:
-                ranks.connect_sums(precision.param, self.wire_dtype(unit), wide)
+                self.ranks_of[unit].connect_sums(precision.param, self.wire_dtype(unit), wide)
+        # shards, and what is gathered of them
         self.master = Shards(self.groups, masters)
         with self.comms.memory():
             working = [self._working_copy(group, m) for group, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
+        # uses of its buffers, and buffers that are made when something asks for them
         self.versions: Counter[int] = Counter()
         self.board: Scoreboard[Event] = Scoreboard()
         self._half_written = False
         self._grads: Shards | None = None
-        self._receive: Tensor | None = None
-        self._staging: Tensor | None = None
+        self._buffers: dict[str, Tensor] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.idle: list[Any] = []
         self._written = [master._version for master in masters]
@@ -182,7 +183,7 @@ class StateMemory(Placement[Communicators]):
 
     def ready(self) -> None:
         """Detects masters that were written in place by hand, and refreshes their working copies."""
-        now = [master._version for master in self.masters()]
+        now = [master._version for master in self.master.present]
         if now != self._written:
             written = zip(self.groups, now, self._written, strict=True)
             units = [unit for group, after, before in written if after != before for unit in group.held]
@@ -195,6 +196,7 @@ class StateMemory(Placement[Communicators]):
 
         Writes by hand to other units are left for `ready`. copied: the working copies are up to date
         """
+        # what slots hold of them is of an earlier version now
         changed = set(self.trained if units is None else units)
         self.versions.update(changed)
         for number, group in enumerate(self.groups):
@@ -205,6 +207,7 @@ class StateMemory(Placement[Communicators]):
             self._written[number] = master._version
             if working is master or (copied and group.wire.gather is None):
                 continue
+            # a whole group at once, or row by row
             pairs = [(master, working)]
             if len(written) < len(group.held):
                 pairs = [(self.master.rows[unit], self.working.rows[unit]) for unit in written]
@@ -234,18 +237,18 @@ class StateMemory(Placement[Communicators]):
         return self._grads
 
     def receive(self) -> Tensor:
-        """The buffer that receives reductions, in bytes."""
-        if self._receive is None:
-            self._receive = self._buffer(self.buffer_bytes()[0])
-            self.made([("receive",)])
-        return self._receive
+        """Returns the buffer that receives reductions, in bytes."""
+        return self._buffer_of("receive", 0)
 
     def staging(self) -> Tensor:
         """Returns the buffer in which gradient shards travel between replicas, in bytes."""
-        if self._staging is None:
-            self._staging = self._buffer(self.buffer_bytes()[1])
-            self.made([("replicate",)])
-        return self._staging
+        return self._buffer_of("replicate", 1)
+
+    def _buffer_of(self, name: str, number: int) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = self._buffer(self.buffer_bytes()[number])
+            self.made([(name,)])
+        return self._buffers[name]
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns memory for one fresh gradient of a leaf, on the compute stream; the next caller overwrites it."""

@@ -167,7 +167,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rule, self._before = rule, rule.flops
         self._ignored = {memory_key(x) for x in ignored}
+        # FLOPs: of products, and of attention in kernels that the rule does not see
         self.matmul = self._by_kernel = 0
+        # bytes and kernels: of products, and of all others
         self._products = self._product_kernels = 0
         self._kernels: list[_Kernel] = []
         self._writer: dict[int, int] = {}  # memory -> the kernel that wrote it last
@@ -191,6 +193,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def moved(self) -> Moved:
         """Returns the bytes moved so far. Kernels that read each other's results are fused: a fused kernel writes only
         results that others read, or that exist still."""
+        # groups of kernels that are fused, each known by one of them
         root = [*range(len(self._kernels))]
 
         def of(number: int) -> int:
@@ -202,6 +205,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for writer, _, _ in kernel.reads:
                 if writer is not None:
                     root[of(number)] = of(writer)
+        # fused: what a group reads from outside, once, and writes for others
         fused = 0
         outside: set[tuple[int, int]] = set()
         for number, kernel in enumerate(self._kernels):
@@ -216,6 +220,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage, nbytes in kernel.writes
             if storage() is None and number in self._escaped
         )
+        # eager: what each kernel reads and writes
         eager = sum(
             sum(nbytes for _, _, nbytes in kernel.reads) + sum(nbytes for _, nbytes in kernel.writes)
             for kernel in self._kernels
@@ -250,6 +255,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ---- counting
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, product: bool) -> None:
+        # operations that move nothing
         schema = getattr(func, "_schema", None)
         for leaf in optree.tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -261,6 +267,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
         if not schema.is_mutable and {memory_key(x) for x in made} <= {memory_key(x) for x in given}:
             return  # a view, or nothing at all
+        # a product is never fused with others
         self._made.update((memory_key(x), self.matmul) for x in made)
         if product:
             self._products += sum(map(_bytes_of, [*given, *made]))
@@ -272,6 +279,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if any(memory_key(x) in self._ignored for x in made):
             return
+        # any other kernel: what it reads, from whom, and what it writes
         most = sum(map(_bytes_of, given[1:] if schema.name in ADDING else made))
         reads = []
         for at, x in enumerate(given):

@@ -43,6 +43,7 @@ def optimizer_memory(
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
         state = as_transformation(tx).init(params)
+        # a step, on what is there already
         trees: Any = params, grads, state
         lives = LiveBytes(tensors_in(trees))
         one = torch.ones((), device=device)
@@ -94,6 +95,7 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     """Adds to `lent` the bytes of each leaf that travel, and its owner's FLOPs: counted on fake leaves."""
     if not lent:
         return ()
+    # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
     leaves: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
     params = trainable(placement.handles(placement.shards("meta")))
     lanes = leafwise_lanes(tx, params)

@@ -21,7 +21,7 @@ from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import AutogradRun, GradSlot
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.program.ops import Backward, Forward, kind_of
+from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.split import Call, Message
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
@@ -132,14 +132,16 @@ class StageSession(Session):
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
         """Begins a call. Returns what arrives for it, by flow, from its carry slots."""
         super().begin(call)
+        # what arrives is for the first compute of the call
         op = self._ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
-        messages = self.crossing.split.takes(kind_of(op), op.visit, op.microbatch)
+        messages = self.crossing.split.taken_by(call)
         self.position = f"what arrives for {self.named(call)}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             pairs = list(zip(messages, op.takes, strict=True))
             values = self.slots.activations.get(pairs) if pairs else []
         arrived = {message.flow: tensors for message, tensors in zip(messages, values, strict=True)}
+        # values are leaves of this segment's graph, whose gradients go back; gradients are seeds
         if call.kind == "forward":
             for flow, tensors in arrived.items():
                 for tensor in smooth(self.crossing, flow, tensors):
@@ -153,8 +155,9 @@ class StageSession(Session):
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
         self.segment = None
         super().end(call, leaving)
+        # what leaves is of its last compute
         op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
-        messages = self.crossing.split.gives(kind_of(op), op.visit, op.microbatch)
+        messages = self.crossing.split.given_by(call)
         self.position = f"what leaves after {self.named(call)}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if messages:
@@ -220,15 +223,18 @@ class Segment:
         """Begins visit `number`, of the `BlockCall` `call`, and returns whether another segment has it. Where this one
         does, the arguments of the call are replaced by those that have arrived."""
         first, end = self._split.segments[self._call.segment]
+        here = first <= number < end
+        # is it the visit of the trace?
         visits = self._crossing.trace.visits
         if number >= len(visits) or (visits[number].name, visits[number].units) != (call.name, call.units):
             expected = f"{visits[number].name} here" if number < len(visits) else "no further visit"
             raise OrderChanged(f"{call.name} (visit {number}, {self._where}): the trace has {expected}. {SAME_ORDER}")
-        traced, here = self._crossing.placeholders[number], first <= number < end
+        traced = self._crossing.placeholders[number]
         if call.given != traced.given:
             raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, traced.given)
         if call.source != traced.source and self._unlike is None:
             self._unlike = f"{call.name} (visit {number})"
+        # what comes from another segment, and what goes to one
         for place, tensor in enumerate(call.tensors):
             flow, piece = self._crossing.flow_of.get((number, place), (-1, 0))
             if here and flow >= 0:
@@ -261,6 +267,7 @@ class Segment:
             raise OrderChanged(
                 f"the loss has ended after {visited} visits; the trace has {expected[visited].name} next. {SAME_ORDER}"
             )
+        # a tensor may be taken by several visits, and counts as it was at the first
         out: dict[int, list[Tensor]] = {}
         for flow, pieces in self._left.items():
             for tensor, version in pieces.values():
@@ -293,6 +300,7 @@ class StageResults:
 
     def __init__(self, crossing: Crossing, microbatches: int, device: torch.device) -> None:
         self._crossing = crossing
+        # zeros, until this stage has made something
         zero = torch.zeros((), dtype=crossing.total.dtype, device=device)
         self.losses = [Mean(zero, zero) for _ in range(microbatches)]
         self._nodes = [
@@ -305,6 +313,7 @@ class StageResults:
         """Keeps the results of this call; those that every stage makes count on the stage that makes the loss. Returns
         whether this call made the loss."""
         has_loss = call.segment == self._crossing.loss
+        # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):
             here = has_loss if home is None else call.segment == home
@@ -342,6 +351,7 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
     """
     named = {argument_name(at): x for at, x in handles_and_leaves(rest) if not is_sharded(x)}
     comms.must_agree(WHAT, {name: _outline(leaf) for name, leaf in named.items()}, NEW)
+    # values: rank by rank, against those of stage 0
     tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
     if not tensors:
         return

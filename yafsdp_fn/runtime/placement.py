@@ -51,16 +51,20 @@ class Placement(Generic[AnyRanks]):
         check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
         holders = None if assignment is None or comms.stages == 1 else assignment.holders
         self.layout = layout.on(holders, comms.stage, comms.axes)
+        # what is held, and by whom
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
         self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset(unit for group in self.groups for unit in group.held)
+        # what travels, and how it is summed
         self.gathered_in = {unit: of.wire.gather for unit, of in self.of_unit.items() if of.wire.gather is not None}
         self.reduced_in = {unit: of.wire.reduce for unit, of in self.of_unit.items() if of.wire.reduce is not None}
         self.sums = {unit: self.sum_dtype(unit) for unit in self.of_unit}
+        # what traces and programs see of it
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
+        # slots that are shards
         whole = {unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1}
         self.weights_alias = frozenset(() if comms.deterministic else whole - self.gathered_in.keys())
         converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
@@ -70,9 +74,10 @@ class Placement(Generic[AnyRanks]):
     def _units(self) -> tuple[UnitSpec, ...]:
         units: list[UnitSpec] = []
         for entry, group in self.layout.groups:
-            padded = group.layout.padded_numel(self._ranks(group).ranks)
             first = group.units[0]
-            gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sum_dtype(first)
+            padded = group.layout.padded_numel(self.ranks_of[first].ranks)
+            gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sums[first]
+            # slots have room for whole vectors
             must_be_smaller(group.wire.gather, gather, group.layout.names[0])
             must_be_smaller(group.wire.reduce, reduce, group.layout.names[0])
             for layer, unit in enumerate(group.units):
@@ -138,7 +143,7 @@ class Placement(Generic[AnyRanks]):
 
     def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
         """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
-        n = self._shard_numel(group)
+        n = group.shard_numel(self.comms)
         dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
         shape = (len(group.held), n) if entry.stacked(group) else (n * len(group.held),)
         return torch.empty(shape, dtype=dtype, device=device)
@@ -158,9 +163,10 @@ class Placement(Generic[AnyRanks]):
         replicas."""
         receive = staging = 0
         for group in self._trained_here:
-            n = self._shard_numel(group)
-            wire, wide = self.wire_dtype(group.units[0]), self.sum_dtype(group.units[0])
-            ranks, format = self._ranks(group), group.wire.reduce
+            first, n = group.units[0], group.shard_numel(self.comms)
+            ranks, format = self.ranks_of[first], group.wire.reduce
+            wire, wide = self.wire_dtype(first), self.sums[first]
+            # two vectors that are received one after the other share the larger buffer
             sent = n * wire.itemsize if format is None else format.nbytes(n)
             receive = max(receive, receive_numel(ranks, sent, wide))
             staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)
@@ -173,12 +179,6 @@ class Placement(Generic[AnyRanks]):
         alike = [group for group in trained if self.gather_dtype(group.units[0]) == dtype]
         shapes = [shape for group in alike or trained for shape in group.layout.shapes]
         return max(map(math.prod, shapes), default=0)
-
-    def _ranks(self, group: Group) -> AnyRanks:
-        return self.comms.without(group.over)
-
-    def _shard_numel(self, group: Group) -> int:
-        return group.layout.shard_numel(self._ranks(group).ranks)
 
     @property
     def _trained_here(self) -> list[Group]:

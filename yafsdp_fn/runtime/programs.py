@@ -7,10 +7,13 @@ A program is built and agreed on once for each kind of state, and cached. `.lowe
 """
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
+from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
@@ -40,6 +43,7 @@ class Verified:
 
     def __init__(self, all_stages: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
         self.all_stages, self.crossing = verify(all_stages), crossing
+        # what a session asks in every step
         self.program = program = all_stages.by_stage[stage]
         self.ops = program.ops
         own = [of for of in lent if of.unit in program.trace.trained]
@@ -62,18 +66,16 @@ class Programs:
     """The programs of one function, built and agreed on once for each kind of state.
 
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
-    update_when: when units may be updated; not_unitwise: why they cannot be one by one, if so
-    trains: whether the function is differentiated; lent: the units that a placement's optimizer updates in parts
+    tx: the optimizer of its step; skips: it may leave an update out; trains: whether the function is differentiated
     """
 
     def __init__(
         self,
         schedule: AnySchedule,
+        tx: optim.GradientTransformation | None = None,
         *,
-        update_when: UpdateWhen = "never",
-        not_unitwise: str | None = None,
+        skips: bool = False,
         trains: bool = True,
-        lent: Callable[[Placement[Any]], tuple[Lent, ...]] = lambda placement: (),
     ) -> None:
         given: Any = schedule
         if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
@@ -84,11 +86,11 @@ class Programs:
                 f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}; calls make "
                 "them: schedule=ya.schedules.zero3()"
             )
-        self._schedule, self._update_when, self._not_unitwise, self.trains = schedule, update_when, not_unitwise, trains
-        self._lent = lent
-        self._cached: dict[
-            tuple[Hashable, int, Hashable], Verified
-        ] = {}  # by `Placement.key`, microbatches and shapes of the batch
+        self._schedule, self._tx, self._skips, self.trains = schedule, tx, skips, trains
+        self._update_when: UpdateWhen = "never" if tx is None else "after norm"
+        self._not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
+        # by `Placement.key`, microbatches and shapes of the batch
+        self._cached: dict[tuple[Hashable, int, Hashable], Verified] = {}
         self._last: dict[Hashable, Verified] = {}  # by the first two
 
     # ---- kept
@@ -120,8 +122,9 @@ class Programs:
         return found
 
     def _cache(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
-        agree(found.all_stages, memory.comms)
         comms, ops = memory.comms, [*found.ops, *found.tail]
+        agree(found.all_stages, comms)
+        # what it communicates is connected before its first step: see `Communicators.connect`
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
             for ranks in dict.fromkeys(memory.ranks_of.values()):
                 ranks.connect("gather_local", "all-gather")
@@ -134,22 +137,60 @@ class Programs:
         for oldest in by_shapes[:-KEPT_SHAPES]:
             del self._cached[oldest]
 
-    # ---- built
+    def in_use(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Program | None:
+        """Returns the program that `peek` finds, of all stages. Across stages what the optimizer costs is added to its
+        trace first: all other costs are there from the first step on."""
+        found = self.peek(memory, microbatches, shapes)
+        if found is None:
+            return None
+        trace = found.all_stages.trace
+        if memory.comms.stages > 1 and trace.optimizer == OptimizerMemory():
+            known = self.measured(trace, memory.abstract())
+            found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
+        return found.all_stages
 
-    def complete(self, trace: Trace, memory: Placement[Any]) -> Trace:
+    # ---- the trace of a step
+
+    def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
         """Adds to `trace` what only the step knows: when units may be updated, and in how many parts."""
-        ordered = memory.comms.deterministic and trace.trains
-        return trace._replace(update_when=self._update_when, lent=self._lent(memory), ordered=ordered)
+        ordered = placement.comms.deterministic and trace.trains
+        return trace._replace(update_when=self._update_when, lent=self._lent(placement), ordered=ordered)
+
+    def measured(self, trace: Trace, placement: Placement[Any]) -> Trace:
+        """Adds to `trace` also what the optimizer costs. Steps need not know, and do not run it on fake tensors."""
+        from yafsdp_fn.runtime.optimizer_memory import measured_leaves, optimizer_memory
+
+        trace = self.complete(trace, placement)
+        if self._tx is None:
+            return trace
+        layout, precision, device = placement.layout, placement.precision, placement.comms.device
+        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
+        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
+
+    def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
+        """Returns the units that the optimizer updates in parts."""
+        if self._tx is None:
+            return ()
+        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
+        return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
+
+    # ---- built
 
     def given(self, memory: Placement[Any], microbatches: int) -> Verified | None:
         """The program that stands in the place of a schedule, if it is of this state and step. Across stages it is
         known only when the step has been traced."""
         if not isinstance(self._schedule, Program) or memory.comms.stages > 1:
             return None
-        theirs = self._schedule.trace
         lent = self._lent(memory)
-        wanted = theirs._replace(units=memory.units, mesh=memory.mesh_axes, microbatches=microbatches, split=None)
-        wanted = wanted._replace(ordered=memory.comms.deterministic and self.trains, update_when=self._update_when)
+        # its visits are compared when they come
+        wanted = self._schedule.trace._replace(
+            units=memory.units,
+            mesh=memory.mesh_axes,
+            microbatches=microbatches,
+            split=None,
+            ordered=memory.comms.deterministic and self.trains,
+            update_when=self._update_when,
+        )
         if self._schedule.has_updates:
             wanted = wanted._replace(lent=lent)
         return self._sound(self._fitting(self._schedule, wanted), lent)
@@ -162,6 +203,7 @@ class Programs:
             program = self._schedule(trace)
             if not isinstance(program, Program):
                 raise TypeError(f"the schedule returned {type(program).__name__}, expected a Program")
+            # of this step?
             _check_stages(program, trace)
             if (differs := difference(program.trace, trace)) is not None:
                 # it would be judged by another trace than the one that runs
@@ -208,11 +250,13 @@ def _check_stages(program: Program, trace: Trace) -> None:
 def difference(theirs: Trace, ours: Trace) -> str | None:
     """Describes the first difference between a program's trace and the one it would run for; measured costs
     may differ."""
+    # where it runs, and on what
     if ours.mesh != theirs.mesh:
         return f"mesh: it has {arguments(dict(theirs.mesh))}, here it is {arguments(dict(ours.mesh))}"
     for mine, other in itertools.zip_longest(ours.units, theirs.units):
         if mine != other:
             return f"it is of other units: it has {_unlike(other, mine)} where there is {_unlike(mine, other)}"
+    # what it does
     for field in ("microbatches", "split", "update_when", "lent", "ordered", "order"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if field == "lent":
@@ -238,7 +282,8 @@ def agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
     if comms.same_on_all(program.fingerprint(), "comparing programs"):
         return
-    trace = program.trace  # in words, only to name the difference; measured costs may differ
+    # in words, only to name the difference; measured costs may differ
+    trace = program.trace
     ops = {f"op {index}": words for index, words in enumerate(program.words())}
     parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
     rest = {part: str(getattr(trace, part)) for part in parts}

@@ -1,4 +1,4 @@
-"""The hooks of a step, and the protocols of those that are not in this folder.
+"""The protocols of a session's hooks: of those that are not in this folder.
 
 StepObserver        is told of each op, and when it runs                          (timeline/record.py)
 Replays             runs a visit that keeps nothing in a way of its own           (extras/cuda_graphs.py)
@@ -7,14 +7,13 @@ ActivationBuffers   keeps what recomputed visits save; work for its ops         
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from yafsdp_fn.communication.streams import Event, Work
 from yafsdp_fn.program.ops import Backward, Forward, Op
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.runtime.updates import StepUpdates
 
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""
@@ -96,20 +95,3 @@ class ActivationBuffers(Protocol):
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, among the `others`."""
-
-
-# ---- All of them.
-
-
-class StepHooks(NamedTuple):
-    """The hooks of one step.
-
-    observer: is told of every op, and when it ran; updates: the optimizer
-    activations: makes the content of the carry slots of a slot set, `activations(memory, number of the set)`:
-        `ActivationBuffers`, or the messages between stages
-    """
-
-    observer: StepObserver | None = None
-    updates: StepUpdates | None = None
-    replays: Replays | None = None
-    activations: Callable[[Any, object], Any] | None = None

@@ -211,6 +211,7 @@ def visit(call: BlockCall) -> Tree:
 
 def outputs(call: BlockCall) -> Sequence[Tensor]:
     """Returns the tensors among the outputs of `visit`."""
+    # derivatives that would be wrong, or lost, are refused
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
     transformed = transforms_active()
@@ -232,6 +233,7 @@ def outputs(call: BlockCall) -> Sequence[Tensor]:
             for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
         ]
         args = flat[len(shards) :]
+        # without a graph nothing else would notice a write
         leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
         versions = [leaf._version for leaf in leaves]
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -264,7 +266,7 @@ def _shards(call: BlockCall) -> list[Tensor]:
     shards = []
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
-        n, index = group.layout.shard_numel(comms.without(group.over).ranks), group.units.index(unit)
+        n, index = group.shard_numel(comms), group.units.index(unit)
         shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(index))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")

@@ -50,9 +50,11 @@ class CallRecording(VisitRunner):
         total: of the loss; result: its outline; plain: the differentiated tensors that are not sharded
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
+        # does it depend on anything?
         read, visited = read_beside_visits(total, [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
+        # ranks must have recorded the same
         found = {
             "op": self.position,
             "leaves read outside visits": str(read),

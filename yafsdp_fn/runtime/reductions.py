@@ -132,6 +132,7 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     flat = [optree.tree_flatten(result, is_leaf=is_reduction) for result in results]
     if any(spec != flat[0][1] for _, spec in flat):
         raise ValueError("aux: microbatches returned trees of different structure")
+    # over microbatches: a column has the same leaf of each
     columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
     sums: list[Tensor] = []
     maxima: list[Tensor] = []
@@ -143,11 +144,13 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
             sums.append(sum_up([torch.as_tensor(leaf.value) for leaf in column]))
         elif isinstance(column[0], Max):
             maxima.append(torch.stack([torch.as_tensor(leaf.value).detach() for leaf in column]).amax(0))
+    # over ranks
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
     if _in_order(comms):
         sums = [in_order(value) for value in sums]
-    added, largest, out = iter(sums), iter(maxima), []
+    # back into the tree
+    added, largest, out = iter(sums), iter(maxima), list[Any]()
     for column in columns:
         if isinstance(column[0], Mean):
             total, weight = next(added), next(added)

@@ -69,22 +69,25 @@ class Slots:
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
     kept: by slot and unit, what visits that keep their graph make leaves of, each its own: no leaves of autograd
-    activations: the content of carry slots, if the program has any: `StepHooks.activations`
+    activations: the content of carry slots, if the program has any (protocols.py)
     """
 
     def __init__(self, memory: StateMemory) -> None:
         self.memory: StateMemory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
         self.number = object()
+        # for the program that it is reserved for
         self.prepared: dict[tuple[type[Op], Op], PreparedOp] = {}
         self.activations: Any = None
         self._reserved: Program | None = None
         self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}
+        # memory
         rows = memory.working.rows
         self._shards = self.storages = {address_of(rows[unit]) for unit in rows.keys() & memory.weights_alias}
         self._secondary: dict[int, Tensor] = {}
         self._weights: dict[int, Tensor] = {}
         self._grads: dict[int, Tensor] = {}
+        # made when they are asked for
         self._views: Views = {}
         self._grad_views: Views = {}
         self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
@@ -118,23 +121,23 @@ class Slots:
 
     def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:
         """Makes every slot at least that many bytes large."""
-        self._reserve("slot", self._weights, self._views, weights)
-        self._reserve("grad slot", self._grads, self._grad_views, grads)
+        self._grow("slot", self._weights, weights)
+        self._grow("grad slot", self._grads, grads)
+        self.storages = self._shards | set(map(address_of, self._weights.values()))
 
-    def _reserve(self, kind: str, buffers: dict[int, Tensor], views: Views, sizes: Mapping[int, int]) -> None:
-        for slot, size in sizes.items():
-            if slot not in buffers or buffers[slot].numel() < size:
-                if slot in buffers:
-                    self.memory.comms.drain()  # a stream may still use the smaller buffer
-                buffers[slot] = self._new((kind, self.number, slot), size)
-                self.prepared.clear()
-                for key in [key for key in views if key[0] == slot]:
-                    del views[key]
-                if kind == "slot":
-                    self.contents.pop(slot, None)
-                    self._leaves = {key: leaves for key, leaves in self._leaves.items() if key[0] != slot}
-                    self.kept = {key: pairs for key, pairs in self.kept.items() if key[0] != slot}
-                    self.storages = self._shards | set(map(address_of, buffers.values()))
+    def _grow(self, kind: str, buffers: dict[int, Tensor], sizes: Mapping[int, int]) -> None:
+        small = [slot for slot, size in sizes.items() if slot not in buffers or buffers[slot].numel() < size]
+        if not small:
+            return
+        if not buffers.keys().isdisjoint(small):
+            self.memory.comms.drain()  # a stream may still use a smaller buffer
+        # what was made of smaller buffers keeps them alive; the rest is made again at its next use
+        for made in (self.prepared, self._views, self._grad_views, self._leaves, self.kept):
+            made.clear()
+        for slot in small:
+            buffers[slot] = self._new((kind, self.number, slot), sizes[slot])
+            if kind == "slot":
+                self.contents.pop(slot, None)
 
     def _new(self, name: Buffer, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=self.memory.comms.device)

@@ -111,8 +111,10 @@ class Crossing:
     def __init__(self, trace: Trace, found: Traced) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
+        # what stands for visits that are elsewhere
         mode = PlaceholderMode(allow_non_fake_inputs=True)
         self.placeholders = [Placeholder(result, mode) for result in found.results]
+        # what travels: the tensors of a flow lie one after the other in its message
         self.flow_of: dict[tuple[int, int], tuple[int, int]] = {}
         self._pieces: list[list[MessagePiece]] = []
         for flow, tensors in enumerate(crossing(trace)):
@@ -123,6 +125,7 @@ class Crossing:
                 pieces.append(MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
                 start += round_up(a.nbytes, LINE)
             self._pieces.append(pieces)
+        # who makes the results
         if not trace.loss_of:
             raise ValueError(INDEPENDENT)
         self.loss = self.split.segment(trace.loss_of[0])

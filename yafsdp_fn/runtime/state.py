@@ -102,6 +102,7 @@ class ShardedState:
         if kept is not None and kept[0] is tx and kept[1].fits(*trees):
             kept[1].renew(trees[0])
             return kept[1]
+        # the first step of this optimizer here
         abstract = self.memory.abstract()
         must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
@@ -123,6 +124,7 @@ class ShardedState:
     def __repr__(self) -> str:
         if self.generation != self.memory.generation:
             return f"ShardedState(step={self.step}, which {self.memory.why_gone()})"
+        # where it is, its handles, and its bytes
         mesh = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
         axes = ", ".join(f"{name}={size}" for name, size in mesh)
         lines = [f"ShardedState(step={self.step}, seed={self.seed}) on the mesh ({axes})"]
@@ -188,9 +190,11 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
             )
         if any(handle.context.first_group == other.context.first_group for other in found[:index]):
             raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
+    # are they the state's own leaves?
     own = memory.master.tensors
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
         return memory
+    # else copies, since steps write in place
     masters = memory.masters()
     for handle in found:
         for k, group, leaf in handle.group_leaves():
@@ -255,6 +259,7 @@ class PlainState:
             must_be_state_of(tx, optree.tree_map(lambda x: x.to("meta"), old), self.opt_state)
             updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
+        # frozen leaves stay as they are
         moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
         params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
         return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)

@@ -128,29 +128,34 @@ class Tracer:
 
     def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool, counts: bool) -> None:
         self.placement, self.mode, self._every, self._counts = placement.abstract(), mode, every, counts
-        self.untracked: list[str] = []  # visits without grad
-        self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
+        # visits
         self.visits: list[Visit] = []
+        self.untracked: list[str] = []  # visits without grad
         self.rule = AttentionRule()
         self.results: list[Result] = []  # of visits with grad
+        self._seen: dict[Any, BodyCosts] = {}
+        self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
         self._held: list[Tensor] = []  # what is numbered by its memory, and must not be freed
+        # what the loss gets, and does between visits
         with mode:
             shards = self.placement.shards(self.placement.comms.device)
         self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
         self.beside = Beside(self.leaves)
         self._since = 0  # bytes beside visits when the last one ended
+        # values: what goes into visits and comes out of them, by memory
         self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number, and what it stands for in a real step
         self._count = itertools.count()
-        self._seen: dict[Any, BodyCosts] = {}
         self._saved: list[set[int]] = []  # numbers: by the graph of each visit, and by the loss beside them
         self._saved_beside: set[int] = set()
+        # collectives over axes inside blocks
         self.called: list[tuple[AxisCollective, bool]] = []  # by the loss since the last visit, see `noting`
         self.between: list[Between] = []
         self.reached = True  # visits, by the gradient of the loss
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
+        # its body is run once for all visits alike
         track = torch.is_grad_enabled()
         trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
         shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
@@ -165,6 +170,7 @@ class Tracer:
             else:
                 self._seen[signature] = outline(call, trained, track, self.placement)
         found = self._seen[signature]
+        # outputs of its own
         call.structure = found.structure
         outs = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
         fresh = [out.clone() for out in outs]  # the loss may write to these in place
@@ -172,16 +178,19 @@ class Tracer:
             self.untracked.append(call.name)
         if track or self._every:
             self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
+            # the memory that goes in and out
             takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
             gives = [
                 self._value(new, out if shared is None else call.tensors[shared])
                 for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
             ]
+            # of the carry, what an offload would move
             passed = {number for number in found.shares if number is not None}
             moved = [call.tensors[k] for k in movable(call.tensors[: call.carry_length], passed)]
             carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
             cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
             cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
+            # what its graph keeps, and what is made of its outputs
             saved = zip((*call.tensors, *fresh), [*found.saved[0], *found.saved[1]], strict=True)
             self._saved.append(self._numbered(memory_key(x) for x, here in saved if here))
             self._saved_beside |= self._numbered(saved_by(call.tensors))
@@ -191,6 +200,7 @@ class Tracer:
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
             self.results.append(Result(call.structure, outs, call.given, call.source))
         self._outputs += outs
+        # outputs live as long as the loss keeps them
         for new, shared in zip(fresh, found.shares, strict=True):
             if shared is None:  # its memory may be used again
                 self.beside.adopt(new)
@@ -207,10 +217,12 @@ class Tracer:
     def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
         """Yields the arguments that visits have made."""
         for place, x in enumerate(tensors):
-            if made := self.beside.made(x):
+            made = tuple(sorted(self.beside.made(x)))
+            if made:
                 nbytes = x.numel() * x.element_size()
-                grad_bytes, shape, dtype = nbytes * x.requires_grad, tuple(x.shape), str(x.dtype).removeprefix("torch.")
-                yield Argument(place, self.beside.number(x), tuple(sorted(made)), nbytes, grad_bytes, shape, dtype)
+                dtype = str(x.dtype).removeprefix("torch.")
+                number, grad_bytes = self.beside.number(x), nbytes * x.requires_grad
+                yield Argument(place, number, made, nbytes, grad_bytes, tuple(x.shape), dtype)
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
@@ -256,11 +268,13 @@ class Tracer:
     def finish(self, total: Tensor) -> tuple[Visit, ...]:
         """Returns the visits, once the loss is known: its backward, up to the visits' outputs, counts as operations
         after the last."""
+        # memory that the loss still holds, by the visit after which it was made
         after = Counter[int]()
         for memory, nbytes, mark in self.beside.alive():
             if memory not in self._values:
                 after[mark - 1] += nbytes
         self._saved_beside |= self._numbered(saved_by([total]))
+        # the backward of what comes after the visits
         wanted = [out for out in self._outputs if out.requires_grad]
         if total.requires_grad and wanted:
             found = torch.autograd.grad(total, wanted, allow_unused=True)
@@ -351,14 +365,27 @@ def traced(
         ) from error
     finally:
         mode.__class__ = EndedTrace  # a subclass from the start would miss torch's rules for operators of higher order
-    order = chained_order(visits, arguments.microbatches)
-    whole = tracer.placement
-    units, axes, names = whole.units, whole.mesh_axes, placement.precision.names
-    loss_of = tuple(sorted(tracer.beside.made(total))) if tracer.reached else ()
-    calls = tuple(tracer.between)
-    trace = Trace(units, visits, order, axes, arguments.microbatches, precision=names, loss_of=loss_of, between=calls)
-    untracked, rewritten, by_value = tracer.untracked, tracer.rewritten(), tracer.beside.by_value
-    return Traced(trace, tracer.results, out, total, made, untracked, reads, rewritten, by_value)
+    trace = Trace(
+        tracer.placement.units,
+        visits,
+        chained_order(visits, arguments.microbatches),
+        tracer.placement.mesh_axes,
+        arguments.microbatches,
+        precision=placement.precision.names,
+        loss_of=tuple(sorted(tracer.beside.made(total))) if tracer.reached else (),
+        between=tuple(tracer.between),
+    )
+    return Traced(
+        trace,
+        tracer.results,
+        out,
+        total,
+        made,
+        untracked=tracer.untracked,
+        reads_leaves=reads,
+        rewritten=tracer.rewritten(),
+        by_value=tracer.beside.by_value,
+    )
 
 
 def not_compiled() -> AbstractContextManager[Any]:

@@ -39,16 +39,17 @@ class StepUpdates:
     def __init__(self, state: ShardedState, tx: Any, grads: Tree, shards: Shards, measure: Measure) -> None:
         self._state, self._memory, self._shards, self._measure = state, state.memory, shards, measure
         self._tx, self._steps = tx, state.unit_steps_for(tx, trainable(grads))
+        # known after the last forward, and after the norm
         self._losses: Sequence[Mean] = ()
         self._aux: Sequence[Tree] = ()
         self._measured: dict[str, Any] | None = None
         self._scale: Tensor | None = None
         self._found_inf: Tensor | None = None
 
-    # ---- called by the session
+    # ---- called for its session
 
     def begin(self, losses: Sequence[Mean], aux: Sequence[Tree]) -> None:
-        """Receives all losses after the last forward."""
+        """Receives all losses, before the norm."""
         self._losses, self._aux = losses, aux
 
     def norm(self) -> None:
@@ -75,10 +76,12 @@ class StepUpdates:
     def update(self, units: tuple[int, ...], part: int) -> None:
         memory = self._memory
         assert self._measured is not None, "the norm comes first"
+        # all units at once, where none is updated in parts: fewer launches
         parts, found_inf = self._steps.parts, self._found_inf
         scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": self._measured["grad_norm"]}
         whole = units == memory.trained and not parts
         self._steps.run(None if whole else units, part=part, on_write=memory.begin_write, **scalars)
+        # of a unit in several parts the last one writes its weights
         memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
 
     def finish(self) -> tuple[ShardedState, dict[str, Any]]:
@@ -112,6 +115,7 @@ def combined(
         ((Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())), of_loss)
         for loss, of_loss in zip(losses, aux, strict=True)
     ]
+    # beside them, in the same collective: squares of gradients, and marks of the state
     once = [] if squares is None else [squares]
     comms = ranks if isinstance(ranks, Communicators) and not ranks.alone else None
     if comms is not None:

@@ -82,7 +82,8 @@ class HandleWeights:
     def shard(self, group: Group, n: int) -> Any:
         """Returns this rank's shard [n] of one of the row's groups, or uninitialised memory of its size if another
         stage has it."""
-        index, column = 0 if group.pinned else self.layer, self.rows.columns[group.name]
+        index = 0 if group.pinned else self.layer
+        column = self.rows.columns[group.name]
         if index not in group.here:
             return self.handle.leaves[self.rows.groups.index(group)].new_empty(n)
         return column[group.here.index(index)]
@@ -131,6 +132,7 @@ class TensorCall:
     ) -> None:
         self._function, self._spec = function, spec
         self._device, self.seed, self.ranks = device, seed, ranks
+        # its arguments, taken apart
         self.tensors: list[Tensor] = []
         self._template: list[Any] = []
         for leaf in leaves:
@@ -139,6 +141,7 @@ class TensorCall:
                 leaf = ARGUMENT
             self._template.append(leaf)
         self.structure: tuple[Any, list[Any]] = None, []
+        # what a later run must find around it
         kinds = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         enabled, dtypes = map(torch.is_autocast_enabled, kinds), map(torch.get_autocast_dtype, kinds)
         self.autocast = tuple(zip(kinds, enabled, dtypes, strict=True))
@@ -148,6 +151,7 @@ class TensorCall:
 
     def run(self, tensors: Sequence[Tensor], by_unit: Mapping[int, Sequence[Tensor]] | None = None) -> list[Tensor]:
         """Runs the function; returns its tensor outputs. by_unit: the leaves of the units of its rows"""
+        # arguments, put together
         arguments = iter(tensors)
         args: list[Any] = []
         for leaf in self._template:
@@ -158,6 +162,7 @@ class TensorCall:
                 leaf = leaf.weights(by_unit)
             args.append(leaf)
         leaves, spec = optree.tree_flatten(self._function(*self._spec.unflatten(args)))
+        # outputs, taken apart
         outs: list[Tensor] = []
         template: list[Any] = []
         for leaf in leaves:
@@ -358,8 +363,9 @@ class ToSlots:
         """Opens the destinations of each unit's leaves on its slot, for writes in `task`."""
         self._targets = targets
         for unit, grad_slot in zip(targets, self.grad_slots, strict=True):
-            for gap in () if grad_slot.add else grad_slot.views.gaps:
-                gap.zero_()
+            if not grad_slot.add:
+                for gap in grad_slot.views.gaps:
+                    gap.zero_()
             for target, view in zip(unit, grad_slot.views.leaves, strict=True):
                 if target is not None:
                     found, direct = target
@@ -371,6 +377,7 @@ class ToSlots:
     def close(self, grads: Sequence[Tensor | None]) -> None:
         """Closes the destinations, and adds gradients that came by autograd. grads: of all leaves, in order"""
         found_grads = iter(grads)
+        # what is copied, in one call for all leaves
         views: list[Tensor] = []
         values: list[Tensor] = []
         for unit, grad_slot in zip(self._targets, self.grad_slots, strict=True):
@@ -409,9 +416,6 @@ class ToSlots:
 # the visit's; the backward of _Close begins it. A visit that recomputes is one node, with a graph of its own while its
 # backward runs.
 
-LocalGraph = tuple[Sequence[Tensor], list[list[Tensor]], list[Tensor]]
-"""The ends of the graph of a recomputation: arguments, leaves of the weights per unit, outputs."""
-
 
 class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
@@ -449,6 +453,7 @@ class Running:
     def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, visit = self.session, self.visit
         slots, trained = session.slots, visit.trained
+        # leaves of the weights: trained ones are this visit's own
         leaves: list[list[Tensor]] = []
         own: list[list[Tensor]] = []
         weights: list[Tensor] = []
@@ -467,6 +472,7 @@ class Running:
             weights += fresh
         if op.early:
             _offer(own, session.early_grad_slots(op, trained))
+        # the block, between the two nodes
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
         inputs = opened[: len(tensors)]
         outs = self.call.run_on(leaves, inputs)
@@ -497,8 +503,10 @@ class Running:
 
     # ---- without a graph until the backward
 
-    def run(self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()) -> LocalGraph:
-        """Runs the block; with `track`, under a graph of its own.
+    def run(
+        self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Runs the block; with `track`, under a graph of its own. Returns the leaves of each unit, and the outputs.
 
         early: gradient slots of its trained units, if they may be written before its backward begins
         """
@@ -511,11 +519,11 @@ class Running:
         with torch.set_grad_enabled(track):
             outs = self.call.run_on(leaves, tensors)
             self._check(leaves, tensors, outs)
-        return tensors, leaves, outs
+        return leaves, outs
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the outputs of the block, keeping nothing."""
-        outs = self.run(op, tensors, track=False)[2]
+        _, outs = self.run(op, tensors, track=False)
         self.call.refuse_views(outs, self.session.slots.storages)
         if self.session.watch:
             self._seen = sample(outs)
@@ -525,35 +533,29 @@ class Running:
         self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
     ) -> Outs:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
-        need none."""
-        return self._differentiate(self._again(op, tensors, needs), grads)
-
-    def _again(self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool]) -> LocalGraph:
-        """Runs the block once more, for its graph."""
+        need none. Those of the weights go to their gradient slots, directly or by a copy, or are left for later."""
+        # forward, for its graph
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         calls = self.session.collectives
         if calls is not None:
             calls.again("forward")
-        local = self.run(op, inputs, track=True, early=self.target.grad_slots)
+        leaves, outs = self.run(op, inputs, track=True, early=self.target.grad_slots)
         if calls is not None:
             calls.end()
             calls.again("backward")
-        if self._seen is not None and not alike(self._seen, sample(local[2])):
+        if self._seen is not None and not alike(self._seen, sample(outs)):
             raise errors.other_outputs(self.visit.name)
-        if self.asked is not None and depends_again(self.asked, inputs, local[2]):
+        if self.asked is not None and depends_again(self.asked, inputs, outs):
             raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
-        return local
-
-    def _differentiate(self, local: LocalGraph, grads: Sequence[Tensor | None]) -> Outs:
-        """Returns gradients of the arguments; those of the weights go to their gradient slots, directly or by a copy,
-        or are left for later."""
-        inputs, leaves, outs = local
-        roots, root_grads = [], []
+        # backward, of arguments and weights that need it
+        roots: list[Tensor] = []
+        root_grads: list[Tensor] = []
         for out, grad in zip(outs, grads, strict=True):
             if grad is not None and out.requires_grad:
                 roots.append(out)
                 root_grads.append(grad)
         trained = self._trained(leaves)
+        # arguments first, then weights
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         smooth = len(wanted)
         for unit_leaves in trained:
@@ -573,9 +575,10 @@ class Running:
     def begin_backward(self) -> Backward:
         """Begins the compute of the backward, and learns where gradients of the weights go. Raises where it is not the
         step's own, or comes twice."""
+        session = self.session
+        # is it the step's own?
         if self._done:
             raise errors.second_backward(self.visit.name)
-        session = self.session
         if not session.differentiating:
             raise errors.backward_inside(self.visit.name)
         if torch.is_grad_enabled():
@@ -624,7 +627,8 @@ def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], depends: bool
     depends: whether they have gradients, as far as their dtype has; None: those that require grad
     """
     ctx.set_materialize_grads(False)
-    outs, constants = [token.detach()], []
+    outs = [token.detach()]
+    constants: list[Tensor] = []
     for tensor in tensors:  # on the way of every visit: no further calls
         outs.append(tensor.detach())
         varies = tensor.requires_grad
@@ -680,6 +684,7 @@ class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
         session, call, replays = running.session, running.call, running.session.replays
         inputs = [tensor.detach() for tensor in tensors]
         outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
+        # arguments are saved, or what is left of them where the carry goes to the host
         saved: Sequence[Tensor] = tensors
         if op.carry_slot is not None:
             saved = session.slots.activations.save(running.visit.id, op.carry_slot, tensors, call.carry_length, outs)

@@ -26,12 +26,14 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
     """
     length = stacks[0].entry.length
     assert length is not None
-    comms, call = memory.comms, object()  # names the buffers of this call on the scoreboard
+    comms = memory.comms
+    call = object()  # names the buffers of this call on the scoreboard
     parts = [(stack, group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
 
     def buffer(_: Sharded, group: Group, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(group.layout.shard_numel(comms.without(group.over).ranks) * comms.ranks)
+        return leaf.new_empty(group.shard_numel(comms) * comms.ranks)
 
+    # what is pinned is gathered once, and is in both
     even = [buffer(*part) for part in parts]
     odd = [flat if part[1].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
     buffers = [even, odd]
@@ -43,7 +45,7 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
             for part, flat in zip(parts, buffers[layer % 2], strict=True)
             if layer == 0 or not part[1].pinned
         ]
-        # a frozen leaf's gradient is an expanded scalar: its copy has no owner once the gather is submitted
+        # what is gathered: a frozen leaf's gradient is an expanded scalar, whose copy has no owner once it is submitted
         jobs = [(flat, shard_at_home(*part).contiguous()) for *part, flat in starting]
         if comms.ranks == comms.stages == 1:
             for out, shard in jobs:
@@ -59,6 +61,7 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
                     comms.stages_group.broadcast(shard, home)
             gather_into(comms, *map(list, zip(*jobs, strict=True)))
 
+        # in its place among the uses of buffers
         ready = comms.event()  # leaves that are not the state's own were made on the compute stream
         ready.complete()
         stream = comms.streams["gather"]
@@ -117,9 +120,9 @@ def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: S
     if (0 if group.pinned else layer) not in group.here:
         return
     row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
-    start = ranks.without(group.over).rank * row.numel()
     leaves = [group.local_slice(number, leaf, ranks) for number, leaf in enumerate(leaves)]
-    for piece in group.layout.pieces(start, start + row.numel()):
+    # in a pinned unit a leaf is that of all layers
+    for piece in group.pieces(row.numel(), ranks):
         flat = leaves[piece.leaf].reshape(-1)
         skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
         a, b = max(skip, 0), min(skip + flat.numel(), piece.stop - piece.start)
@@ -190,6 +193,7 @@ def _must_be_stack(tree: Tree) -> None:
 
 
 def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
+    # are they stacks of one state, as long as each other?
     stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
     for other in stacks:
         if other.check().entry.length is None:
@@ -205,8 +209,10 @@ def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: 
             raise ValueError(
                 f"map_whole_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}"
             )
+    # results like a layer go into shards, others are collected
     plain = [None if isinstance(tree, Sharded) else plain_layers(tree) for tree in rest]
-    kept, outs = None, []
+    kept: list[Tensor] | None = None
+    outs: list[Tree] = []
     for layer, whole in enumerate(whole_layers(memory, stacks)):
         given = iter(whole[1:])
         others = [next(given) if rows is None else rows[layer] for rows in plain]

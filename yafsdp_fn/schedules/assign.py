@@ -44,8 +44,10 @@ def assign(
     count = stages * per_stage
     if count > len(trace.visits):
         raise ValueError(f"assign: {count} segments of {len(trace.visits)} visits; take fewer stages, or per_stage")
+    # where segments begin
     begins = _even(costs_of(trace.visits), count) if at is None else _named(trace, at, count)
     bounds = [*begins, len(trace.visits)]
+    # the segments of each unit, and their stages
     used: list[list[int]] = [[] for _ in trace.units]
     for segment in range(count):
         for visit in trace.visits[bounds[segment] : bounds[segment + 1]]:
@@ -79,6 +81,7 @@ def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
 
 def _even(costs: Sequence[int], count: int) -> list[int]:
     """Returns the first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
+    # the least bound under which so many segments are enough
     low, high = max(costs), sum(costs)
     while low < high:
         middle = (low + high) // 2

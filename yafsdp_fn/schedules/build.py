@@ -31,6 +31,7 @@ def alternating_slots(
     >>> ya.schedules.alternating_slots(trace.visits, trace.units)
     {2: 0, 3: 1, 4: 0, 5: 1, 0: 2, 1: 3}
     """
+    # in each lane layers take turns
     lane = _lanes(visits, units)
     lanes = max(lane.values(), default=-1) + 1
     slots: dict[int, int] = {}
@@ -39,6 +40,7 @@ def alternating_slots(
         for index, unit in enumerate(members[: max(0, len(members) - resident)]):
             if unit not in apart:
                 slots[unit] = k * width + index % width
+    # what a visit would have twice in one slot gets its own
     for visit in visits:
         taken: set[int] = set()
         for unit in visit.units:
@@ -54,6 +56,7 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, 
     lane: dict[int, int] = {}
     of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
     for visit in visits:
+        # lanes of this visit that are given already
         layers = [unit for unit in visit.units if units[unit].stack is not None]
         taken = {lane[unit] for unit in layers if unit in lane}
         stacks = [units[unit].stack for unit in layers]
@@ -180,7 +183,10 @@ def build(
             "remat.offload: a pipeline stage has several microbatches under way, and the host memory of a visit holds "
             "one; take remat.all, whose carries stay on the device"
         )
-    deferred = (range(len(trace.units)) if defer else ()) if isinstance(defer, bool) else defer
+    deferred: Container[int] = () if isinstance(defer, bool) else defer
+    if defer is True:
+        deferred = range(len(trace.units))
+    # the ops, compute by compute
     builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary)
     recompute = remat(trace)
     for i, now in enumerate(trace.order):
@@ -191,6 +197,7 @@ def build(
     builder.ops += sums_over_stages(trace)
     if update and trace.trains:
         builder.finish()
+    # without what nothing reads, and merged
     again = {unit for op in builder.ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
     read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
     ops: list[Op] = begun_early(merged(_without_needless_gathers(trace, read)))
@@ -228,11 +235,13 @@ class _Builder:
 
     def __post_init__(self) -> None:
         self.ops: list[Op] = []
+        # what is gathered, and in which update it is
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
         self.updating = Updating(self.trace.lent)
         self.wanted: dict[int, int] = {}  # slot -> unit that the next step's first gathers put there
         self.last_write = {unit: i for i, now in enumerate(self.trace.order) for unit in writes_of(now, self.trace)}
+        # gradients
         used = list(self.grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
 
@@ -259,7 +268,9 @@ class _Builder:
         after = self.trace.order[i + 1 : i + 2]
         following = writes_of(after[0], self.trace) if after else ()
         for unit in writes_of(now, self.trace):
-            slot, closes, last = self.grad_slots[unit], unit in now.closes, self.last_write[unit] == i
+            slot = self.grad_slots[unit]
+            closes = unit in now.closes
+            last = self.last_write[unit] == i
             # a shared slot must be free before another unit's gradient arrives, complete or not
             if (closes and (last or unit not in self.deferred)) or (slot in self.shared and unit not in following):
                 self.ops.append(Reduce((unit,), (slot,)))
@@ -290,12 +301,14 @@ class _Builder:
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
         if self.trace.trained:
             self.ops.append(Norm(self.trace.trained))
+        # what the next step gathers first
         visits, first = self.trace.visits, self.trace.order[: self.prefetch + 1]
         wanted: dict[int, int] = {}  # slot -> unit, up to the first unit that would need the slot of an earlier one
         for unit in (unit for compute in first for unit in reads_of(compute, self.trace)):
             if wanted.setdefault(self.slots[unit], unit) != unit:
                 break
         self.wanted = wanted
+        # updates, in the order of visits
         order = [*(unit for visit in visits for unit in visit.units), *(unit.id for unit in self.trace.units)]
         for unit in dict.fromkeys(order):
             if self.trace.units[unit].trainable:
@@ -314,6 +327,7 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
 
     That is the case for frozen units, and for those that were gathered after their update.
     """
+    # what each slot is first given, and what it ends with
     first: dict[int, tuple[int, int]] = {}  # slot -> op, unit
     last: dict[int, tuple[int, bool]] = {}  # slot -> unit that it ends with, whether in the next step's version
     updated: set[int] = set()

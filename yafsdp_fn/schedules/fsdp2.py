@@ -122,6 +122,7 @@ def groups_of(
     trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None
 ) -> list[WrappedUnits]:
     """Returns the groups that settings make of a trace's units, in the order of their visits."""
+    # what was wrapped together
     modules: dict[str, list[int]] = {}  # such parts are units of the same module
     for unit in _visited(trace):
         modules.setdefault(PART.sub("", trace.units[unit].name), []).append(unit)
@@ -136,6 +137,7 @@ def groups_of(
     else:
         held = each[-1] if each and each[-1] in outside else None
         groups = [WrappedUnits(units, reshard if units != held else False) for units in each]
+    # lists of what is gathered ahead
     if prefetch is None:
         return groups
     count = range(len(groups))
@@ -214,10 +216,10 @@ class _Fsdp2Builder:
 
     def __init__(self, trace: Trace, groups: list[WrappedUnits], defer: bool, hold: bool, width: int | None) -> None:
         self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold
+        # slots: of groups that their visits use as a whole, some take turns
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
         visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
         uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
-        # those that each of their visits uses as a whole
         whole = [(g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}]
         turns = [group.units for group, _ in whole if group.reshard and not group.stays]
         self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
@@ -225,6 +227,7 @@ class _Fsdp2Builder:
         once = [group.units for group, times in whole if len(times) == 1]
         self.grad_slots = own_slots(trace.units) if defer else _in_turns(trace, once, 2)
         self.ops: list[Op] = []
+        # what is gathered, and what is not reduced
         self.held: dict[int, int] = {}  # slot -> unit
         self.stashed: set[int] = set()
         self.unreduced: set[int] = set()  # units whose gradient slots hold something
@@ -243,6 +246,7 @@ class _Fsdp2Builder:
 
     def gather(self, i: int) -> None:
         """Gathers the groups of compute `i`, and those that are prefetched for it."""
+        # its own groups, and those in their lists
         now, *after = self.trace.order[i : i + 2]
         own = dict.fromkeys(self.of[unit] for unit in reads_of(now, self.trace))
         ahead: dict[int, None] = {}
@@ -254,6 +258,7 @@ class _Fsdp2Builder:
                 following = [c for c in after if c.kind in ("backward", "inputs")]
                 listed = tuple(self.of[unit] for c in following for unit in reads_of(c, self.trace))
             ahead |= dict.fromkeys(listed)
+        # ahead only into slots that nothing of this compute is in
         busy = {self.slots[unit] for unit in reads_of(now, self.trace)}
         for group in own:
             self._gather(group)

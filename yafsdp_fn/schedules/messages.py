@@ -40,18 +40,6 @@ UNIT = Pace(lambda call: SPAN[call.kind])
 """The pace of `SPAN`, where messages take none."""
 
 
-def takes(split: Split, call: Call) -> tuple[Message, ...]:
-    """Returns the messages that a call takes of other segments."""
-    first, end = split.segments[call.segment]
-    return split.takes(call.kind, first if call.kind == "forward" else end - 1, call.microbatch)
-
-
-def gives(split: Split, call: Call) -> tuple[Message, ...]:
-    """Returns the messages that a call gives to others."""
-    first, end = split.segments[call.segment]
-    return split.gives(call.kind, end - 1 if call.kind == "forward" else first, call.microbatch)
-
-
 # ---- a run of the lists, for its times
 
 
@@ -74,24 +62,27 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     messages: a message from another stage arrives by its send and receive, which wait for each other and take no time;
         without messages it is there as soon as it is made
     """
+    # all items, and what each gives
     listed = [
-        (stage, item, gives(split, item) if isinstance(item, Call) else ())
+        (stage, item, split.given_by(item) if isinstance(item, Call) else ())
         for stage, items in enumerate(lists)
         for item in items
     ]
     comes, partners = _sources(split, listed, messages)
-    never = len(listed)
+    # messages that take time by themselves
+    never = len(listed)  # the number of an event that does not come
     travels: list[StageEvent] = []
     if pace.message and not messages:
         for message, source in comes.items():
             if split.crosses(message):
                 comes[message] = never + 1 + len(travels)
                 travels.append(StageEvent(-1, f"{message}", [source], (("latency", pace.message),)))
+    # an event for each item
     before: dict[int, int] = {}  # stage -> its last call
     events: list[StageEvent] = []
     for number, (stage, item, _) in enumerate(listed):
         if isinstance(item, Call):
-            waits = [comes.get(message, never) for message in takes(split, item)]
+            waits = [comes.get(message, never) for message in split.taken_by(item)]
             events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
             before[stage] = number
         else:
@@ -99,6 +90,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
             waits += [] if number in partners else [never]
             events.append(StageEvent(stage, item.stream, waits, partner=partners.get(number)))
     events += [StageEvent(-1, "never", [never]), *travels]
+    # their times
     found = PlayedTimes([[] for _ in lists], {}, {})
     for (stage, item, given), time in zip(listed, play(events)[:never], strict=True):
         if time is not None and isinstance(item, Call):
@@ -144,18 +136,20 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
-        taken = [(at, message) for at, call in enumerate(row) for message in takes(split, call)]
+        # receives, each before the call in which it comes
+        taken = [(at, message) for at, call in enumerate(row) for message in split.taken_by(call)]
         arriving = sorted((made[message], at, message) for at, message in taken if split.crosses(message))
         # what stages send at one time is in the order of stages
         ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
         before: defaultdict[int, list[Message]] = defaultdict(list)
         for when, _, message in arriving:
             before[bisect_right(ends, when[:2])].append(message)  # a call that ends later is not what it depends on
+        # the list: receives, the call, its sends
         items: list[Item] = []
         for at, call in enumerate(row):
             items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
             items.append(call)
-            items += [Send(p.flow, 0, p.microbatch, p.back) for p in gives(split, call) if split.crosses(p)]
+            items += [Send(p.flow, 0, p.microbatch, p.back) for p in split.given_by(call) if split.crosses(p)]
         out.append(items)
     return out
 
@@ -168,7 +162,7 @@ def _all_begin(
         lines = ["rule 'deadlock': calls wait for each other"]
         for stage in stuck:
             call = rows[stage][len(begins[stage])]
-            message = next(message for message in takes(split, call) if message not in made)
+            message = next(message for message in split.taken_by(call) if message not in made)
             source = split.ends(message.flow, message.back)[0]
             lines.append(f"    stage {stage} waits at {in_words(call)} for stage {source}")
         raise Refused("deadlock", -1, "\n".join(lines), stuck[0])
@@ -213,17 +207,19 @@ class _Slots:
                 self.leaving.append((len(self.messages), message, self.held.pop(message)))
 
     def _call(self, call: Call) -> None:
+        # what it takes has left its slot at once
         number = len(self.messages)
-        for message in takes(self.split, call):
+        for message in self.split.taken_by(call):
             self.taken[message] = slot = self.held.pop(message)
             self.free[self._kind(message, False)].append(slot)
+        # what was sent has left its slot when the send is over
         now = self.begins[number - 1] if number <= len(self.begins) else -NEVER
         for left in list(self.leaving):
             # what the call before has made is under way while this one computes
             if left[0] < number and self.sent.get(left[1], NEVER) <= now:
                 self.free[self._kind(left[1], True)].append(left[2])
                 self.leaving.remove(left)
-        for message in gives(self.split, call):
+        for message in self.split.given_by(call):
             self.given[message] = self._fill(message, self.split.crosses(message))
         self.messages.append([])
 

@@ -282,12 +282,14 @@ def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int])
     Turns at the ends of the V take as long as lets no two calls of a stage meet and keeps the fewest microbatches; of
     these, those with the shortest turn from forwards to backwards.
     """
+    # turns that let no two calls meet
     found = []
     for turns in itertools.product(range(1, BLOCK + 1), repeat=3):
         blocks = [_block(split.stages, stage, steps, turns) for stage in range(split.stages)]
         if all(len({at % BLOCK for at in block}) == BLOCK for block in blocks):
-            kept = max(sum((t - b[k]) // BLOCK - (t - b[5 - k]) // BLOCK for k in (0, 1)) for b in blocks for t in b)
+            kept = max(_kept(block, at) for block in blocks for at in block)
             found.append((kept, turns[1], -turns[0], blocks))
+    # the best ones, once for each microbatch
     *_, blocks = min(found)
     rows = []
     for stage, block in enumerate(blocks):
@@ -297,6 +299,11 @@ def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int])
         timed = [(at + BLOCK * m, *of, m) for m in range(microbatches) for at, of in zip(block, one, strict=True)]
         rows.append([Call(kind, segment, m) for _, kind, segment, m in sorted(timed)])
     return whole_if_idle(rows, split)
+
+
+def _kept(block: Sequence[int], at: int) -> int:
+    """Returns the microbatches that a stage keeps at a time: of both segments, forwards until then without weights."""
+    return sum((at - block[k]) // BLOCK - (at - block[5 - k]) // BLOCK for k in (0, 1))
 
 
 def _block(stages: int, stage: int, steps: Sequence[int], turns: Sequence[int]) -> list[int]:
@@ -315,8 +322,7 @@ def _block(stages: int, stage: int, steps: Sequence[int], turns: Sequence[int]) 
 V_SHAPED = ("v_shaped", "v_half", "v_min")
 """The builders whose segments lie like a V."""
 
-_ALL = (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped, v_half, v_min)
-FACTORIES = {factory.__name__: factory for factory in _ALL}
+FACTORIES = {made.__name__: made for made in (gpipe, one_f_one_b, interleaved, zero_bubble, v_shaped, v_half, v_min)}
 """The builders by name."""
 
 SEGMENTS = {"interleaved": 2} | dict.fromkeys(V_SHAPED, 2)
@@ -375,11 +381,8 @@ def whole_if_idle(rows: Rows, split: Split) -> Rows:
     for row in rows:
         out.append([])
         for call in row:
-            if (
-                call.kind == "weights"
-                and call.segment not in waited_for
-                and out[-1][-1] == call._replace(kind="inputs")
-            ):
+            idle = call.kind == "weights" and call.segment not in waited_for
+            if idle and out[-1][-1] == call._replace(kind="inputs"):
                 out[-1][-1] = call._replace(kind="backward")
             else:
                 out[-1].append(call)
@@ -399,7 +402,7 @@ def _expect(name: str, split: Split, per_stage: int, v: bool = False) -> None:
 
 
 def _listed(homes: Sequence[int]) -> str:
-    return " ".join(map(str, homes)) if len(homes) <= 16 else " ".join(map(str, homes[:16])) + " ..."
+    return " ".join(map(str, homes[:16])) + " ..." * (len(homes) > 16)
 
 
 # ---- A schedule from an order.
