@@ -50,7 +50,7 @@ class CallRecording(VisitRunner):
         total: of the loss; result: its outline; plain: the differentiated tensors that are not sharded
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
-        read, visited = read_beside_visits(total, [*self.leaves, *plain])
+        read, visited, of_modules = read_beside_visits(total, [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
         found = {
@@ -60,6 +60,8 @@ class CallRecording(VisitRunner):
             "what the function returns": result,
         }
         self.memory.comms.must_agree(SAME_VISITS, found, self.position)
+        if self._trained and of_modules:
+            raise errors.parameter_of_a_module(of_modules[0])
         if self._trained and not (read or visited):
             raise ValueError(INDEPENDENT)
 
