@@ -54,8 +54,9 @@ NOT_FROM_PLAIN = (
 
 NOT_BY_TORCH = (
     "the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed ({}), through which the "
-    "gradient would be wrong. A loss needs none: return ya.Mean(total, weight), the mean over all ranks. In a block it "
-    "is ya.psum, ya.all_gather and others, over an axis of ya.mesh. Detach what is only looked at"
+    "gradient would be wrong. A mean over ranks needs none: return ya.Mean(total, weight). In a loss a sum over ranks "
+    "is ya.params.sum_over_ranks(x, params); in a block ya.psum, ya.all_gather and others act over an axis of ya.mesh. "
+    "Detach what is only looked at"
 )
 
 
