@@ -116,7 +116,7 @@ def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[in
     nodes = list(_nodes([total], ends=lambda node: hasattr(node, "recorded")))
     ends = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    of_modules = [leaf for leaf in ends.values() if isinstance(leaf, torch.nn.Parameter)]
+    of_modules: list[Tensor] = [leaf for leaf in ends.values() if isinstance(leaf, torch.nn.Parameter)]
     return read, any(hasattr(node, "recorded") for node in nodes), of_modules
 
 
