@@ -17,6 +17,7 @@ from tests.test_coming_from import examples
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "faq.md").read_text()
+SCRIPT, *PIECES = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
 
 
 def test_the_code_prints_what_it_shows(tmp_path: Path) -> None:
@@ -28,6 +29,11 @@ def test_the_code_prints_what_it_shows(tmp_path: Path) -> None:
     names = {**examples(), "folder": str(tmp_path)}
     runner.run(doctest.DocTest(found, names, "faq", None, None, None), out=said.append)
     assert not said, "".join(said)
+
+
+@pytest.mark.parametrize("piece", range(len(PIECES)))
+def test_pieces_of_code_run(piece: int) -> None:
+    exec(PIECES[piece], examples())
 
 
 def printed(script: str, folder: Path) -> list[str]:
@@ -43,9 +49,8 @@ def printed(script: str, folder: Path) -> list[str]:
 
 @pytest.mark.nightly
 def test_ranks_that_are_spawned_run_and_launch_forks_beside_them(tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
     more = '    print(ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2))\n    rank(0, 1)\n'
-    assert printed(script + more, tmp_path) == ["2 ranks", "2 ranks", "[2, 2]", "1 ranks"]
+    assert printed(SCRIPT + more, tmp_path) == ["2 ranks", "2 ranks", "[2, 2]", "1 ranks"]
 
 
 def test_where_there_is_no_fork_launch_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

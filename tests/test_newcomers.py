@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+import warnings
+from collections import UserDict
 from typing import Any
 
 import numpy as np
@@ -211,7 +213,62 @@ def made_under_inference_mode(mesh: Any) -> Any:
     return ya.train_step(loss_fn, TX)(new(mesh), batch)[1]
 
 
+def in_block(mesh: Any, write: Any) -> Any:
+    """A step whose block first calls `write` on its weights."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        def block(x: Any, w: Any) -> Any:
+            write(w["w"])
+            return ya.linear(x, w["w"]), None
+
+        return ya.scan(block, batch["x"], params["layers"])[0].square().mean()
+
+    return ya.train_step(loss, TX)(new(mesh), BATCH)
+
+
+def clamped(weight: Any) -> None:
+    weight.data = weight.data.clamp(-1e-3, 1e-3)
+
+
+def reduced_by_torch(params: Any, batch: Any) -> Any:
+    mean = loss_fn(params, batch).total
+    torch.distributed.all_reduce(mean)
+    return mean
+
+
+def beside_a_module(mesh: Any) -> Any:
+    head = torch.nn.Linear(1, 1)
+    return ya.train_step(lambda params, batch: head(loss_fn(params, batch).total[None]).sum(), TX)(new(mesh), BATCH)
+
+
+def frozen_too_late(mesh: Any) -> Any:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4)))
+    params, _ = ya.functionalize(module, "1")
+    module[0].requires_grad_(False)
+    return ya.shard(params, TX, mesh=mesh)
+
+
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
+
+
 SILENT: dict[str, Any] = {
+    "RuntimeError: layers[0]: the block writes into its weights in place; work": (
+        lambda mesh: in_block(mesh, lambda weight: weight.data.mul_(0.5))
+    ),
+    "RuntimeError: layers[0]: the block writes into its weights in place; work on a copy": (
+        lambda mesh: in_block(mesh, clamped)
+    ),
+    "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
+    "(c10d::allreduce_), through which": lambda mesh: ya.train_step(reduced_by_torch, TX)(new(mesh), BATCH),
+    "ValueError: the loss depends on a torch.nn.Parameter (1, 1) that is none of its arguments": beside_a_module,
+    "ValueError: 0.bias: requires_grad was True when ya.functionalize read it, and is not any more": frozen_too_late,
+    "TypeError: shard_batch: the batch is a UserDict, of which every one would get all rows; give a tensor, whose rows "
+    "are split, or a dict": lambda mesh: ya.shard_batch(UserDict(BATCH), mesh),
+    "TypeError: microbatches: argument 1 is a Rows, of which every": (
+        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), Rows(torch.ones(4, 4)))
+    ),
     "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew": (
         without_a_graph(lambda mean: mean.total.detach().requires_grad_())
     ),
@@ -260,6 +317,17 @@ SILENT: dict[str, Any] = {
 }
 
 UNCLEAR: dict[str, Any] = {
+    "AttributeError: layers.requires_grad_: layers is sharded, its weights are whole only inside ya.scan(f, x, params"
+    "...) or ya.map_whole_layers; ya.unshard makes whole tensors of it; it is here: ya.frozen(tree) before": (
+        lambda mesh: new(mesh).params["layers"].requires_grad_(False)
+    ),
+    "AttributeError: layers.grad: layers is sharded, its weights are whole only inside ya.scan(f, x, params...) or "
+    "ya.map_whole_layers; ya.unshard makes whole tensors of it; it is here: ya.grad(loss_fn)(state.params, batch)": (
+        lambda mesh: torch.nn.utils.clip_grad_norm_(new(mesh).params.values(), 1.0)
+    ),
+    "ValueError: microbatches: x of argument 1 has 3 rows, not a multiple of 2 microbatches; leave such a": (
+        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"x": torch.ones(3, 4)})
+    ),
     "TypeError: frozen(tree, 'bf16'): expected a floating dtype, such as torch.bfloat16": (
         lambda mesh: ya.frozen(PARAMS, "bf16")  # type: ignore[arg-type]
     ),
@@ -322,6 +390,22 @@ def test_mistakes_are_refused_in_words_of_this_library(pools: dict[int, Pool], w
     for said in pools[world].run(refusals, cases):
         for text, begins in zip(said, globals()[cases], strict=True):
             assert text.startswith(begins), text
+
+
+def steps_on(mesh: Any) -> list[int]:
+    """Returns how often a first step warns of equal batches: given the same to all, and each its own."""
+    rows, counts = torch.arange(16.0).view(4, 4), []
+    for batch in (rows, ya.shard_batch(rows, mesh)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ya.train_step(loss_fn, TX)(new(mesh), {"x": batch})
+        counts.append(sum("all ranks have the same batch, so that each row" in str(each.message) for each in caught))
+    return counts
+
+
+def test_a_batch_that_all_ranks_have_is_warned_of(pools: dict[int, Pool]) -> None:
+    assert pools[1].run(steps_on) == [[0, 0]]
+    assert pools[2].run(steps_on) == [[1, 0]] * 2
 
 
 def under_inference_mode(mesh: Any) -> list[float]:

@@ -60,6 +60,7 @@ def function_of_a_module() -> Any:
 
 OBJECTS: dict[str, Callable[[], Any]] = {
     "state": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()),
+    "leaf": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()).params["w"],
     "model": function_of_a_module,
 }
 
@@ -70,7 +71,7 @@ def test_a_name_of_another_library_says_what_it_is_here(name: str) -> None:
     space = ya
     if within:
         space = OBJECTS[within]() if within in OBJECTS else getattr(ya, within)
-    with pytest.raises(AttributeError, match=rf"no attribute '{last}'; it is here: \w") as error:
+    with pytest.raises(AttributeError, match=rf"(no attribute '{last}'|\.{last}: .*); it is here: \w") as error:
         getattr(space, last)
     for path in re.findall(r"\bya((?:\.\w+)+)", str(error.value)):  # what it says is there
         assert attrgetter(path[1:])(ya) is not None

@@ -171,6 +171,15 @@ def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) ->
             assert not lines or max(lines) > 120, (name, max(lines))
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_page_of_the_reference_is_what_one_reads(site: Site) -> None:
+    with served(site.folder) as url, Browser(1400, 1000) as browser:
+        for page in sorted((site.folder / "api").glob("*.html")):
+            browser.open(f"{url}api/{page.name}")
+            height = browser.evaluate("document.documentElement.scrollHeight")
+            assert height < 11_000, (page.name, height)
+
+
 CONTRAST = """(() => {
     const channels = text => (text.match(/[\\d.]+/g) || []).map(Number);
     const onto = ([r, g, b, a = 1], below) => [r, g, b].map((c, k) => c * a + below[k] * (1 - a));

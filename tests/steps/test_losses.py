@@ -112,6 +112,23 @@ def judged(mesh: Any) -> None:
         step(state(mesh), data)
 
 
+def judged_by_one(mesh: Any) -> tuple[list[bool], list[float]]:
+    """Rank 1 skips the second of three steps; nobody else judges any."""
+    asked = iter(range(3))
+    step = ya.train_step(loss, TX, skip=lambda _: torch.tensor(next(asked) == 1 and mesh.get_local_rank() == 1))
+    now, kept, skipped = state(mesh), [], []
+    for _ in range(3):
+        before = bits(now)
+        now, metrics = step(now, batch(mesh.get_local_rank()))
+        kept.append(same(bits(now), before))
+        skipped.append(float(metrics["skipped"]))
+    return kept, skipped
+
+
+def test_a_step_that_one_rank_skips_is_skipped_by_all(pools: dict[int, Pool]) -> None:
+    assert pools[2].run(judged_by_one) == [([False, True, False], [0.0, 1.0, 0.0])] * 2
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_user_may_judge_steps(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(judged)

@@ -21,11 +21,7 @@ from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import dotted
 from yafsdp_fn.runtime.state import ShardedState
-
-PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-AT_ONCE = 1 << 20
-"""Elements summed at a time; the sum widens them to eight bytes."""
-
+from yafsdp_fn.util.bits import sum_of_bits
 
 # ---- The verb.
 
@@ -136,18 +132,6 @@ def _sum_of(value: SummedValue, device: torch.device) -> Tensor:
     if value.here is None:
         return torch.zeros((), dtype=torch.int64, device=device)
     return sum_of_bits(value.here)
-
-
-def sum_of_bits(tensor: Tensor) -> Tensor:
-    """Sums the elements as integers of their size, modulo 2 ** 64: int64 []."""
-    bits = tensor.contiguous().view(-1)
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).view(-1)
-    pattern = bits.view(PATTERNS[bits.element_size()])  # uint8 of bools, too
-    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(pattern, AT_ONCE):
-        found += part.sum(dtype=torch.int64)
-    return found
 
 
 def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communicators) -> None:

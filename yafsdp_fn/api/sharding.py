@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.api.checksum import sum_of_bits
 from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.formats import WHOLE
@@ -41,6 +40,7 @@ from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
+from yafsdp_fn.util.bits import sum_of_bits
 
 # ---- The verbs: a state from abstract parameters, from values, and back.
 

@@ -10,8 +10,9 @@
 A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -45,6 +46,14 @@ from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, de
 NOT_FROM_PLAIN = (
     "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
     "micro-shards, which is another at another number of ranks. Put them into the state"
+)
+
+
+NOT_BY_TORCH = (
+    "the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed ({}), through which the "
+    "gradient would be wrong. A mean over ranks needs none: return ya.Mean(total, weight). In a loss a sum over ranks "
+    "is ya.params.sum_over_ranks(x, params); in a block ya.psum, ya.all_gather and others act over an axis of ya.mesh. "
+    "Detach what is only looked at"
 )
 
 
@@ -127,12 +136,12 @@ class StepFunction:
             self._agreed.add(comms)
             comms.named.clear()
         found = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
-        if first and comms.axes and not comms.alone:
+        if first and not comms.alone and (comms.axes or self._tx is not None):
             verified = self.programs.peek(memory, arguments.microbatches)
             assert verified is not None
             visited = {unit for visit in verified.all_stages.trace.visits for unit in visit.units}
             split = {name for unit in visited for name in verified.all_stages.trace.units[unit].over}
-            consistency.warn_of_axes(comms, split, arguments.rest, batch_axes(memory.mesh))
+            consistency.warn_of_batches(comms, split, arguments.rest, batch_axes(memory.mesh))
         return found
 
     # ---- in a session
@@ -358,7 +367,8 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         arrived = [x for tensors in before.arrived.values() for x in tensors]
         of_leaves = [*leaves, *arguments.plain] if crossing is None else []
         drawn = counter_of(comms, seed, call.microbatch).seed_beside(BACKWARD)
-        with session.backward(), seeded(drawn, comms.device):
+        collectives = _foreign_collectives_refused() if session.watch else nullcontext()
+        with session.backward(), seeded(drawn, comms.device), collectives:
             grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
         of_leaf = grads[1 + len(arrived) :]
         _add(leaf_grads, of_leaf[: len(leaves)])
@@ -377,6 +387,17 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
     found = iter(leaf_grads)
     session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
     return results if of_stage is None else Results(of_stage.losses, of_stage.aux, [])
+
+
+@contextmanager
+def _foreign_collectives_refused() -> Iterator[None]:
+    """Raises where a gradient passes a collective of torch.distributed, unchanged, of which torch only warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "c10d::.*an autograd kernel was not registered")
+        try:
+            yield
+        except UserWarning as warned:
+            raise RuntimeError(NOT_BY_TORCH.format(str(warned).partition(": an")[0])) from warned
 
 
 # ---- On plain tensors.

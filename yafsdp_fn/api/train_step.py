@@ -95,18 +95,19 @@ class TrainStep:
             metrics["aux"] = reduced
         skipped = ~(norm.isfinite() & total.isfinite()) & self._skip_nonfinite
         if self._skip is not None:
-            skipped = skipped | self._judged(metrics)
+            skipped = skipped | self._judged(metrics, ranks)
         metrics["skipped"] = skipped.float()
         return metrics, weight, metrics["skipped"] if self._skip_nonfinite or self._skip else None
 
-    def _judged(self, metrics: Metrics) -> Tensor:
+    def _judged(self, metrics: Metrics, ranks: Ranks | None) -> Tensor:
+        """Returns the user's flag; true where that of any rank is."""
         assert self._skip is not None
         with torch.no_grad():
             flag = self._skip(dict(metrics))
         if not isinstance(flag, Tensor) or flag.dtype != torch.bool or flag.ndim:
             what = f"{flag.dtype} of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else type(flag).__name__
             raise TypeError(f"skip returned {what}: expected a bool tensor without axes, true to leave the update out")
-        return flag
+        return flag if ranks is None else ranks.all_reduce_max(flag.float().to(metrics["loss"].device)).bool()
 
     def __repr__(self) -> str:
         of = self._function
@@ -190,8 +191,7 @@ def train_step(
     skip_nonfinite: if the loss or the gradient is not finite, parameters and optimizer state keep their bits, without a
         wait of the host
     skip: judges a step by its metrics before its update: returns a flag on their device, true to skip the update, for a
-        spike of the loss, say. It is called once a step, and must return the same on every rank, as it does if it reads
-        only metrics
+        spike of the loss, say. It is called once a step; all ranks skip an update that one of them skips
     graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
         captures them, one per slot. A block that a graph could not repeat runs as it is, with a warning that
         says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good

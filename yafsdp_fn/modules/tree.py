@@ -273,14 +273,20 @@ def _leaf(
     """Returns the leaf of a parameter, or of those of each layer."""
     like = module.get_parameter(names[0])
     shape = (len(names), *like.shape) if in_stack else tuple(like.shape)
+    trained = like.requires_grad
 
     def load(layer: int | None) -> Tensor:
+        if any(module.get_parameter(name).requires_grad != trained for name in names):
+            raise ValueError(
+                f"{names[0]}: requires_grad was {trained} when ya.functionalize read it, and is not any more. Set it "
+                "before, or freeze a part of the tree, ya.frozen(params[...])"
+            )
         if layer is None:
             return torch.stack([read(name) for name in names]).view(shape)
         return read(names[layer])
 
     leaf = Lazy(shape, like.dtype, load, in_memory=in_memory, compute=own.get(like))
-    return leaf if like.requires_grad else frozen(leaf)
+    return leaf if trained else frozen(leaf)
 
 
 def _own_dtypes(module: nn.Module, compute: Computes) -> OwnDtypes:

@@ -12,6 +12,7 @@ from torch import Tensor
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, Group, TreeLayout
 from yafsdp_fn.params.tree import Frozen, Tree, checked_dtype, register_node, shape_of
+from yafsdp_fn.util.foreign_names import hint
 
 # ---- The dtypes of a state's buffers.
 
@@ -122,7 +123,7 @@ class NotATensor:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(self._not_a_tensor(f".{name}"))
+        raise AttributeError(self._not_a_tensor(f".{name}") + hint(f"leaf.{name}"))
 
     def __len__(self) -> NoReturn:
         raise TypeError(self._not_a_tensor(" has no len()"))

@@ -2,6 +2,7 @@
 ranks, and into microbatches.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -317,20 +318,25 @@ def split_batch(
 ) -> Callable[[int], Tree]:
     """Returns a function from a part's number to that part of `batch`.
 
-    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole; NumPy's arrays, and lists of anything but
-    tensors, are refused. `name`: names a leaf in errors
+    Leaves that are not tensors, or 0-dim, and sharded parameters stay whole; other containers of rows (`_has_rows`) are
+    refused. `name`: names a leaf in errors
     """
     accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=lambda n: is_sharded(n) or _is_list(n))
     for accessor, leaf in zip(accessors, leaves, strict=True):
         shown = name(accessor) or "the batch"
-        if (isinstance(leaf, np.ndarray) and leaf.ndim) or _is_list(leaf):
-            is_what = f"list of {len(leaf)}" if _is_list(leaf) else f"NumPy array of shape {leaf.shape}"
+        if _has_rows(leaf):
+            is_what = f"list of {len(leaf)}" if _is_list(leaf) else type(leaf).__name__
+            if isinstance(leaf, np.ndarray):
+                is_what = f"NumPy array of shape {leaf.shape}"
             raise TypeError(
                 f"{what}: {shown} is a {is_what}, of which every one would get all rows; give a tensor, whose rows are "
-                "split, or a tuple, which stays whole"
+                "split, or a dict of them (dict(batch)), or a tuple, which stays whole"
             )
         if _is_cut(leaf) and leaf.shape[0] % count:
-            raise ValueError(f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {count} {unit}")
+            raise ValueError(
+                f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {count} {unit}; leave such a batch out "
+                "(drop_last=True), or fill it up with rows that do not count"
+            )
 
     def cut(leaf: Any, index: int) -> Any:
         if count == 1 or not _is_cut(leaf):
@@ -339,6 +345,14 @@ def split_batch(
         return leaf.narrow(0, index * rows, rows)
 
     return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Returns whether `leaf` is a container of rows, presumably, that is not cut: a list of values, an array, a mapping
+    such as transformers' BatchEncoding, or a dataclass with tensors."""
+    if dataclasses.is_dataclass(leaf):
+        return any(map(_is_cut, vars(leaf).values()))
+    return isinstance(leaf, Mapping) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0) or _is_list(leaf)
 
 
 def _is_list(node: Any) -> bool:

@@ -101,9 +101,9 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
             warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
 
 
-def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, batch_axes: Collection[str]) -> None:
-    """Warns of axes inside blocks that the first step of a function on a mesh has not named, and of ranks that compute
-    parts of a layer on other batches. All ranks call it.
+def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, batch_axes: Collection[str]) -> None:
+    """Warns, after the first step of a function on a mesh, of ranks that all have the same rows, of axes inside blocks
+    that it has not named, and of ranks that compute parts of a layer on other batches. All ranks call it.
 
     split: axes that leaves in visits are split over; batch: all arguments that are not differentiated
     batch_axes: axes that batches have been cut along
@@ -112,6 +112,12 @@ def warn_of_axes(comms: Communicators, split: Collection[str], batch: Any, batch
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
     every = comms.numbers_of_all(torch.tensor([digest(batch), *told]), "comparing batches")
+    if comms.batch_ranks > 1 and digest(batch) and len(set(every[:, 0].tolist())) == 1:
+        warnings.warn(
+            "all ranks have the same batch, so that each row counts once for every rank. Give each its own rows: "
+            "ya.shard_batch(batch, mesh) of a batch that all have, or a DistributedSampler",
+            stacklevel=2,
+        )
     first = comms.world_rank - comms.rank
     for at, name in enumerate(axes, 1):
         (members,) = [ranks for ranks in comms.subgroups(along=(name,)) if comms.rank in ranks]

@@ -94,7 +94,16 @@ def nothing_visited() -> ValueError:
     return ValueError(
         "the loss does not depend on the differentiated arguments: it should use those that it is given, in ya.scan "
         "and ya.apply, or in the function that ya.functionalize returns; a module that is called itself has weights of "
-        "its own"
+        "its own, and under torch.no_grad() nothing is learnt"
+    )
+
+
+def parameter_of_a_module(leaf: Tensor) -> ValueError:
+    """Returns the error for a loss that calls a module which has weights of its own, beside the state's."""
+    return ValueError(
+        f"the loss depends on a torch.nn.Parameter {tuple(leaf.shape)} that is none of its arguments: it would not be "
+        "trained. ya.functionalize makes a tree of its module's weights, for ya.shard; if it is to stay as it is, "
+        "module.requires_grad_(False)"
     )
 
 

@@ -110,13 +110,14 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool]:
-    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, and
-    whether it depends on one of these."""
+def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
+    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, whether
+    it depends on one of these, and parameters of modules that it depends on."""
     nodes = list(_nodes([total], ends=lambda node: hasattr(node, "recorded")))
-    ends = {id(getattr(node, "variable", None)) for node in nodes}
+    ends = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    return read, any(hasattr(node, "recorded") for node in nodes)
+    of_modules: list[Tensor] = [leaf for leaf in ends.values() if isinstance(leaf, torch.nn.Parameter)]
+    return read, any(hasattr(node, "recorded") for node in nodes), of_modules
 
 
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.

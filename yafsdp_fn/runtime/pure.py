@@ -16,6 +16,7 @@ from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import TensorWatch
 from yafsdp_fn.runtime.visit import BlockCall, address_of
+from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 
@@ -209,8 +210,11 @@ def visit(call: BlockCall) -> Tree:
     return call.outputs(outputs(call))
 
 
-def outputs(call: BlockCall) -> Sequence[Tensor]:
-    """Returns the tensors among the outputs of `visit`."""
+def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
+    """Returns the tensors among the outputs of `visit`.
+
+    compare: with the weights' bits after it, too: no version counts what is written by `.data`
+    """
     # derivatives that would be wrong, or lost, are refused
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
@@ -235,13 +239,13 @@ def outputs(call: BlockCall) -> Sequence[Tensor]:
         args = flat[len(shards) :]
         # without a graph nothing else would notice a write
         leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
-        versions = [leaf._version for leaf in leaves]
+        before = _content(leaves, compare)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
-        if versions != [leaf._version for leaf in leaves]:  # at world size 1 the weights are the shards themselves
+        if before != _content(leaves, compare):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
         given = {id(arg) for arg in args}  # an argument must not be both saved and returned
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
@@ -254,6 +258,11 @@ def outputs(call: BlockCall) -> Sequence[Tensor]:
         call.refuse_views(outs, set(map(address_of, shards)))
     found: Sequence[Tensor] = outs
     return found
+
+
+def _content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
+    """Returns what tells whether `leaves` have been written to. compare: their bits"""
+    return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
 
 
 def _comms(call: BlockCall) -> Ranks:

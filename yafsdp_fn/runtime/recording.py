@@ -51,7 +51,7 @@ class CallRecording(VisitRunner):
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
         # does it depend on anything?
-        read, visited = read_beside_visits(total, [*self.leaves, *plain])
+        read, visited, of_modules = read_beside_visits(total, [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
         # ranks must have recorded the same
@@ -62,6 +62,8 @@ class CallRecording(VisitRunner):
             "what the function returns": result,
         }
         self.memory.comms.must_agree(SAME_VISITS, found, self.position)
+        if self._trained and of_modules:
+            raise errors.parameter_of_a_module(of_modules[0])
         if self._trained and not (read or visited):
             raise ValueError(INDEPENDENT)
 

@@ -51,8 +51,13 @@ MEANT = {
     "compile": "torch.compile(block), made once, outside of the loss",
     # others
     "TrainState": "ya.init(params, tx, mesh=mesh): state.step, state.params, state.opt_state",
+    "Trainer": "a loop over ya.train_step(loss_fn, tx); a trainer is `python -m train`, in a clone",
+    "Accelerator": _WRAPPER,
+    "prepare": _WRAPPER,
     "get_peft_model": "ya.lora(params, rank)",
-    # attributes of a state, and of a function of a module
+    # attributes of parameters, of a state, and of a function of a module
+    "leaf.requires_grad_": "ya.frozen(tree) before ya.init or ya.shard; of a state, ya.shard(state, tx, like=tree)",
+    "leaf.grad": "ya.grad(loss_fn)(state.params, batch); ya.optim.clip_by_global_norm, in the chain of tx, clips",
     "state.parameters": "state.params, a tree of handles",
     "state.state_dict": "ya.checkpoint.save(folder, state); ya.unshard(state.params) for whole tensors",
     "state.half": _PRECISION,
