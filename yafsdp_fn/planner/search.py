@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
@@ -159,7 +158,6 @@ def search(
     synthesize: float = 0.0,
     moves: int = 2000,
     seed: int = 0,
-    resume: str | Path | None = None,
     report: Report | None = None,
 ) -> Found:
     """Returns the best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
@@ -171,8 +169,8 @@ def search(
     ranks: other than those that the trace is of; the step stays that of all batches together
     synthesize: seconds for writing a program that no builder has, from the best builder's and the runners-up's
         (`Found.synthesized`): `moves` changes are tried, fewer where the seconds are over; the same `seed` and moves
-        write the same. resume: a file of `Synthesized.save`, from which it goes on. report: is given a line whenever
-        there is a better one
+        write the same, and `Synthesized.more` goes on from there. report: is given a line whenever there is a better
+        one
 
     Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
 
@@ -213,7 +211,7 @@ def search(
     step = found[best]
     several = best.point.order is not None
     alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
-    writing = Synthesis(step, alike, where, budget, seed, resume)
+    writing = Synthesis(step, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 
