@@ -1,7 +1,7 @@
 """Reads a recording that torch.profiler made of a step of FSDP2, as a timeline of the program that it ran.
 
     prof.export_chrome_trace("trace.json")                          # there, of one rank
-    program = ya.schedules.fsdp2(module)(trace)                     # or of the settings of the job
+    program = ya.schedules.fsdp2(wrap="all")(trace)                 # the settings of the job
     measured = ya.timeline.read_kineto("trace.json", program)       # here
     predicted.save("both.png", beside=measured)
 
