@@ -273,8 +273,7 @@ class Sweep:
         self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.traces)
         if order is not None:
             calls = CallGraph.of_step(self.whole, cluster)._replace(message=0.0)
-            rows = pipelines.ORDERS[order.name](pipelines.split_of(self.whole), order.microbatches)
-            self.bound = max(self.bound, evaluate(calls, rows).seconds)
+            self.bound = max(self.bound, evaluate(calls, order.rows(self.whole)).seconds)
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """Returns the fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
@@ -347,14 +346,11 @@ class Sweep:
         return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.traces)
 
     def _simulated(self, point: Point) -> Choice:
-        program = self._program(point)
+        program = point.schedule()(self.whole)
         peak = self._peak(point) if point.order is None else footprint.predict_memory(program).peak_bytes
         if peak > self.budget:
             return Choice(point, math.inf, math.inf, math.inf, peak)
         return choice_of(point, program, self.cluster, peak)
-
-    def _program(self, point: Point) -> Program:
-        return point.schedule()(self.whole)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
@@ -362,7 +358,7 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
-    rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), few.microbatches)
+    rows = few.rows(whole)
     return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import run, tasks, work
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import arguments
 from yafsdp_fn.schedules import (
     Assignment,
@@ -55,6 +56,10 @@ class Order(NamedTuple):
         moved = trace.on(mesh)
         order = chained_order(trace.visits, self.microbatches)
         return cut(moved._replace(microbatches=self.microbatches, order=order), self.assignment(trace))
+
+    def rows(self, whole: Trace) -> list[list[Call]]:
+        """Returns the calls of each stage in `whole`, a step that is cut so."""
+        return pipelines.ORDERS[self.name](pipelines.split_of(whole), whole.microbatches)
 
 
 class Point(NamedTuple):

@@ -126,8 +126,24 @@ class Synthesis:
 
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
-        early = self._go(moves, seconds, report)
-        design, found, said = self._work.result()
+        began = time.monotonic()
+        until = self.moves + moves
+        work = self._work
+        now = work.outcome.seconds
+        early = False
+        while self.moves < until and now > self.least.seconds * (1 + 1e-4):
+            early = time.monotonic() - began > seconds
+            if early:
+                break
+            before = now
+            work.move()
+            self.moves += 1
+            now = work.outcome.seconds
+            if report is not None and now < before:
+                gap = self.least.gap(now)
+                saved = 1 - now / self.builder.seconds
+                report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
+        design, found, said = work.result()
         program = verify(design(design.point.whole(self.trace)))
         return Synthesized(
             program,
@@ -142,25 +158,6 @@ class Synthesis:
             design,
             self,
         )
-
-    def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
-        """Moves, and tells whether seconds were over first."""
-        began = time.monotonic()
-        until = self.moves + moves
-        work = self._work
-        now = work.outcome.seconds
-        while self.moves < until and now > self.least.seconds * (1 + 1e-4):
-            if time.monotonic() - began > seconds:
-                return True
-            before = now
-            work.move()
-            self.moves += 1
-            now = work.outcome.seconds
-            if report is not None and now < before:
-                gap = self.least.gap(now)
-                saved = 1 - now / self.builder.seconds
-                report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
-        return False
 
 
 # ---- A pipeline.
@@ -240,7 +237,7 @@ class Pipelines:
         assert order is not None
         try:
             whole = point.whole(self.owner.trace)
-            rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), whole.microbatches)
+            rows = order.rows(whole)
             parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)]
             configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
