@@ -210,7 +210,10 @@ def search(
         return result
     step = found[best]
     several = best.point.order is not None
-    alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
+    alike = []
+    for choice in (best, *others):
+        if found[choice] is step and (choice.point.order is not None) == several:
+            alike.append(choice.point)
     writing = Synthesis(step, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 

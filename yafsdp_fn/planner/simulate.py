@@ -56,7 +56,10 @@ def play_tasks(todo: Sequence[OpTask], contention: float, link_contention: float
             return 1.0 / (1.0 + contention)
         return 1.0
 
-    times = play([StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo], rate)
+    events = []
+    for task in todo:
+        events.append(StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner))
+    times = play(events, rate)
     if None in times:
         raise ValueError("the stages wait for each other for ever: ya.verify says where")
     return [at for at in times if at is not None]

@@ -163,8 +163,13 @@ def alike_on(trace: Trace) -> int:
 
 def _group_sizes(world: int, node: int) -> list[int]:
     """Sizes of shard groups other than 1 and all: divisors of a node, then nodes by doubling."""
-    divisors = [size for size in range(2, world) if world % size == 0]
-    return [size for size in divisors if node % size == 0 or (size % node == 0 and (size // node).bit_count() == 1)]
+    sizes = []
+    for size in range(2, world):
+        nodes, rest = divmod(size, node)
+        doubled = rest == 0 and nodes.bit_count() == 1
+        if world % size == 0 and (node % size == 0 or doubled):
+            sizes.append(size)
+    return sizes
 
 
 def layers(trace: Trace) -> int:

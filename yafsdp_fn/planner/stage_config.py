@@ -180,7 +180,9 @@ def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterato
 def _several(numbers: Iterable[int], names: list[str]) -> str:
     """Names; of three neighbours and more the first and the last."""
     places = enumerate(sorted(numbers))
-    runs = [[number for _, number in run] for _, run in itertools.groupby(places, key=lambda each: each[1] - each[0])]
+    runs = []
+    for _, run_of_places in itertools.groupby(places, key=lambda each: each[1] - each[0]):
+        runs.append([number for _, number in run_of_places])
     shown = []
     for run in runs[:6]:
         ends = names[run[0]], names[run[-1]]
