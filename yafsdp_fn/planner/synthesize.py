@@ -16,7 +16,6 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
@@ -273,7 +272,7 @@ class Pipelines:
         same = configs == cut.design.configs
         rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
         design = self._design(cut, configs, rows)
-        found = outcome_of(partial(design, whole), self.owner.cluster, self.owner.budget)
+        found = outcome_of(lambda: design(whole), self.owner.cluster, self.owner.budget)
         held = evaluate(self._calls(whole, configs), rows).memory
         room = [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
         if (found.seconds, sum(found.peaks)) >= (cut.outcome.seconds, sum(cut.outcome.peaks)):
