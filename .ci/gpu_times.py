@@ -362,18 +362,6 @@ def optimizer(here: Here, say: Say) -> None:
         torch._foreach_copy_([copy], [p])
 
     row: dict[str, Any] = {"torch, then a copy": here.milliseconds(torchs, repeats=5)}
-    if here.cuda:
-        from yafsdp_fn.optim.step.kernels import adam_copying
-
-        scalars = torch.tensor([1e-4, 1.0, 0.0, 0.1, 0.3], device=here.device)
-
-        def ours(skipped: int = 0) -> None:
-            tensors = (tensor[skipped:] for tensor in (p, g, m, v, copy))
-            adam_copying(*tensors, scalars, **adam, decoupled=True)
-
-        row["ours"] = here.milliseconds(ours, repeats=5)
-        row["ours, TB/s"] = round(30 * n / row["ours"] / 1e9, 2)
-        row["ours, not aligned"] = here.milliseconds(lambda: ours(1), repeats=5)
     row["norm, fp64"] = here.milliseconds(lambda: torch._foreach_norm([g], 2, dtype=torch.float64), repeats=5)
     row["norm, fp32"] = here.milliseconds(lambda: torch._foreach_norm([g]), repeats=5)
     told(say, f"optimizer of {n}", row)

@@ -1,12 +1,10 @@
-"""Where ranks of one machine meet: on its loopback address, and nowhere else."""
+"""Where ranks meet: each attempt and each process group by keys of its own."""
 
 from __future__ import annotations
 
 import socket
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,49 +24,21 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]
     yield monkeypatch
 
 
-def others() -> list[str]:
-    """Addresses of this host that another one could reach it by."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: only chooses the interface
-        except OSError:
-            return []
-        return [address for address in [probe.getsockname()[0]] if not address.startswith("127.")]
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_the_store_listens_on_the_loopback_address_alone(environment: pytest.MonkeyPatch, address: str) -> None:
-    environment.setenv("MASTER_ADDR", address)
+def test_rank_0_serves_the_store_and_waits_for_nobody(environment: pytest.MonkeyPatch) -> None:
     served: Any = rendezvous_store(SECONDS)
     assert (served["rank"], served["world_size"]) == (0, 2)
     served["store"].set("key", "value")
     environment.setenv("RANK", "1")
     joined = rendezvous_store(SECONDS)
     assert joined["rank"] == 1 and joined["store"].get("key") == b"value"
-    port = served["store"].underlying_store.port
-    for other in others():
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((other, port), timeout=5)
-    if sys.platform == "linux":
-        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        listening = [row[1] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"]
-        assert listening == [f"0100007F:{port:04X}"]
 
 
 def test_a_port_in_use_is_named(environment: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         environment.setenv("MASTER_PORT", str(port))
-        with pytest.raises(
-            RuntimeError, match=f"rank 0 cannot listen on 127.0.0.1, port {port}: .*another MASTER_PORT"
-        ):
+        with pytest.raises(RuntimeError, match=rf"{port}.*(address already in use|EADDRINUSE)"):
             rendezvous_store(SECONDS)
-
-
-def test_elsewhere_torch_makes_the_store(environment: pytest.MonkeyPatch) -> None:
-    for address in ("192.0.2.1", "a-host"):
-        environment.setenv("MASTER_ADDR", address)
-        assert rendezvous_store(SECONDS) == {}
 
 
 def test_an_attempt_of_torchrun_does_not_see_what_the_one_before_left(environment: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "benchmarks" / "cuda.json"
 TESTS = ("tests/cuda", "tests/kernels", "tests/axes/test_cuda.py")
-CHOOSERS = {"kernels_run_on", "vector_kernels", "copying_kernel", "is_cuda"}
+CHOOSERS = {"kernels_run_on", "vector_kernels", "is_cuda"}
 REACHED = """
 import os, sys
 import torch

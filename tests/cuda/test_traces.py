@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 import yafsdp_fn as ya
@@ -14,11 +13,10 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import findings
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
-from yafsdp_fn.optim.step import fused
 from yafsdp_fn.planner.footprint import predict_memory
 
 InChild = Callable[..., Any]
-KERNELS = {"adam_copying", "scale_", "softmax_", "sum_rows"}
+KERNELS = {"scale_", "softmax_", "sum_rows"}
 PARAMS = {"layers": ya.Stacked({"up": ya.Param((2, 8, 8))}), "head": ya.Unit({"out": ya.Param((16, 8))})}
 TX = ya.optim.adamw(1e-2)
 PRECISION = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
@@ -38,8 +36,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def launched() -> tuple[set[str], set[str], list[Any]]:
     """Our kernels in traces of a step and in its memory, those in steps, and what is wrong with these."""
-    with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "LARGE", 0)
+    with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh:
         state = ya.init(PARAMS, TX, mesh=mesh, precision=PRECISION)
         step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(update=True))
         device.launched.clear()

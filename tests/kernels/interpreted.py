@@ -1,14 +1,14 @@
 """Triton kernels on tensors of the CPU, run by Triton's interpreter in a process of its own:
 
-    call = kernel("yafsdp_fn.optim.step.kernels", "adam_copying")
-    call(param, grad, mu, nu, copy, scalars, beta1=0.9, ...)    # writes the tensors, returns what the function returns
+    call = kernel("yafsdp_fn.util.vector_kernels", "scale_")
+    call(values, scale)                                         # writes the tensors, returns what the function returns
 
 The interpreter is chosen by TRITON_INTERPRET=1 when functions are decorated, those of Triton's own library too, and
 then nothing can be compiled. So it has a process, and none of it shows in the one of the tests.
 
-Made for Triton 3.6 and 3.7. Two of its operations round as no GPU does, and are replaced there: `fma`, which it rounds
-twice, and float32 to bfloat16, where it rounds halves away from zero and may lose the carry of a mantissa of ones. And
-3.6 makes an index of an array of one element, which numpy 2.4 refuses: it does as 3.7 does.
+Made for Triton 3.6 and 3.7. One of its operations rounds as no GPU does, and is replaced there: float32 to bfloat16,
+where it rounds halves away from zero and may lose the carry of a mantissa of ones. And 3.6 makes an index of an array
+of one element, which numpy 2.4 refuses: it does as 3.7 does.
 """
 
 from __future__ import annotations
@@ -69,17 +69,12 @@ def _begin() -> None:
 
     from benchmarks.emulated import kernels as timed
 
-    convert, handle = interpreter._convert_float, interpreter.TensorHandle
+    convert = interpreter._convert_float
     patch_tensor = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        """The product is exact in float64, and what rounding the sum there too may change is one bit in 2^29."""
-        exact = x.data.astype(np.float64) * y.data + z.data
-        return handle(exact.astype(np.float32), z.dtype.scalar)
 
     def to_bf16(data: Any, source: Any, to: Any, rounding: Any) -> Any:
         if (source, to) != (tl.float32, tl.bfloat16):
@@ -87,7 +82,6 @@ def _begin() -> None:
         rounded = torch.from_numpy(np.array(data)).bfloat16()
         return rounded.view(torch.uint16).numpy()
 
-    interpreter.InterpreterBuilder.create_fma = fma
     interpreter._convert_float = to_bf16
     interpreter._patch_lang_tensor = patched
     # inline assembly has no interpreter

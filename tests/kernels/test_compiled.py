@@ -74,21 +74,6 @@ class Long(Tensor):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("rule", ["adam", "adamw", "l2", "long"])
-def test_adam(compilers: Any, rule: str) -> None:
-    from yafsdp_fn.optim.step import kernels
-
-    (adam,) = compilers(kernels, "ADAM")
-    betas = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-    tensors = [torch.empty(100) for _ in range(4)]
-    if rule == "long":
-        tensors[0] = tensors[0].as_subclass(Long)
-    copy, scalars, decay = torch.empty(100, dtype=torch.bfloat16), torch.empty(5), 0.0 if rule == "adam" else 0.1
-    kernels.adam_copying(*tensors, copy, scalars, **betas, weight_decay=decay, decoupled=rule != "l2")
-    assert adam.made == 1
-
-
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gradient", [False, True], ids=["loss", "gradient"])
 @pytest.mark.parametrize("columns", [1, 50304])

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
-import re
-import time
-import tracemalloc
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.damage import json_damage
-from tests.harness.marks import nightly
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
 from yafsdp_fn.planner import Found, Synthesized, predict_memory, search, simulate
@@ -23,7 +15,6 @@ from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.planner.space import Order, Point, arrangements
 from yafsdp_fn.planner.stage_config import Changes, StageConfig, _several
-from yafsdp_fn.planner.synthesize import Synthesis
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
 
@@ -96,18 +87,17 @@ def expect_right(made: Synthesized) -> None:
     assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
 
 
-def test_a_step_without_stages(tmp_path: Path) -> None:
+def test_a_step_without_stages() -> None:
     lines: list[str] = []
     made = written(report=lines.append)
     expect_right(made)
     assert made.step_s < made.builder_s and made.differences and not made.early
     assert len(lines) >= 1 and all(line.startswith("move ") and "above the bound" in line for line in lines)
-    made.save(file := tmp_path / "search.json")
     more = made.more(20)
     expect_right(more)
     assert more.step_s <= made.step_s and more.moves == made.moves + 20 == 40
-    for same in (written(moves=40), written(resume=file)):
-        assert (same.program, same.moves, same.step_s) == (more.program, more.moves, more.step_s)
+    same = written(moves=40)
+    assert (same.program, same.moves, same.step_s) == (more.program, more.moves, more.step_s)
     assert made.more(10**6, seconds=0.0).early
 
 
@@ -119,7 +109,7 @@ def pipeline(**options: Any) -> Found:
 
 
 @pytest.mark.nightly
-def test_a_pipeline(tmp_path: Path) -> None:
+def test_a_pipeline() -> None:
     found = pipeline(moves=6)
     made = found.synthesized
     assert made is not None and verify(made.program) == Program.from_json(made.program.to_json())
@@ -128,22 +118,8 @@ def test_a_pipeline(tmp_path: Path) -> None:
     assert simulate(made.program, FAST).seconds == pytest.approx(made.step_s)
     assert max(predict_memory(part).peak_bytes for part in made.program.by_stage) == made.peak_bytes <= found.budget
     assert found.stages is not None and found.stages.stages == 4 and len(made.design.configs) == 4
-    made.save(file := tmp_path / "search.json")
-    same, more = pipeline(moves=2, resume=file).synthesized, made.more(2)
+    same, more = pipeline(moves=8).synthesized, made.more(2)
     assert same is not None and (same.program, same.moves) == (more.program, more.moves)
-
-
-def test_files_of_other_searches(tmp_path: Path) -> None:
-    made, file = written(moves=5), tmp_path / "search.json"
-    made.save(file)
-    with pytest.raises(ValueError, match=r"search.json is of another search, whose 'points' is .*: go on from it"):
-        pipeline(moves=5, resume=file)
-    kept(file, seen=[*json.loads(file.read_text())["seen"], [None, []]])
-    with pytest.raises(ValueError, match=r"search.json: a search of this version does not measure the programs"):
-        written(moves=5, resume=file)
-    file.write_text("[]")
-    with pytest.raises(ValueError, match=r"search.json: expected what Synthesized.save writes, version 2"):
-        written(moves=5, resume=file)
 
 
 def test_runs_of_neighbours_are_named_by_their_ends() -> None:
@@ -163,74 +139,3 @@ def test_z3_finds_nothing_wrong() -> None:
     from tests.proof.z3_orders import opinion
 
     assert opinion(written(moves=30).program) is None
-
-
-def kept(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"moves": 10**12}, r"moves: expected 0 to 1,000,000, got 1000000000000"),
-        ({"moves": "5"}, r"moves: expected an int of 64 bits, got '5'"),
-        ({"moves": 1000}, r"seen: expected as many programs as its moves measure"),
-        ({"seed": None}, r"seed: expected an int of 64 bits, got None"),
-        ({"seen": {}}, r"seen: expected a list, got \{\}"),
-        ({"seen": [[1.0]]}, r"seen\[0\]: no peaks"),
-        ({"seen": [["1", [5]]]}, r"seen\[0\].seconds: expected a finite number, got '1'"),
-        ({"seen": [[1.0, [5, 5]]]}, r"seen\[0\].peaks: expected the bytes of 1 stages, got \(5, 5\)"),
-        ({"seen": [[1.0, [-5]]]}, r"seen\[0\].peaks\[0\]: expected 0 to .*, got -5"),
-        ({"seen": [[1e-9, [5]]], "moves": 0}, r"seen: its best program takes .* s and .* bytes, not 1e-09 s and 5"),
-    ],
-)
-def test_a_wrong_field_of_a_file_is_named(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    written(moves=5).save(file := tmp_path / "search.json")
-    kept(file, **changes)
-    with pytest.raises(ValueError, match=f"search.json: {says}"):
-        written(moves=5, resume=file)
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = written(moves=5)
-    made.save(file := tmp_path / "search.json")
-    before = file.read_bytes()
-    monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        made.more(3).save(file)
-    assert file.read_bytes() == before
-
-
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [10, nightly(1000)])
-def test_damaged_files(tmp_path: Path, count: int) -> None:
-    """Each goes on as the right one would, or is refused by a field's name; none keeps on for ever."""
-    trace = traced(microbatches=2)
-    room, found = budgets(trace)["tight"], Counter[str]()
-    points = [search(trace, SLOW, memory=room).best.point]
-    good = Synthesis(trace, points, SLOW, room)
-    good.run(12)
-    good.save(file := tmp_path / "search.json")
-    data = json.loads(file.read_text())
-    for number in range(count):
-        rng = random.Random(f"resume {number}")
-        file.write_bytes(json_damage(data, rng))
-        began = time.process_time()
-        tracemalloc.start()
-        try:
-            went_on = Synthesis(trace, points, SLOW, room, resume=file)
-            made = went_on.run(0)
-            assert verify(made.program) and simulate(made.program, SLOW).seconds == made.step_s
-            found["gone on with"] += 1
-        except ValueError as error:
-            assert re.search(
-                r"search\.json( is of another search, whose '|: (expected|no |there is no|a search|"
-                r"points|builder_s|budget|seed|moves|seen))",
-                str(error),
-            )
-            found["refused"] += 1
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert time.process_time() - began < 10 and peak < 500e6, number
-    print(f"resume: {count} files: {dict(found)}")
-    assert 0 < found["refused"] < count

@@ -151,19 +151,6 @@ def test_search(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.nightly
-def test_writing_goes_on_from_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "search.json"
-    flags = [*SMALL, "--search", "--synthesize", "1", "--save", str(file), "--timeline", "None"]
-    moves = []
-    for _ in range(2):
-        assert main(flags) == 0
-        moves.append(json.loads(file.read_text())["moves"])
-    assert 0 < moves[0] < moves[1] and f"{moves[1]} moves" in capsys.readouterr().out
-    assert main([*flags, "--seq-len", "1024"]) == 2
-    assert "is of another search" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.nightly
 def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     assert main([*SMALL, "--search", "--synthesize", "1", "--timeline", str(picture)]) == 0
@@ -243,7 +230,6 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--schedule", "zero3-chunk2", "--ckpt-layers", "2"], "recomputed anyway"),
         (["--ckpt-layers", "17"], "has 16 layers"),
         (["--search", "--ckpt-layers", "2"], "give none of them"),
-        (["--search", "--save", "search.json"], "--save search.json: it is for --synthesize, with --search"),
         (["--synthesize", "5"], "--synthesize 5.0 begins with what --search finds: add --search"),
         (["--search", "--synthesize", "-1"], "--synthesize -1.0: expected seconds"),
         (["--search", "--schedule", "yafsdp"], "give none of them"),

@@ -68,10 +68,7 @@ def run(options: Options) -> Result:
     if options.search:
         traces = [*over_axes(options, config, where)]
         told = partial(print, file=sys.stderr, flush=True)
-        kept = options.save if options.save is not None and options.save.exists() else None
-        found = search(traces, where, memory=budget, synthesize=options.synthesize, resume=kept, report=told)
-        if found.synthesized is not None and options.save is not None:
-            found.synthesized.save(options.save)
+        found = search(traces, where, memory=budget, synthesize=options.synthesize, report=told)
     here, factory = schedule_of(options, config, where, options.schedule)
     least = min_ckpt_layers(here, budget, factory)
     fitting = config.layers if least is None else least

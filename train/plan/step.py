@@ -98,8 +98,6 @@ class Options:
     layers over tensor, and long sequences over context."""
     synthesize: float = 0.0
     """Seconds for writing a program that no builder has, from what --search finds."""
-    save: Path | None = None
-    """File (.json) of what --synthesize has tried so far: where it is there, writing goes on from it."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     int8: Literal["none", "gathers", "both"] = "none"
@@ -143,8 +141,6 @@ class Options:
             raise ValueError(f"--synthesize {self.synthesize}: expected seconds")
         if self.synthesize and not self.search:
             raise ValueError(f"--synthesize {self.synthesize} begins with what --search finds: add --search")
-        if self.save is not None and not self.synthesize:
-            raise ValueError(f"--save {self.save}: it is for --synthesize, with --search")
         own = self.schedule != ZERO3 or self.replicate is not None or self.mesh != Inside()
         if self.search and (own or self.ckpt_layers is not None):
             raise ValueError("--search chooses the schedule, its mesh and its recomputed layers: give none of them")

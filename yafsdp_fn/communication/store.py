@@ -1,6 +1,5 @@
 """The store of the rendezvous: where ranks meet, and a time limit for the process that serves it."""
 
-import ipaddress
 import os
 import socket
 import threading
@@ -15,7 +14,7 @@ from torch.distributed import ProcessGroup
 from yafsdp_fn.communication.streams import CommunicationError
 from yafsdp_fn.util.torch_private import store_port
 
-# ---- The store of the rendezvous, where torch's own is open to the network or does not survive a restart.
+# ---- The store of the rendezvous.
 
 
 _STORES: dict[tuple[str, int, int], Any] = {}
@@ -25,13 +24,10 @@ _STORES: dict[tuple[str, int, int], Any] = {}
 def rendezvous_store(timeout: timedelta) -> dict[str, Any]:
     """Returns arguments of `init_process_group` beside backend and timeout, from the launcher's environment.
 
-    - MASTER_ADDR is a loopback address: rank 0 serves a store that listens there alone. torch's own listens on all
-      addresses, and whoever reaches it can read and write its keys.
-    - torchrun serves the store, for all attempts of a run: each attempt gets keys of its own. Else it would find the
-      addresses that ranks of the previous attempt left, and wait for them.
-    - else torch makes the store.
-
-    Raises RuntimeError if rank 0 cannot listen: another job has the port.
+    Rank 0 serves the store, or torchrun's agent does, for all attempts of a run. Each attempt, and each process group
+    of a process, gets keys of its own: else it would find the addresses that earlier ranks left, and wait for them.
+    Nobody waits for the others to connect, as with torch's own store: that wait does not say who is missing, while
+    gloo's does.
     """
     if "MASTER_ADDR" not in os.environ:
         return {}  # torch names what is missing
@@ -42,37 +38,13 @@ def rendezvous_store(timeout: timedelta) -> dict[str, Any]:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         keys = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}, {world} ranks"
         store: Any = dist.TCPStore(address, port, world, False, timeout)  # type: ignore[attr-defined]
-    elif _is_loopback(address):
+    else:
         place = address, port, rank
         if place not in _STORES:
-            _STORES[place] = _loopback_store(address, port, rank, world, timeout)
+            _STORES[place] = dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False)  # type: ignore[attr-defined]
         store = _STORES[place]
-        keys = f"meeting {store.add(f'meetings of rank {rank}', 1)}"  # a process group after the first has its own
-    else:
-        return {}
+        keys = f"meeting {store.add(f'meetings of rank {rank}', 1)}"
     return {"store": dist.PrefixStore(keys, store), "rank": rank, "world_size": world}  # type: ignore[attr-defined]
-
-
-def _loopback_store(address: str, port: int, rank: int, world: int, timeout: timedelta) -> Any:
-    listening: dict[str, Any] = {}
-    if rank == 0:
-        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-        try:
-            served = socket.create_server(where[:2], family=family)
-        except OSError as error:
-            raise RuntimeError(
-                f"rank 0 cannot listen on {address}, port {port}: {error}; give another MASTER_PORT"
-            ) from error
-        port = served.getsockname()[1]
-        listening = {"master_listen_fd": served.detach()}  # the store's from here on
-    return dist.TCPStore(address, port, world, rank == 0, timeout, wait_for_workers=False, **listening)  # type: ignore[attr-defined]
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:  # another name
-        return False
 
 
 # ---- A time limit for the process that serves the store of the rendezvous; torch waits for its answers without one.

@@ -15,8 +15,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
-from torch import nn
-
 from yafsdp_fn import schedules
 from yafsdp_fn.planner.cluster import A100, Cluster, Phase
 from yafsdp_fn.planner.costs import through_memory
@@ -105,12 +103,12 @@ def fsdp(*, remat: Remat | str = "none", growth: float = FSDP_GROWTH) -> Schedul
     )
 
 
-def fsdp2(module: nn.Module | None = None, **settings: Any) -> Schedule:
+def fsdp2(**settings: Any) -> Schedule:
     """torch's fully_shard: the program of `ya.schedules.fsdp2`, with its arguments, and the copies of torch's code.
 
     The compute stream copies each gathered unit out into its parameters, 2 c, and gradients in, c + r.
     """
-    inside = schedules.fsdp2(module, **settings)
+    inside = schedules.fsdp2(**settings)
     return lambda trace: _with_copies(
         inside(trace),
         gathered=lambda size: 2 * size.gather,

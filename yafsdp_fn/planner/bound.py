@@ -290,7 +290,8 @@ class _StageBound:
         forwards = self.microbatches * sum(self.forward.values())
         turn = min(self.path.turns[segment] for segment in self.segments)
         graphs = [(m * self.forward[v.id], m * self._inner(v)) for v in self.visits]
-        free = m * sum(max(0.0, self.forward[v.id] - self.recompute[v.id]) for v in self.visits)
+        not_again = [max(0.0, self.forward[v.id] - self.recompute[v.id]) for v in self.visits]
+        free = m * sum(not_again)
         most = min(forwards, _most(graphs, self._room_for_graphs()) + free)
         return turn + self.computes - most + self.norm + self.update
 
@@ -372,7 +373,9 @@ class _StageBound:
         for nbytes, times, ways in again:
             for link, items in links.items():
                 items.append((nbytes, times * min(self._on(link, op) for op in ways)))
-        total = (held + sum(nbytes for nbytes, _ in graphs) + sum(nbytes for nbytes, *_ in again)) * (1 - 1e-9)
+        of_graphs = sum(nbytes for nbytes, _ in graphs)
+        in_slots = sum(nbytes for nbytes, *_ in again)
+        total = (held + of_graphs + in_slots) * (1 - 1e-9)
 
         def lacks(seconds: float) -> float:
             offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))

@@ -19,6 +19,7 @@ from yafsdp_fn.planner.simulate import proved
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.schedules import remat
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
@@ -108,9 +109,13 @@ class Comparison(NamedTuple):
 
     def late(self, first: str, second: str) -> dict[int, float]:
         """Op number -> seconds that it ends later in `first` than in `second`, of the ops that both have under it."""
-        ours, theirs = ({span.number: span for span in self.timelines[name].spans} for name in (first, second))
-        both = [number for number in ours if number in theirs and ours[number].op == theirs[number].op]
-        return {number: ours[number].end - theirs[number].end for number in both}
+        theirs = {span.number: span for span in self.timelines[second].spans}
+        late = {}
+        for ours in self.timelines[first].spans:
+            other = theirs.get(ours.number)
+            if other is not None and other.op == ours.op:
+                late[ours.number] = ours.end - other.end
+        return late
 
     def save(self, path: str | Path) -> None:
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
@@ -300,10 +305,11 @@ def _size(trace: Trace) -> tuple[int, int, int]:
     """Returns the parameters of a step, and the FLOPs of its layers' forwards on all ranks, in products and in
     attention: no schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits
     twice."""
-    parts = {over: math.prod(dict(trace.mesh)[axis] for axis in over) for over in {unit.over for unit in trace.units}}
-    layers = [visit for visit in trace.visits if any(trace.units[unit].stack is not None for unit in visit.units)]
-    costs = [visit.cost for visit in layers or trace.visits]
+    sizes = dict(trace.mesh)
+    parameters = sum(unit.numel * math.prod(sizes[axis] for axis in unit.over) for unit in trace.units)
+    layers = remat.layer_visits(trace) or range(len(trace.visits))
+    costs = [trace.visits[v].cost for v in layers]
     calls = trace.microbatches * trace.stage_ranks
     products = calls * sum(cost.flops for cost in costs)
     attention = calls * sum(cost.attention_flops for cost in costs)
-    return sum(unit.numel * parts[unit.over] for unit in trace.units), products, attention
+    return parameters, products, attention

@@ -25,6 +25,7 @@ from yafsdp_fn.program.measured import Cost, Moved
 from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
 from yafsdp_fn.program.trace import Collectives, Trace, UnitSpec
+from yafsdp_fn.schedules import remat
 from yafsdp_fn.util.mesh_axes import SHARD
 
 UPDATE_BYTES = {"fused": 30, "eager": 90, "pieces": 90}
@@ -291,14 +292,11 @@ def by_ops(trace: Trace, policy: str, every: int = 1) -> Trace:
             bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes - kept,
         )
 
-    layers = {unit.id for unit in trace.units if unit.stack is not None}
-    chosen = [visit.id for visit in trace.visits if layers.intersection(visit.units)][every - 1 :: every]
-    visits = (
-        visit._replace(cost=again(visit.cost), adjoints=visit.adjoints + visit.collectives * (policy == "checkpoint"))
-        if visit.id in chosen
-        else visit
-        for visit in trace.visits
-    )
+    visits = [*trace.visits]
+    for v in remat.layer_visits(trace)[every - 1 :: every]:
+        visit = visits[v]
+        adjoints = visit.adjoints + visit.collectives * (policy == "checkpoint")
+        visits[v] = visit._replace(cost=again(visit.cost), adjoints=adjoints)
     return trace._replace(visits=tuple(visits))
 
 

@@ -86,7 +86,9 @@ class CallGraph(NamedTuple):
 
     def work(self, stage: int) -> float:
         """Returns the seconds of all calls of `stage`."""
-        return self.microbatches * sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in self.of(stage))
+        own = self.of(stage)
+        seconds = sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in own)
+        return self.microbatches * seconds
 
     @property
     def pace(self) -> Pace:

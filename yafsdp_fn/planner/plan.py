@@ -138,7 +138,10 @@ class Plan(NamedTuple):
         rate = self.tokens_per_s
         span = " to ".join(shown(seconds, 3) for seconds in self.range_s)
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
-        speed = f": {rate:,.0f} {self.unit}/s" if rate >= 100 else f": {rate:.3g} {self.unit}/s" if rate else ""
+        speed = ""
+        if rate:
+            number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+            speed = f": {number} {self.unit}/s"
         lines = [
             f"{shown(self.step_s, 4)} ({span}) a step{counted} on {self.cluster.name}{speed}",
             "alone: "

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
@@ -159,7 +158,6 @@ def search(
     synthesize: float = 0.0,
     moves: int = 2000,
     seed: int = 0,
-    resume: str | Path | None = None,
     report: Report | None = None,
 ) -> Found:
     """Returns the best schedule for `trace`, on any mesh of as many ranks, under `memory` bytes per rank.
@@ -171,8 +169,8 @@ def search(
     ranks: other than those that the trace is of; the step stays that of all batches together
     synthesize: seconds for writing a program that no builder has, from the best builder's and the runners-up's
         (`Found.synthesized`): `moves` changes are tried, fewer where the seconds are over; the same `seed` and moves
-        write the same. resume: a file of `Synthesized.save`, from which it goes on. report: is given a line whenever
-        there is a better one
+        write the same, and `Synthesized.more` goes on from there. report: is given a line whenever there is a better
+        one
 
     Raises DoesNotFit where nothing fits, ValueError where the microbatches cannot be shared out.
 
@@ -212,8 +210,11 @@ def search(
         return result
     step = found[best]
     several = best.point.order is not None
-    alike = [c.point for c in (best, *others) if found[c] is step and (c.point.order is not None) == several]
-    writing = Synthesis(step, alike, where, budget, seed, resume)
+    alike = []
+    for choice in (best, *others):
+        if found[choice] is step and (choice.point.order is not None) == several:
+            alike.append(choice.point)
+    writing = Synthesis(step, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 
@@ -275,8 +276,7 @@ class Sweep:
         self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.traces)
         if order is not None:
             calls = CallGraph.of_step(self.whole, cluster)._replace(message=0.0)
-            rows = pipelines.ORDERS[order.name](pipelines.split_of(self.whole), order.microbatches)
-            self.bound = max(self.bound, evaluate(calls, rows).seconds)
+            self.bound = max(self.bound, evaluate(calls, order.rows(self.whole)).seconds)
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """Returns the fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
@@ -349,14 +349,11 @@ class Sweep:
         return max(footprint.predict_memory(point.sharding()(part)).peak_bytes for part in self.traces)
 
     def _simulated(self, point: Point) -> Choice:
-        program = self._program(point)
+        program = point.schedule()(self.whole)
         peak = self._peak(point) if point.order is None else footprint.predict_memory(program).peak_bytes
         if peak > self.budget:
             return Choice(point, math.inf, math.inf, math.inf, peak)
         return choice_of(point, program, self.cluster, peak)
-
-    def _program(self, point: Point) -> Program:
-        return point.schedule()(self.whole)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
@@ -364,7 +361,7 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
     few = order._replace(microbatches=min(order.microbatches, most))
     whole = few.whole(trace, mesh)
-    rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), few.microbatches)
+    rows = few.rows(whole)
     return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 

@@ -56,7 +56,10 @@ def play_tasks(todo: Sequence[OpTask], contention: float, link_contention: float
             return 1.0 / (1.0 + contention)
         return 1.0
 
-    times = play([StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo], rate)
+    events = []
+    for task in todo:
+        events.append(StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner))
+    times = play(events, rate)
     if None in times:
         raise ValueError("the stages wait for each other for ever: ya.verify says where")
     return [at for at in times if at is not None]
@@ -270,13 +273,11 @@ def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str =
         times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
     after = max(overhead(part.trace, cluster) for part in program.by_stage)
     end = max((at.end for at in times), default=0.0)
-    spans = tuple(_span(number, *each) for number, each in enumerate(zip(todo, times, strict=True)))
+    spans = []
+    for number, (task, at) in enumerate(zip(todo, times, strict=True)):
+        spans.append(Span(number, task.op, task.stream, *at, task.stage, _inside(task, at)))  # type: ignore[arg-type]
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"
-    return Timeline(program.trace, spans, end + after, shown, after, crossings(program, cluster))
-
-
-def _span(number: int, task: OpTask, at: EventTime) -> Span:
-    return Span(number, task.op, task.stream, *at, task.stage, _inside(task, at))  # type: ignore[arg-type]
+    return Timeline(program.trace, tuple(spans), end + after, shown, after, crossings(program, cluster))
 
 
 def _inside(task: OpTask, at: EventTime) -> tuple[Inside, ...]:

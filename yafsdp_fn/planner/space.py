@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import run, tasks, work
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import arguments
 from yafsdp_fn.schedules import (
     Assignment,
@@ -55,6 +56,10 @@ class Order(NamedTuple):
         moved = trace.on(mesh)
         order = chained_order(trace.visits, self.microbatches)
         return cut(moved._replace(microbatches=self.microbatches, order=order), self.assignment(trace))
+
+    def rows(self, whole: Trace) -> list[list[Call]]:
+        """Returns the calls of each stage in `whole`, a step that is cut so."""
+        return pipelines.ORDERS[self.name](pipelines.split_of(whole), whole.microbatches)
 
 
 class Point(NamedTuple):
@@ -158,8 +163,13 @@ def alike_on(trace: Trace) -> int:
 
 def _group_sizes(world: int, node: int) -> list[int]:
     """Sizes of shard groups other than 1 and all: divisors of a node, then nodes by doubling."""
-    divisors = [size for size in range(2, world) if world % size == 0]
-    return [size for size in divisors if node % size == 0 or (size % node == 0 and (size // node).bit_count() == 1)]
+    sizes = []
+    for size in range(2, world):
+        nodes, rest = divmod(size, node)
+        doubled = rest == 0 and nodes.bit_count() == 1
+        if world % size == 0 and (node % size == 0 or doubled):
+            sizes.append(size)
+    return sizes
 
 
 def layers(trace: Trace) -> int:

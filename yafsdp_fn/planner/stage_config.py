@@ -180,7 +180,9 @@ def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterato
 def _several(numbers: Iterable[int], names: list[str]) -> str:
     """Names; of three neighbours and more the first and the last."""
     places = enumerate(sorted(numbers))
-    runs = [[number for _, number in run] for _, run in itertools.groupby(places, key=lambda each: each[1] - each[0])]
+    runs = []
+    for _, run_of_places in itertools.groupby(places, key=lambda each: each[1] - each[0]):
+        runs.append([number for _, number in run_of_places])
     shown = []
     for run in runs[:6]:
         ends = names[run[0]], names[run[-1]]
@@ -256,11 +258,9 @@ class Outcome(NamedTuple):
 
 NOTHING = Outcome(math.inf, ())
 """The outcome where there is no program."""
-Measure = Callable[[Callable[[], Program]], Outcome]
-"""Measures the program that a function builds; counted as a move."""
 
 
-def outcome(make: Callable[[], Program], cluster: Cluster, budget: int) -> Outcome:
+def outcome_of(make: Callable[[], Program], cluster: Cluster, budget: int) -> Outcome:
     """Builds a program, and proves and simulates it where it fits into `budget`."""
     try:
         program = make()
@@ -284,14 +284,11 @@ def peaks_of(program: Program) -> tuple[int, ...]:
 class StepWithoutStages:
     """The best configuration so far of a step without stages, which begins with the program of `point`."""
 
-    def __init__(
-        self, point: Point, trace: Trace, cluster: Cluster, budget: int, rng: random.Random, measure: Measure
-    ) -> None:
+    def __init__(self, point: Point, trace: Trace, cluster: Cluster, budget: int, rng: random.Random) -> None:
         self.trace = trace
         self.cluster = cluster
         self.budget = budget
         self.rng = rng
-        self.measure = measure
         self.point = point
         self.changes = Changes(trace, cluster, rng)
         self.known: dict[StageConfig, Outcome] = {}
@@ -323,11 +320,11 @@ class StepWithoutStages:
         enough = self.outcome.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
             without = best._replace(**{field: getattr(self.first, field)})
-            best = without if self._known(without).seconds <= enough else best
-        found = self._known(best)
+            best = without if self._measured(without).seconds <= enough else best
+        found = self._measured(best)
         said = []
         for field, words in differences(best, self.first, self.trace):
-            slower, peaks = self._known(best._replace(**{field: getattr(self.first, field)}))
+            slower, peaks = self._measured(best._replace(**{field: getattr(self.first, field)}))
             if slower < math.inf:
                 saves = f"saves {max(0.0, slower - found.seconds):.3g} s"
             elif peaks:
@@ -339,12 +336,8 @@ class StepWithoutStages:
 
     def _measured(self, config: StageConfig) -> Outcome:
         if config not in self.known:
-            self.known[config] = self.measure(partial(config.program, self.trace))
+            self.known[config] = outcome_of(partial(config.program, self.trace), self.cluster, self.budget)
         return self.known[config]
-
-    def _known(self, config: StageConfig) -> Outcome:
-        """Returns the outcome of a configuration, which is no move where it is not known yet."""
-        return self.known.get(config) or outcome(partial(config.program, self.trace), self.cluster, self.budget)
 
     def _fits(self, config: StageConfig) -> bool:
         try:

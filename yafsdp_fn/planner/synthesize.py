@@ -9,19 +9,13 @@
     a program that fits in prediction is proved and simulated; the fastest is kept
 
 The same seed and number of moves write the same program; seconds only stop it early.
-`Synthesized.save` puts a search into
-a file, from which it goes on.
 """
 
 import dataclasses
-import json
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Annotated, NamedTuple
 
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
@@ -36,17 +30,14 @@ from yafsdp_fn.planner.stage_config import (
     StageConfig,
     StepWithoutStages,
     differences,
-    outcome,
+    outcome_of,
     peaks_of,
 )
 from yafsdp_fn.program.program import Program, stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
-from yafsdp_fn.util import disk, strict_json
-from yafsdp_fn.util.schema import Limits, shown, typed
 from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
@@ -98,10 +89,6 @@ class Synthesized:
         """Continues the search for `moves` more. k and then m moves give the same program as k + m at once."""
         return self.search.run(moves, seconds=seconds, report=report)
 
-    def save(self, path: str | Path) -> None:
-        """Writes the search to a file (JSON), for `ya.planner.search(..., resume=path)` of the same step."""
-        self.search.save(path)
-
     def __str__(self) -> str:
         saved = 1 - self.step_s / self.builder_s
         builder = f"{self.point} ({self.builder_s:.4g} s)"
@@ -115,58 +102,10 @@ class Synthesized:
         return "\n".join(lines)
 
 
-# ---- Files: a search is its seed, and what the programs came to that it has measured.
-
-VERSION = 2
-
-
-class StoredOutcome(NamedTuple):
-    """An outcome in a file: no seconds where the program does not fit."""
-
-    seconds: Annotated[float, Limits(0, 1e12)] | None
-    peaks: tuple[Annotated[int, Limits(0, 2**60)], ...]
-
-
-class File(NamedTuple):
-    """A search. points, builder_s, budget: equal for the search that continues it."""
-
-    version: int
-    points: tuple[str, ...]
-    builder_s: float
-    budget: int
-    seed: int
-    moves: Annotated[int, Limits(0, 10**6)]
-    seen: tuple[StoredOutcome, ...]
-
-    @staticmethod
-    def read(path: Path) -> "File":
-        try:
-            given = strict_json.loads(path.read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: expected JSON that Synthesized.save writes: {error}") from error
-        if not isinstance(given, dict) or given.get("version") != VERSION:
-            raise ValueError(f"{path}: expected what Synthesized.save writes, version {VERSION}")
-        try:
-            return typed(File, given)  # type: ignore[no-any-return]
-        except ValueError as error:
-            raise ValueError(f"{path}: {str(error).lstrip('.: ')}") from error
-
-
 class Synthesis:
-    """The best program so far that begins with `points`, best builder first. It goes on where it was: see `run`.
+    """The best program so far that begins with `points`, best builder first. It goes on where it was: see `run`."""
 
-    resume: a file of `save`, where the search is to go on. Raises ValueError where that is of another search.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        points: Iterable[Point],
-        cluster: Cluster,
-        budget: int,
-        seed: int = 0,
-        resume: str | Path | None = None,
-    ) -> None:
+    def __init__(self, trace: Trace, points: Iterable[Point], cluster: Cluster, budget: int, seed: int = 0) -> None:
         self.points = [*points]
         self.cluster = cluster
         self.budget = budget
@@ -177,37 +116,34 @@ class Synthesis:
         self.builder = Outcome(simulate(builder, cluster).seconds, peaks_of(builder))
         self.least = bound(whole, cluster, budget)
         self.moves = 0
-        self.seed = seed
-        self._seen = list[Outcome]()
-        self._file = resume
-        self._replay = deque[Outcome]()
-        if resume is not None:
-            file = self._same(File.read(Path(resume)))
-            self.seed = file.seed
-            self._replay += [Outcome(math.inf if s is None else s, peaks) for s, peaks in file.seen]
-        rng = random.Random(self.seed)
+        rng = random.Random(seed)
         self._work: StepWithoutStages | Pipelines
         if first.order is None:
-            self._work = StepWithoutStages(first, whole, cluster, budget, rng, self.measure)
+            self._work = StepWithoutStages(first, whole, cluster, budget, rng)
         else:
             self._work = Pipelines(self, rng)
-        if resume is not None:
-            self._go(file.moves, math.inf, None)  # what programs come to is in the file
-            self._check_resumed()
-            self._file = None
-
-    def measure(self, make: Callable[[], Program]) -> Outcome:
-        """Returns the result for the program that `make` builds: from the file, or measured now."""
-        if self._file is not None and not self._replay:
-            raise ValueError(f"{self._file}: seen: expected as many programs as its moves measure: begin anew")
-        found = self._replay.popleft() if self._replay else outcome(make, self.cluster, self.budget)
-        self._seen.append(found)
-        return found
 
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
-        early = self._go(moves, seconds, report)
-        program, design, found, said = self._result()
+        began = time.monotonic()
+        until = self.moves + moves
+        work = self._work
+        now = work.outcome.seconds
+        early = False
+        while self.moves < until and now > self.least.seconds * (1 + 1e-4):
+            early = time.monotonic() - began > seconds
+            if early:
+                break
+            before = now
+            work.move()
+            self.moves += 1
+            now = work.outcome.seconds
+            if report is not None and now < before:
+                gap = self.least.gap(now)
+                saved = 1 - now / self.builder.seconds
+                report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
+        design, found, said = work.result()
+        program = verify(design(design.point.whole(self.trace)))
         return Synthesized(
             program,
             found.seconds,
@@ -221,74 +157,6 @@ class Synthesis:
             design,
             self,
         )
-
-    def _result(self) -> tuple[Program, Design, Outcome, tuple[str, ...]]:
-        """Returns the best program, proved, and how it came about."""
-        design, found, said = self._work.result()
-        return verify(design(design.point.whole(self.trace))), design, found, said
-
-    def _go(self, moves: int, seconds: float, report: Report | None) -> bool:
-        """Moves, and tells whether seconds were over first."""
-        began = time.monotonic()
-        until = self.moves + moves
-        work = self._work
-        now = work.outcome.seconds
-        while self.moves < until and now > self.least.seconds * (1 + 1e-4):
-            if time.monotonic() - began > seconds:
-                return True
-            before = now
-            work.move()
-            self.moves += 1
-            now = work.outcome.seconds
-            if report is not None and now < before:
-                gap = self.least.gap(now)
-                saved = 1 - now / self.builder.seconds
-                report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
-        return False
-
-    def save(self, path: str | Path) -> None:
-        """Writes what the search has seen, as JSON."""
-        seen = [StoredOutcome(None if math.isinf(seconds) else seconds, peaks) for seconds, peaks in self._seen]
-        points = tuple(map(str, self.points))
-        file = File(VERSION, points, self.builder.seconds, self.budget, self.seed, self.moves, tuple(seen))
-        disk.replace(Path(path), f"{json.dumps(file._asdict())}\n".encode())
-
-    def _same(self, file: File) -> File:
-        """Returns a file of this search. Raises ValueError for one of another step, cluster, memory, stages or
-        runners-up."""
-        ours = {"points": tuple(map(str, self.points)), "builder_s": self.builder.seconds, "budget": self.budget}
-        for field, value in ours.items():
-            theirs = getattr(file, field)
-            if theirs != value:
-                raise ValueError(
-                    f"{self._file} is of another search, whose {field!r} is {shown(theirs)}, here {value}: go on "
-                    "from it with the same step, cluster, memory, stages and runners-up"
-                )
-        stages = len(self.builder.peaks)
-        for at, (seconds, peaks) in enumerate(file.seen):
-            if len(peaks) != stages and (peaks or seconds is not None):
-                raise ValueError(
-                    f"{self._file}: seen[{at}].peaks: expected the bytes of {stages} stages, got {shown(peaks)}"
-                )
-        return file
-
-    def _check_resumed(self) -> None:
-        """Raises ValueError where the file is of another version's search, or its best program takes other seconds or
-        bytes."""
-        if self._replay:
-            raise ValueError(
-                f"{self._file}: a search of this version does not measure the programs of the file: begin anew"
-            )
-        try:
-            program, _, said, _ = self._result()
-        except (ValueError, Refused) as error:
-            raise ValueError(f"{self._file}: seen: the best program of the file is none: {error}") from error
-        found = Outcome(simulate(program, self.cluster).seconds, peaks_of(program))
-        if found != said:
-            raise ValueError(
-                f"{self._file}: seen: its best program takes {found.seconds:.6g} s and {max(found.peaks):,} bytes, not "
-                f"{said.seconds:.6g} s and {max(said.peaks):,}: begin anew"
-            )
 
 
 # ---- A pipeline.
@@ -368,7 +236,7 @@ class Pipelines:
         assert order is not None
         try:
             whole = point.whole(self.owner.trace)
-            rows = pipelines.ORDERS[order.name](pipelines.split_of(whole), whole.microbatches)
+            rows = order.rows(whole)
             parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)]
             configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
@@ -404,7 +272,7 @@ class Pipelines:
         same = configs == cut.design.configs
         rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
         design = self._design(cut, configs, rows)
-        found = self.owner.measure(lambda: design(whole))
+        found = outcome_of(lambda: design(whole), self.owner.cluster, self.owner.budget)
         held = evaluate(self._calls(whole, configs), rows).memory
         room = [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
         if (found.seconds, sum(found.peaks)) >= (cut.outcome.seconds, sum(cut.outcome.peaks)):

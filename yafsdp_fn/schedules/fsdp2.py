@@ -1,4 +1,4 @@
-"""The program that torch's `fully_shard` runs, from its settings, or from a module that it was applied to.
+"""The program that torch's `fully_shard` runs, from its settings.
 
     gather   | r 0 1 2 3     3 2 1 0  |      a group is gathered when its forward begins, and freed after it
     compute  |   e 0 1 2 3 h h 3 2 1 0 e|    its backward gathers it again, and the group before it
@@ -9,8 +9,7 @@ A group is what one call of `fully_shard` gathers at once: a unit, or several.
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce, Stash
 from yafsdp_fn.program.program import Program
@@ -20,17 +19,11 @@ from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
 from yafsdp_fn.util.words import shown
 
-if TYPE_CHECKING:  # programs are built where there is no torch
-    from torch import nn
-
-    from yafsdp_fn.util.torch_private import FsdpGroup
-
 
 class WrappedUnits(NamedTuple):
     """Units that are gathered and reduced together.
 
     reshard: whether they are freed after their forward; a number: kept by as many ranks, and gathered from these
-    stays: they are not freed after their backward
     forward, backward: other groups, by number, that are gathered ahead when its own forward, or backward, begins; None:
         of a backward, those of the compute that comes next, if that is one
     """
@@ -39,7 +32,6 @@ class WrappedUnits(NamedTuple):
     reshard: bool | int = True
     forward: tuple[int, ...] = ()
     backward: tuple[int, ...] | None = None
-    stays: bool = False
 
 
 # ---- The schedule.
@@ -47,7 +39,6 @@ class WrappedUnits(NamedTuple):
 
 @shown
 def fsdp2(
-    module: "nn.Module | None" = None,
     *,
     reshard_after_forward: bool | int = True,
     wrap: Literal["layers", "all"] = "layers",
@@ -61,10 +52,6 @@ def fsdp2(
     forward M (L + U); with `defer` (M + 1) L + U, or L + U. Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R
     each.
 
-    module: one that `fully_shard` was applied to, of any number of ranks: its groups, what each does after its forward
-        and its backward, and its lists of modules to prefetch are read, in place of the next three arguments. Units are
-        found by their names: `layers[3]` of a trace is `layers.3` of the module, as `ya.functionalize` names them. What
-        else changes a step (`set_requires_gradient_sync(False)`, `CPUOffloadPolicy` and the like) is refused by name
     reshard_after_forward: free layers after their forward. A number, as torch takes it: keep them in the ranks of a
         node, as many as that, and gather them from there; the mesh has axes `node` and `local`
     wrap: "layers": `fully_shard` was called with each layer and with the whole, which has all other units as one group,
@@ -76,8 +63,8 @@ def fsdp2(
     remat: as of all builders: what is checkpointed in the module
     defer: gradients are added up unreduced, and weights stay after a backward, as torch's pipelines do with stages
 
-    A unit's slot is one of two that take turns, of `prefetch + 1` if these are more, or of as many as are gathered at
-    once by a module's lists; its own where it is held, or gathered with others.
+    A unit's slot is one of two that take turns, or of `prefetch + 1` if these are more; its own where it is held, or
+    gathered with others.
 
     >>> freed, kept = (ya.schedules.fsdp2(reshard_after_forward=after)(trace) for after in (True, False))
     >>> freed.count(ya.schedules.Gather), kept.count(ya.schedules.Gather)
@@ -91,17 +78,9 @@ def fsdp2(
         )
     if wrap not in ("layers", "all"):
         raise ValueError(f"fsdp2(wrap={wrap!r}): expected 'layers' or 'all'")
-    found: list[FsdpGroup] | None = None
-    if module is not None:
-        from yafsdp_fn.util.torch_private import fsdp_groups
-
-        found = fsdp_groups(module)
 
     def schedule(trace: Trace) -> Program:
-        if found is not None:
-            groups = _of_module(trace, found)
-        else:
-            groups = groups_of(trace, reshard_after_forward, wrap, prefetch)
+        groups = groups_of(trace, reshard_after_forward, wrap, prefetch)
         return program_of(trace, groups, policy(remat), defer=defer)
 
     return schedule
@@ -150,33 +129,6 @@ def groups_of(
     ]
 
 
-def _of_module(trace: Trace, found: "list[FsdpGroup]") -> list[WrappedUnits]:
-    """Returns the groups that hold the parameters of the trace's units, in the order of its visits."""
-    of = {name: number for number, group in enumerate(found) for name in group.parameters}
-    units: dict[int, list[int]] = {}
-    for unit in _visited(trace):
-        prefix = re.sub(r"\[(\d+)\]$", r".\1", PART.sub("", trace.units[unit].name))
-        inside = {number for name, number in of.items() if name == prefix or name.startswith(f"{prefix}.")}
-        if len(inside) != 1:
-            some = (
-                "no parameter of it is in the module" if not inside else f"its parameters are in {len(inside)} groups"
-            )
-            raise ValueError(
-                f"fsdp2: unit {trace.units[unit].name} of the trace: {some}; expected those of {prefix!r}, of a trace "
-                "of ya.functionalize(module, layers) say, in one group of fully_shard"
-            )
-        units.setdefault(inside.pop(), []).append(unit)
-    number = {group: at for at, group in enumerate(units)}
-
-    def listed(groups: Iterable[int]) -> tuple[int, ...]:
-        return tuple(number[group] for group in groups if group in number)
-
-    return [
-        WrappedUnits(tuple(own), of.reshard, listed(of.forward), listed(of.backward) or None, of.stays)
-        for of, own in ((found[at], own) for at, own in units.items())
-    ]
-
-
 # ---- ops
 
 
@@ -221,7 +173,7 @@ class _Fsdp2Builder:
         visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
         uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
         whole = [(g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}]
-        turns = [group.units for group, _ in whole if group.reshard and not group.stays]
+        turns = [group.units for group, _ in whole if group.reshard]
         self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
         self.turns, self.most = {unit for units in turns for unit in units}, 0
         once = [group.units for group, times in whole if len(times) == 1]
@@ -289,7 +241,7 @@ class _Fsdp2Builder:
             if forward:
                 freed = bool(self.groups[number].reshard) and (last or len(units) == 1)
             else:
-                freed = last and not (self.defer or self.hold or self.groups[number].stays)
+                freed = last and not (self.defer or self.hold)
                 self.stashed -= {number} if freed else set()
             if freed:
                 self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -229,69 +229,6 @@ def asked_by_jacfwd() -> bool:
         if by_jacfwd and callee.f_locals.get("level") == level:
             return True
     return False
-
-
-class FsdpGroup(NamedTuple):
-    """The settings of a parameter group of FSDP2. parameters: full names; reshard: after forward, or by how many ranks
-    it is kept then; stays: after backward; forward, backward: other groups, by number, that it is told to prefetch."""
-
-    parameters: frozenset[str]
-    reshard: bool | int
-    stays: bool
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-
-
-FSDP_PLAIN = {
-    "reduce_grads": (True, "set_requires_gradient_sync(False), for which fsdp2 has defer=True"),
-    "all_reduce_grads": (True, "set_requires_all_reduce(False)"),
-    "unshard_in_backward": (True, "set_unshard_in_backward(False)"),
-    "reduce_scatter_max_input_buffers": (1, "set_reduce_scatter_max_input_buffers"),
-    "_all_reduce_hook": (None, "set_all_reduce_hook"),
-}
-"""Attribute of a group -> its value where it changes no step, and the method that sets another."""
-
-
-def fsdp_groups(module: Any) -> list[FsdpGroup]:
-    """Returns the groups of a module that `fully_shard` was applied to: no public method tells its settings. Raises
-    TypeError for one that it was not applied to, ValueError for a setting that changes a step and is not read."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule  # brings much along
-
-    names = {id(each): name for name, each in module.named_modules()}
-    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule)}
-    if not states:
-        raise TypeError(f"fsdp2({type(module).__name__}): expected a module that fully_shard was applied to")
-    each: list[tuple[Any, Any]] = []
-    for state in states.values():  # an older one has one group, None where it has no parameters
-        several = getattr(state, "_fsdp_param_groups", None)
-        of = [state._fsdp_param_group] if several is None else several
-        each += [(state, group) for group in of if group is not None]
-    numbers: dict[int, list[int]] = {id(state): [] for state in states.values()}
-    for number, (state, _) in enumerate(each):
-        numbers[id(state)].append(number)
-    found: list[FsdpGroup] = []
-    for state, group in each:
-        infos = [param._module_info for param in group.fsdp_params]
-        places = [(info.module, info.param_name) for info in infos]
-        places += [at for i in infos for at in zip(i.shared_modules, i.shared_param_names, strict=True)]
-        parameters = frozenset(f"{names[id(of)]}.{name}".removeprefix(".") for of, name in places)
-        unread = [how for what, (plain, how) in FSDP_PLAIN.items() if getattr(group, what, plain) != plain]
-        unread += ["offload_policy=CPUOffloadPolicy()"] * isinstance(group.offload_policy, CPUOffloadPolicy)
-        if unread:
-            raise ValueError(
-                f"fsdp2({type(module).__name__}): the group of {min(parameters)} has {unread[0]}: its program does not "
-                "say that; read the module without it"
-            )
-        # what it does by default, it finds out in the first forward: a root keeps its weights
-        root = (
-            state._auto_reshard_after_forward and isinstance(module, FSDPModule) and state is module._get_fsdp_state()
-        )
-        after = None if root else group.post_forward_mesh_info
-        reshard = after.shard_mesh_size if after is not None and after is not group.mesh_info else after is not None
-        lists = state._states_to_forward_prefetch, state._states_to_backward_prefetch
-        ahead = [tuple(n for other in states for n in numbers.get(id(other), ())) for states in lists]
-        found.append(FsdpGroup(parameters, reshard, not group.reshard_after_backward, *ahead))
-    return found
 
 
 # ---- torch.compile

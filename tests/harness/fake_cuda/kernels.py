@@ -20,7 +20,6 @@ from yafsdp_fn import nn, util
 from yafsdp_fn.communication.micro_shards import Scratch, local_sum
 from yafsdp_fn.communication.sums import add_rows
 from yafsdp_fn.nn import cross_entropy
-from yafsdp_fn.optim import step
 from yafsdp_fn.util import on_gpu
 
 LIBRARY, ATEN = torch.library.Library("fake_cuda", "DEF"), torch.library.Library("aten", "IMPL")
@@ -46,34 +45,6 @@ def _softmax_(logits: Tensor, labels: Tensor, factors: Tensor, *, gradient: bool
     return losses
 
 
-def _adam(
-    param: Tensor,
-    grad: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    copy: Tensor,
-    scalars: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-) -> None:
-    rate, scale, found_inf, correction1, correction2 = scalars.tolist()
-    if found_inf == 1:
-        return
-    grad = grad / scale
-    if decoupled:
-        param.mul_(1 - rate * weight_decay)
-    else:
-        grad = grad + weight_decay * param
-    mu.lerp_(grad, 1 - beta1)
-    nu.lerp_(grad * grad, 1 - beta2)
-    param.addcdiv_(mu / correction1, nu.sqrt() / correction2 + eps, value=-rate)
-    copy.copy_(param)
-
-
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype, *, out: Tensor) -> Tensor:
     return out.copy_(a.to(out_dtype) @ b.to(out_dtype))
 
@@ -87,11 +58,7 @@ def _addmm(
 LIBRARY.define("sum_rows(Tensor(a!) out, Tensor rows, ScalarType dtype, bool add, bool ordered) -> ()")
 LIBRARY.define("scale_(Tensor(a!) values, Tensor scale) -> ()")
 LIBRARY.define("softmax_(Tensor(a!) logits, Tensor labels, Tensor factors, *, bool gradient) -> Tensor")
-LIBRARY.define(
-    "adam_copying(Tensor(a!) param, Tensor grad, Tensor(b!) mu, Tensor(c!) nu, Tensor(d!) copy, Tensor scalars, *, "
-    "float beta1, float beta2, float eps, float weight_decay, bool decoupled) -> ()"
-)
-for name, kernel in {"sum_rows": _sum_rows, "scale_": _scale_, "softmax_": _softmax_, "adam_copying": _adam}.items():
+for name, kernel in {"sum_rows": _sum_rows, "scale_": _scale_, "softmax_": _softmax_}.items():
     LIBRARY.impl(name, kernel, "CPU")
 ATEN.impl("mm.dtype_out", _mm, "CPU")
 ATEN.impl("addmm.dtype_out", _addmm, "CPU")
@@ -103,7 +70,6 @@ def patch_kernels(patch: pytest.MonkeyPatch) -> None:
     ops = torch.ops.fake_cuda
     patch.setattr(util, "vector_kernels", SimpleNamespace(sum_rows=ops.sum_rows, scale_=ops.scale_), raising=False)
     patch.setattr(nn, "cross_entropy_kernel", SimpleNamespace(softmax_=ops.softmax_), raising=False)
-    patch.setattr(step, "kernels", SimpleNamespace(adam_copying=ops.adam_copying), raising=False)
     timed = SimpleNamespace(mark=Tensor.zero_, hold=lambda at, users, phase, *moved: at.add_(users.sum()))
     patch.setattr(emulated, "kernels", timed, raising=False)
     patch.setattr(on_gpu, "HAS_TRITON", True)

@@ -1,6 +1,5 @@
 """Steps through fused kernels: which sequences of rules have one, and the memory that it runs on."""
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,40 +18,7 @@ from yafsdp_fn.optim.step.definition import Lane, StepCall
 from yafsdp_fn.params.leaf_mask import plain_param
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.tree import Param, Tree, dotted
-from yafsdp_fn.util.on_gpu import kernels_run_on
 from yafsdp_fn.util.torch_private import foreach_copy, fused_adam, fused_adamw, fused_sgd
-
-# ---- Adam's step of large units on CUDA, which writes the parameters' working copies in the same pass (kernels.py).
-#
-# It launches once for every piece. A unit's own size decides whether it is used, so bits do not depend on how units
-# are grouped, cut or given to ranks, and a model of small units keeps its few launches.
-
-Leaves = list[Tensor]
-
-
-def corrections(rule: Adam, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `1 - b1^count` and `sqrt(1 - b2^count)`, 0-dim, float32, rounded once. The host does not wait for
-    `count`.
-
-    They are the sums of the weights of gradients in the moments. A kernel computes those weights from betas in float32,
-    so the betas here are float32 too: with 0.999 as written, the second correction of the first step would have a
-    relative error of 1.3e-5. Powers are taken in float64: from powers in float32, as torch's CUDA kernel takes them,
-    the error is 7e-6 at the second step.
-    """
-    b1, b2 = (ctypes.c_float(beta).value for beta in (rule.b1, rule.b2))
-    t = count.double()
-    return (1 - torch.pow(b1, t)).float(), (1 - torch.pow(b2, t)).sqrt().float()
-
-
-def copying_kernel(tensor: Tensor) -> Callable[..., None] | None:
-    """Returns a kernel that takes a step and writes the copies in one pass, or None where
-    it cannot run on `tensor`."""
-    if not kernels_run_on(tensor):
-        return None
-    from yafsdp_fn.optim.step import kernels
-
-    return kernels.adam_copying
-
 
 # ---- Takes the step by one of torch's fused kernels, on stretches of memory that it treats alike.
 #
@@ -60,8 +26,7 @@ def copying_kernel(tensor: Tensor) -> Callable[..., None] | None:
 # gradients by `grad_scale` (and write the quotient back), and do nothing if `found_inf` is 1, without the host
 # knowing. A mask of the decay cuts every row into views that decay and views that do not; each kind is one call.
 
-LARGE = 1 << 22
-"""Elements of a unit, over all ranks, from which its own launches of the copying kernel cost less than they save."""
+Leaves = list[Tensor]
 
 
 class Fusion(NamedTuple):
@@ -70,13 +35,12 @@ class Fusion(NamedTuple):
     kernel: torch's, `(params, grads, *moments, [], [count] * len(params), lr=, weight_decay=, grad_scale=, found_inf=,
         maximize=, **settings)`; without a count, `(params, grads, *moments or [], ...)`
     moments: trees that it updates beside the parameters
-    adam, taken: Adam's rule, and completed steps, if it is Adam's
+    taken: completed steps, if it is Adam's
     """
 
     kernel: Callable[..., None]
     settings: dict[str, Any]
     moments: tuple[Tree, ...]
-    adam: Adam | None = None
     taken: Tensor | None = None
 
     def columns(self, params: Tree, grads: Tree, copies: Tree | None) -> list[Leaves] | None:
@@ -92,7 +56,7 @@ class Fusion(NamedTuple):
             return None
         kind, dtype = columns[0][0].device.type, columns[0][0].dtype
         if kind == "cpu":  # in torch 2.13 that of SGD leaves all but the last few elements as they are (issue 191763)
-            accepted = self.adam is not None or dtype.itemsize >= 4
+            accepted = self.taken is not None or dtype.itemsize >= 4
         else:  # rates and powers of betas would be in float32
             accepted = kind == "cuda" and dtype != torch.float64
         as_it_lies = all(leaf.is_contiguous() and leaf.shape == row[0].shape for row in rows for leaf in row)
@@ -100,13 +64,9 @@ class Fusion(NamedTuple):
 
 
 class RowStretch(NamedTuple):
-    """A stretch of elements of one row.
-
-    large: it is of a large unit; tensors: its parameters, gradients and moments, and maybe copies
-    """
+    """A stretch of elements of one row: its parameters, gradients and moments, and maybe copies."""
 
     decays: bool
-    large: bool
     tensors: Leaves
 
 
@@ -120,13 +80,9 @@ class FusedSteps:
         self._like = columns[0][0]
         self._decay = next((tx.rule for tx, _ in lane.stages if isinstance(tx.rule, Decay)), Decay(0.0))
         self._width = 2 + len(fusion.moments)  # columns without copies
-        self._copying: Callable[..., None] | None = None
-        if fusion.adam is not None and len(columns) > self._width and self._like.dtype == torch.float32:
-            self._copying = copying_kernel(self._like)
         # of the step under way, which all its parts share
         self._scalars: dict[str, Any] | None = None
         self._counts: Scalar = None
-        self._packed: Scalar = None
 
     def steps(self, call: StepCall) -> Iterator[list[Messages]]:
         """Takes the step of some units, or of all, in the last of its parts."""
@@ -134,14 +90,14 @@ class FusedSteps:
             yield []
         if self._scalars is None:
             self._begin(call.scale, call.found_inf)
-        kinds: dict[tuple[bool, bool], list[Leaves]] = {}
+        kinds: dict[bool, list[Leaves]] = {}
         for unit in self._pieces if call.units is None else call.units:
             for piece in self._pieces[unit]:
                 if piece.tensors[0].numel():  # the CUDA kernels refuse empty tensors
-                    kinds.setdefault((piece.decays, piece.large), []).append(piece.tensors)
+                    kinds.setdefault(piece.decays, []).append(piece.tensors)
         call.on_write()  # the user's learning rate and decay mask have been asked
-        for (decays, large), pieces in kinds.items():
-            self._launch(pieces, self._decay.weight_decay if decays else 0.0, large, call.scale)
+        for decays, pieces in kinds.items():
+            self._launch(pieces, self._decay.weight_decay if decays else 0.0, call.scale)
 
     def _begin(self, scale: Scalar, found_inf: Scalar) -> None:
         """Computes a step's scalars, of which some depend on counts, before any part of it. The host waits for none."""
@@ -154,20 +110,11 @@ class FusedSteps:
             "grad_scale": None if wide else _fp32(scale, self._like.device),
             "found_inf": _fp32(found_inf, self._like.device),
         }
-        if self._fusion.adam is None or self._fusion.taken is None:
-            return
-        count = self._fusion.taken + 1
-        self._counts = count.float()
-        if self._copying is not None:
-            corrected = corrections(self._fusion.adam, count)
-            usual = {"lr": lr, "grad_scale": 1.0, "found_inf": 0.0}
-            known = [usual[name] if value is None else value for name, value in self._scalars.items()]
-            # `full_like`: to copy a number from the host could make it wait
-            tensors = [x if isinstance(x, Tensor) else torch.full_like(corrected[0], x) for x in known]
-            self._packed = torch.stack([*tensors, *corrected])
+        if self._fusion.taken is not None:
+            self._counts = (self._fusion.taken + 1).float()
 
-    def _launch(self, pieces: Sequence[Leaves], weight_decay: float, large: bool, scale: Scalar) -> None:
-        """Calls the kernel for all pieces. large: they are of large units; with copies, each has its own launch"""
+    def _launch(self, pieces: Sequence[Leaves], weight_decay: float, scale: Scalar) -> None:
+        """Calls the kernel for all pieces, and copies their parameters."""
         columns = [list(column) for column in zip(*pieces, strict=True)]
         # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
         columns[1] = [grad.to(self._like.dtype).contiguous() for grad in columns[1]]
@@ -175,12 +122,6 @@ class FusedSteps:
             for grad in columns[1]:
                 grad.div_(scale)  # the kernels read it in float32
         fusion = self._fusion
-        if self._copying is not None and fusion.adam is not None and large:
-            rule = fusion.adam
-            betas = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "decoupled": fusion.kernel is fused_adamw}
-            for row in zip(*columns, strict=True):
-                self._copying(*row, self._packed, weight_decay=weight_decay, **betas)
-            return
         rest: list[Any] = [] if fusion.moments else [[]]
         if self._counts is not None:
             rest = [[], [self._counts] * len(pieces)]
@@ -197,12 +138,12 @@ class FusedSteps:
         for accessor, node in handles_and_leaves(self.lane.params):
             if not isinstance(node, Sharded):
                 decays = self._decays(dotted(accessor), plain_param(accessor, node))
-                out[len(out)] = _split([(decays, node.numel())], node.numel(), next(columns))
+                out[len(out)] = _split([(decays, node.numel())], next(columns))
                 continue
             for _, group, leaf in node.group_leaves():
                 runs = row_runs(self._decays, node, group, leaf.shape[-1])
                 for unit, *of_unit in zip(group.held, *(rows(group, x) for x in next(columns)), strict=True):
-                    out[unit] = _split(runs, group.layout.numel, of_unit)
+                    out[unit] = _split(runs, of_unit)
         return out
 
     def _decays(self, path: str, param: Param) -> bool | None:
@@ -220,12 +161,12 @@ class FusedSteps:
                 state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
-def _split(runs: Runs, numel: int, leaves: Sequence[Tensor]) -> list[RowStretch]:
-    """Splits a row, or a plain leaf. numel: elements of its unit, over all ranks"""
+def _split(runs: Runs, leaves: Sequence[Tensor]) -> list[RowStretch]:
+    """Splits a row, or a plain leaf."""
     lengths = [length for _, length in runs]
     pieces = [[leaf] if len(runs) == 1 else leaf.split(lengths) for leaf in leaves]  # type: ignore[no-untyped-call]
     of_runs = zip(runs, zip(*pieces, strict=True), strict=True)
-    return [RowStretch(decays, numel >= LARGE, list(piece)) for (decays, _), piece in of_runs if decays is not None]
+    return [RowStretch(decays, list(piece)) for (decays, _), piece in of_runs if decays is not None]
 
 
 def _fp32(value: Any, device: torch.device) -> Any:
@@ -264,7 +205,7 @@ def recognise(stages: Sequence[Stage]) -> Fusion | None:
 
 def _adam(kernel: Callable[..., None], rule: Adam, state: ScaleByAdamState) -> Fusion:
     settings = {"beta1": rule.b1, "beta2": rule.b2, "eps": rule.eps, "amsgrad": False}
-    return Fusion(kernel, settings, (state.mu, state.nu), rule, state.count)
+    return Fusion(kernel, settings, (state.mu, state.nu), state.count)
 
 
 def _sgd(rule: Momentum, *moments: Tree) -> Fusion:

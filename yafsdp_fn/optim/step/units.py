@@ -176,7 +176,7 @@ class UnitSteps:
     """Steps of `tx` over one memory; serves any number of steps, one after the other.
 
     params, grads, opt_state: trees, sharded or plain, that are written in place; grads are overwritten
-    copies: of `params` in another dtype, which get their new values; on CUDA in the same pass if a kernel can
+    copies: of `params` in another dtype, which get their new values
 
     The object is bound to their memory: after a donated step it serves the next, if `fits`. All calls of a step use one
     stream, from one thread at a time. `run` of single units raises TypeError where `why_not_unitwise(tx)` has a reason.
