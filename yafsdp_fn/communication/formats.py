@@ -42,6 +42,12 @@ class Format:
     block: int
     block_bytes: int
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Format) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def encode(self, blocks: Tensor) -> Tensor:
         """Encodes blocks [B, block], of any floating dtype, to bytes [B, block_bytes], uint8."""
         raise NotImplementedError
@@ -60,6 +66,8 @@ class Scaled(Format):
     """Numbers of 8 bits, and a scale in float32 for each block, which takes its largest element to the largest number.
 
     dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2; block: elements that share a scale
+    root: numbers are those of the root of each element: 1, 2 or 4. Of the fourth root, int8 tells elements apart that
+        are 1e-8 of the largest, as second moments are, and none but a zero becomes one
 
     >>> int8 = ya.formats.Scaled(torch.int8, block=32)
     >>> int8.name, int8.block_bytes, ya.formats.passed(int8, torch.linspace(-1, 1, 32))[:2]
@@ -68,15 +76,19 @@ class Scaled(Format):
 
     dtype: torch.dtype = torch.int8
     block: int = 64
+    root: int = 1
 
     def __post_init__(self) -> None:
+        if self.root not in (1, 2, 4):
+            raise ValueError(f"Scaled: root={self.root!r:.80}: expected 1, 2 or 4")
         if self.dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
             raise TypeError(f"Scaled: dtype={self.dtype!r:.80}: expected one of {known}")
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}"
+        of_root = "" if self.root == 1 else f" of root {self.root}"
+        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}{of_root}"
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]
@@ -85,17 +97,25 @@ class Scaled(Format):
     def encode(self, blocks: Tensor) -> Tensor:
         blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
         largest = LARGEST[self.dtype]
+        # roots and squares, not powers, whose last bit depends on where in a tensor an element lies
+        for _ in range(self.root // 2):
+            blocks = blocks.abs().sqrt().copysign(blocks)
         scale = (blocks.abs().amax(-1, keepdim=True) / largest).float()
         numbers = (blocks / torch.where(scale == 0, 1, scale)).clamp(-largest, largest)
         if self.dtype == torch.int8:
-            numbers = numbers.round()
+            nearest = numbers.round()
+            never_zero = self.root > 1
+            numbers = torch.where(nearest == 0, numbers.sign(), nearest) if never_zero else nearest
         # where a scale is not finite, what it scales does not matter
         return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         scale = encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
         numbers = encoded[:, SCALE_BYTES:].view(self.dtype)
-        return (numbers.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+        found = numbers.to(torch.promote_types(dtype, torch.float32)) * scale
+        for _ in range(self.root // 2):
+            found = found * found.abs()
+        return found.to(dtype)
 
 
 SCALE_BYTES = 4
@@ -138,14 +158,20 @@ def checked_wire(what: str, wire: Wire) -> Wire:
     if not isinstance(wire, Wire):
         raise TypeError(f"{what}: expected a ya.Wire, such as ya.Wire(gather=ya.formats.Scaled()), got {wire!r:.80}")
     for way, format in zip(wire._fields, wire, strict=True):
-        if format is None:
-            continue
-        if not isinstance(format, Format):
-            raise TypeError(f"{what}.{way}: expected a ya.formats.Format or None, got {format!r:.80}")
-        if format.block < 1 or format.block_bytes < 1:
-            sizes = f"{format.block} elements in {format.block_bytes} bytes"
-            raise ValueError(f"{what}.{way}: expected blocks of an element and a byte at least, got {sizes}")
+        if format is not None:
+            checked_format(f"{what}.{way}", format)
     return wire
+
+
+def checked_format(what: str, format: Format) -> Format:
+    """Returns a format. Raises TypeError, naming `what`, for anything else, and ValueError for blocks that cannot
+    be."""
+    if not isinstance(format, Format):
+        raise TypeError(f"{what}: expected a ya.formats.Format or None, got {format!r:.80}")
+    if format.block < 1 or format.block_bytes < 1:
+        sizes = f"{format.block} elements in {format.block_bytes} bytes"
+        raise ValueError(f"{what}: expected blocks of an element and a byte at least, got {sizes}")
+    return format
 
 
 # ---- Vectors, a part at a time: what a format allocates stays in a core's cache. A vector and its bytes may share

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.formats import WHOLE, Wire
+from yafsdp_fn.communication.formats import WHOLE, Format, Wire
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.params.tree import (
     Frozen,
@@ -123,6 +123,13 @@ class FlatLayout:
 # ---- The units of one layout, and where they are.
 
 
+class Encodes(NamedTuple):
+    """What a group of an optimizer's state has the bytes of: another group, in a format."""
+
+    format: Format
+    group: "Group"
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """The units of one layout in an entry: one per layer of a stack, or a single one, unstacked or pinned. `Unit`,
@@ -152,6 +159,7 @@ class Group:
     splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     wire: Wire = WHOLE
+    encodes: Encodes | None = None
 
     # ---- over axes inside blocks
 
@@ -196,18 +204,11 @@ class Group:
             for name, _ in here:
                 dim, blocks = cut_of(split, name)
                 behind = math.prod(shape[len(shape) + dim + 1 :])
-                self._check_blocks(path, name, shape[dim] // blocks * behind)
+                for format in self.wire:
+                    if format is not None:
+                        _check_blocks(format, path, name, shape[dim] // blocks * behind)
             shapes.append(tuple(shape))
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, shapes=tuple(shapes)), axes=here)
-
-    def _check_blocks(self, path: str, axis: str, run: int) -> None:
-        """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
-        for format in self.wire:
-            if format is not None and run % format.block:
-                raise ValueError(
-                    f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
-                    f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
-                )
 
     def local_slice(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
@@ -244,6 +245,34 @@ class Group:
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
+    # ---- encoded
+
+    def encoded(self, format: Format) -> "Group":
+        """Returns the group of the bytes of this one in `format`: the last axes of each leaf, from the innermost split
+        one on, are one of bytes. Raises ValueError where shards would be cut inside of blocks."""
+        if self.layout.align % format.block:
+            raise ValueError(
+                f"{self.name or 'params'}: shards are cut at multiples of {self.layout.align} elements, which are no "
+                f"blocks of {format.name}; give the optimizer to ya.init or ya.shard, which cut them between blocks"
+            )
+        shapes = []
+        splits = []
+        for number, (path, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
+            cuts = {name: cut_of(self.splits[number], name) for name, _ in self.splits[number]} if self.splits else {}
+            for name in self.over:
+                dim, blocks = cuts[name]
+                _check_blocks(format, path, name, math.prod(shape[dim:]) // blocks)
+            first = max((dim for dim, _ in cuts.values()), default=-len(shape))
+            if math.prod(shape[first:]) % format.block:
+                first, cuts = -len(shape), {}  # of a leaf that is split on no mesh
+            blocks_of = -(-math.prod(shape[first:]) // format.block)
+            shapes.append((*shape[:first], blocks_of * format.block_bytes))
+            splits.append(tuple((name, (dim - first - 1, blocks)) for name, (dim, blocks) in cuts.items()))
+        align = self.layout.align // format.block * format.block_bytes
+        layout = FlatLayout(self.layout.names, tuple(shapes), align)
+        of_splits = tuple(splits) if self.splits else ()
+        return dataclasses.replace(self, layout=layout, splits=of_splits, wire=WHOLE, encodes=Encodes(format, self))
+
     # ---- over stages
 
     @cached_property
@@ -271,18 +300,32 @@ class Group:
 
     # ---- layers
 
+    @property
+    def has_layers(self) -> bool:
+        """Whether its leaves have an axis of layers: those of a pinned unit, but not their bytes in a format."""
+        return self.pinned and self.encodes is None
+
     def unit(self, layer: int) -> int:
         """Returns the unit that holds `layer` (0 if unstacked)."""
         return self.units[0 if self.pinned else layer]
 
     def of_layer(self, leaves: Sequence[Tensor], layer: int) -> Sequence[Tensor]:
         """Returns the leaves of one layer from those of `unit(layer)`: views, if these hold all layers."""
-        return [leaf[layer] for leaf in leaves] if self.pinned else leaves
+        return [leaf[layer] for leaf in leaves] if self.has_layers else leaves
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the whole leaves of one layer."""
-        return tuple(shape[1:] for shape in self.whole.shapes) if self.pinned else self.whole.shapes
+        return tuple(shape[1:] for shape in self.whole.shapes) if self.has_layers else self.whole.shapes
+
+
+def _check_blocks(format: Format, path: str, axis: str, run: int) -> None:
+    """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
+    if run % format.block:
+        raise ValueError(
+            f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
+            f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
+        )
 
 
 # ---- The subtrees of a tree.
@@ -344,6 +387,16 @@ class TreeLayout:
         def placed(group: Group) -> Group:
             stages = None if holders is None else tuple(holders[unit] for unit in group.units)
             return dataclasses.replace(group if not group.splits else group.on(axes or {}), stages=stages, stage=stage)
+
+        entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
+        return TreeLayout(tuple(entries), self.container)
+
+    def aligned(self, block: int) -> "TreeLayout":
+        """Returns the same layout, with shards of trained groups that are cut at multiples of `block` elements, too."""
+
+        def placed(group: Group) -> Group:
+            align = math.lcm(group.wire.align, block if group.trainable else 1)
+            return dataclasses.replace(group, layout=dataclasses.replace(group.layout, align=align))
 
         entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
         return TreeLayout(tuple(entries), self.container)

@@ -124,13 +124,19 @@ class OptimizerMemory(NamedTuple):
     fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
     element of its shard, parts that units are split into over axes inside blocks)`; step: `(bytes, elements)`: what an
     update of so many elements has allocated at once
+    blocks: as `shards`, of state that is kept in formats: bytes per block, and, last, the elements of a block
+    one_by_one: whether an update of several units takes one after the other
     """
 
     fixed: int = 0
     shards: tuple[tuple[int, int, int], ...] = ()
     step: tuple[int, int] = (0, 1)
+    blocks: tuple[tuple[int, int, int, int], ...] = ()
+    one_by_one: bool = False
 
     def nbytes(self, ranks: int) -> int:
         """Returns the bytes of the state, where a copy is cut over `ranks`."""
         cut = [(padded_numel(numel, ranks // parts) * parts // ranks, each) for numel, each, parts in self.shards]
+        for numel, each, parts, block in self.blocks:
+            cut.append((padded_numel(numel, ranks // parts, block) * parts // ranks // block, each))
         return self.fixed + sum(numel * each for numel, each in cut)
