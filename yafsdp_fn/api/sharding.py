@@ -22,7 +22,7 @@ from yafsdp_fn.api.checksum import sum_of_bits
 from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.formats import WHOLE
-from yafsdp_fn.optim.in_format import block_of, decoded, encoded, formats_of
+from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
@@ -396,14 +396,12 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
     """Copies what an optimizer state had in this place, if it is alike. Between formats, or blocks of other leaves, it
     is decoded and encoded again."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
-        if _bytes_of(before) != _bytes_of(node):
-            dtypes = {leaf.dtype for handle in (before, node) for leaf in handle.leaves} - {torch.uint8}
-            wide = dtypes.pop() if dtypes else torch.float32
-            made = decoded(node, wide)
-            _copy(decoded(before, wide), made, grow)
-            for format in formats_of(node):
-                for leaf, new in zip(node.leaves, encoded(made, format).leaves, strict=True):
-                    leaf.copy_(new)
+        forms = _forms(node)
+        if _forms(before) != forms:
+            wide = decoded(node)
+            _copy(decoded(before), wide, grow)
+            for format, *_ in forms[:1]:
+                optree.tree_map_(Tensor.copy_, node, encoded(format, wide))
             return
         begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
         whole = _Whole([before])
@@ -417,13 +415,10 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
         node.copy_(before)
 
 
-def _bytes_of(handle: Sharded) -> dict[str, Any]:
-    """Returns the formats and shapes of the leaves that a handle has the bytes of, by name."""
-    found: dict[str, Any] = {}
-    for _, group, _ in handle.group_leaves():
-        if group.encodes is not None:
-            found |= {path: (group.encodes.format, shape) for path, shape in _leaves_of(group)}
-    return found
+def _forms(handle: Sharded) -> list[Any]:
+    """Returns what the bytes of a handle depend on: formats and leaves of the groups that are in formats."""
+    groups = [group for _, group, _ in handle.group_leaves()]
+    return [(of.encodes.format, of.layout.names, of.layer_shapes) for of in groups if of.encodes is not None]
 
 
 # ---- Back to whole tensors.

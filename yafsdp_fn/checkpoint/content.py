@@ -106,8 +106,8 @@ def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Ten
 # opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
-"""A tensor in JSON: dtype, or the format that it has the bytes of, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape,
-whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf); of those that
+"""A tensor in JSON: dtype, or the format whose bytes it has, and `shape` (the same on every rank), or `layers` and
+`leaves` (name: per-layer shape, whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf); of those that
 are cut between blocks of formats `align`."""
 
 

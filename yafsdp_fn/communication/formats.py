@@ -42,12 +42,6 @@ class Format:
     block: int
     block_bytes: int
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Format) and self.name == other.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
-
     def encode(self, blocks: Tensor) -> Tensor:
         """Encodes blocks [B, block], of any floating dtype, to bytes [B, block_bytes], uint8."""
         raise NotImplementedError
@@ -104,8 +98,7 @@ class Scaled(Format):
         numbers = (blocks / torch.where(scale == 0, 1, scale)).clamp(-largest, largest)
         if self.dtype == torch.int8:
             nearest = numbers.round()
-            never_zero = self.root > 1
-            numbers = torch.where(nearest == 0, numbers.sign(), nearest) if never_zero else nearest
+            numbers = torch.where(nearest == 0, numbers.sign(), nearest) if self.root > 1 else nearest
         # where a scale is not finite, what it scales does not matter
         return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
 

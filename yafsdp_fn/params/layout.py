@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -124,10 +124,11 @@ class FlatLayout:
 
 
 class Encodes(NamedTuple):
-    """What a group of an optimizer's state has the bytes of: another group, in a format."""
+    """What a group of an optimizer's state has the bytes of: another group, in `dtype`, in a format."""
 
     format: Format
     group: "Group"
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +160,7 @@ class Group:
     splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     wire: Wire = WHOLE
-    encodes: Encodes | None = None
+    encodes: Encodes | None = dataclasses.field(default=None, compare=False)
 
     # ---- over axes inside blocks
 
@@ -245,33 +246,34 @@ class Group:
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
-    # ---- encoded
+    # ---- in a format
 
-    def encoded(self, format: Format) -> "Group":
-        """Returns the group of the bytes of this one in `format`: the last axes of each leaf, from the innermost split
-        one on, are one of bytes. Raises ValueError where shards would be cut inside of blocks."""
+    @property
+    def state_block(self) -> int:
+        """Elements that are together in its optimizer's state, where that is in a format; else 1."""
+        return 1 if self.layout.align == self.wire.align else self.layout.align
+
+    def encoded(self, format: Format, dtype: torch.dtype) -> "Group":
+        """Returns the group of the bytes of this one, in `dtype`, in a format: a leaf's last axis is of bytes, or its
+        only one, where rows are no whole blocks. Raises ValueError where blocks would be cut."""
         if self.layout.align % format.block:
             raise ValueError(
                 f"{self.name or 'params'}: shards are cut at multiples of {self.layout.align} elements, which are no "
                 f"blocks of {format.name}; give the optimizer to ya.init or ya.shard, which cut them between blocks"
             )
         shapes = []
-        splits = []
         for number, (path, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
-            cuts = {name: cut_of(self.splits[number], name) for name, _ in self.splits[number]} if self.splits else {}
             for name in self.over:
-                dim, blocks = cuts[name]
-                _check_blocks(format, path, name, math.prod(shape[dim:]) // blocks)
-            first = max((dim for dim, _ in cuts.values()), default=-len(shape))
-            if math.prod(shape[first:]) % format.block:
-                first, cuts = -len(shape), {}  # of a leaf that is split on no mesh
-            blocks_of = -(-math.prod(shape[first:]) // format.block)
-            shapes.append((*shape[:first], blocks_of * format.block_bytes))
-            splits.append(tuple((name, (dim - first - 1, blocks)) for name, (dim, blocks) in cuts.items()))
+                dim, parts = cut_of(self.splits[number], name)
+                _check_blocks(format, path, name, shape[-1] // parts if dim == -1 else shape[-1])
+            whole_rows = shape and shape[-1] % format.block == 0
+            *rows, last = shape if whole_rows else (math.prod(shape),)
+            shapes.append((*rows, -(-last // format.block) * format.block_bytes))
         align = self.layout.align // format.block * format.block_bytes
         layout = FlatLayout(self.layout.names, tuple(shapes), align)
-        of_splits = tuple(splits) if self.splits else ()
-        return dataclasses.replace(self, layout=layout, splits=of_splits, wire=WHOLE, encodes=Encodes(format, self))
+        splits = self.splits if self.axes else ()
+        encodes = Encodes(format, self, dtype)
+        return dataclasses.replace(self, layout=layout, splits=splits, wire=WHOLE, encodes=encodes)
 
     # ---- over stages
 
@@ -388,16 +390,18 @@ class TreeLayout:
             stages = None if holders is None else tuple(holders[unit] for unit in group.units)
             return dataclasses.replace(group if not group.splits else group.on(axes or {}), stages=stages, stage=stage)
 
-        entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
-        return TreeLayout(tuple(entries), self.container)
+        return self._of(placed)
 
     def aligned(self, block: int) -> "TreeLayout":
         """Returns the same layout, with shards of trained groups that are cut at multiples of `block` elements, too."""
 
-        def placed(group: Group) -> Group:
+        def aligned(group: Group) -> Group:
             align = math.lcm(group.wire.align, block if group.trainable else 1)
             return dataclasses.replace(group, layout=dataclasses.replace(group.layout, align=align))
 
+        return self._of(aligned)
+
+    def _of(self, placed: Callable[[Group], Group]) -> "TreeLayout":
         entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
         return TreeLayout(tuple(entries), self.container)
 

@@ -84,12 +84,9 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         yield "mesh: expected axes of different names, with one rank or more each"
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
-    for field, of_sizes in (("shards", trace.optimizer.shards), ("blocks", trace.optimizer.blocks)):
-        for at, (_, _, parts, *block) in enumerate(of_sizes):
-            if parts < 1 or trace.ranks % parts:
-                yield f"optimizer.{field}[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
-            if min(block, default=1) < 1:
-                yield f"optimizer.{field}[{at}]: expected blocks of an element or more, got {block[0]}"
+    for at, (_, _, parts) in enumerate(trace.optimizer.shards):
+        if parts < 1 or trace.ranks % parts:
+            yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
     if trace.kernels not in KERNELS:
         yield f"kernels: expected fused, eager or pieces, got {reprlib.repr(trace.kernels)}"
     if trace.optimizer.step[1] < 1:

@@ -25,7 +25,7 @@ from yafsdp_fn.program.program import after_program
 from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.measuring import LiveBytes
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.util.mesh_axes import ALIGN, SHARD
+from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
 
@@ -59,8 +59,7 @@ def optimizer_memory(
     # multi-phase updates have a few units under way at a time
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     elements = max(updated, default=0) if steps.parts or steps.one_by_one else sum(updated)
-    fixed, shards, blocks = _spread(state, layout)
-    return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), blocks, steps.one_by_one)
+    return OptimizerMemory(*_spread(state, layout), (lives.peak, max(elements, 1)), steps.one_by_one)
 
 
 class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,25 +73,21 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-def _spread(state: Any, layout: TreeLayout) -> tuple[int, tuple[Any, ...], tuple[Any, ...]]:
-    """Returns `fixed`, `shards` and `blocks` of an `OptimizerMemory`. layout: on the mesh, of this rank's parts"""
+def _spread(state: Any, layout: TreeLayout) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`. layout: on the mesh, of this rank's parts"""
     here = {group.units: group for _, group in layout.groups}
-    fixed, shards, blocks = 0, Counter[tuple[int, int]](), Counter[tuple[int, int, int]]()
+    fixed, shards = 0, Counter[tuple[int, int]]()
     for node in optree.tree_leaves(state, is_leaf=is_sharded):
         if isinstance(node, Sharded):
             for _, group, leaf in node.group_leaves():
                 of = here[group.units]
-                numel, parts = of.layout.numel, math.prod(size for _, size in of.axes)
-                if group.layout.align == ALIGN and group.encodes is None:
-                    shards[numel, parts] += leaf.nbytes // leaf.shape[-1]
-                else:
-                    block = (group if group.encodes is None else group.encodes.group).layout.align
-                    blocks[numel, parts, block] += leaf.nbytes // (leaf.shape[-1] // group.layout.align)
+                each = leaf.nbytes // leaf.shape[-1] * of.state_block
+                if group.encodes is not None:
+                    each = leaf.nbytes // (leaf.shape[-1] // group.layout.align)
+                shards[of.layout.numel, math.prod(size for _, size in of.axes)] += each
         elif isinstance(node, Tensor):
             fixed += node.nbytes
-    by_element = [(numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items())]
-    by_block = [(numel, nbytes, parts, block) for (numel, parts, block), nbytes in sorted(blocks.items())]
-    return fixed, tuple(by_element), tuple(by_block)
+    return fixed, tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
 
 
 # ---- Leaves that are lent.

@@ -21,10 +21,10 @@ from yafsdp_fn.optim.base import (
     stages,
 )
 from yafsdp_fn.optim.cutting import Cutter, named
-from yafsdp_fn.optim.in_format import InFormat
+from yafsdp_fn.optim.in_format import InFormat, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
-from yafsdp_fn.optim.partition import Masked, Partition, restricted
+from yafsdp_fn.optim.partition import Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
@@ -105,9 +105,7 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return None
     if isinstance(tx.rule, Around) and tx.rule.all_units is not None:
         return tx.rule.all_units
-    inner = [tx.rule.inner] if isinstance(tx.rule, Masked | Around) else []
-    if isinstance(tx.rule, Partition):
-        inner = [part for part, _ in tx.rule.parts.values()]
+    inner = inside(tx)
     for one in (one for part in inner for one, _ in stages(part)):
         if isinstance(one.rule, Leafwise):
             return (
@@ -179,7 +177,7 @@ class UnitSteps:
     params, grads, opt_state: trees, sharded or plain, that are written in place; grads are overwritten
     copies: of `params` in another dtype, which get their new values; on CUDA in the same pass if a kernel can
 
-    one_by_one: whether a call for several units takes their steps one after the other, and needs memory for one
+    one_by_one: whether a call for several units takes their steps one after the other, in the memory of one
 
     The object is bound to their memory: after a donated step it serves the next, if `fits`. All calls of a step use one
     stream, from one thread at a time. `run` of single units raises TypeError where `why_not_unitwise(tx)` has a reason.
@@ -269,16 +267,15 @@ class UnitSteps:
                 grad_norm = global_norm(self._grads)
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
-        several = self.parts or self.one_by_one or (len(self._lanes) > 1 and handles(self._params))
-        if units is None and several:
+        if units is None and (self.parts or self.one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-        together = None if units is None else [unit for unit in units if unit not in self.parts]
+        alone = units if self.one_by_one else self.parts
+        together = None if units is None else [unit for unit in units if unit not in (alone or ())]
         if not part and (together is None or together):
-            calls = [[unit] for unit in together] if together and self.one_by_one else [together]
-            for of_call in calls:
-                list(self._steps(of_call, 1, found_inf, on_write))  # in one part: no messages
+            list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
         for unit in units or ():
-            if (parts := self.parts.get(unit, 1)) == 1 and not part:
+            parts = self.parts.get(unit, 1)
+            if parts == 1 and not part and not self.one_by_one:
                 continue
             if part is None:
                 ranks = handles(self._params)[0].owner.comms
