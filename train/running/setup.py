@@ -76,7 +76,7 @@ def optimizer(config: Optim, steps: int) -> ya.optim.GradientTransformation:
         mask=lambda path, param: len(param.shape) > 1,
     )
     if config.moments == "int8":
-        adamw = ya.optim.in_format(adamw, ya.formats.Scaled(torch.int8, block=256, root=4))
+        adamw = ya.optim.in_format(adamw, ya.formats.Roots())
     return ya.optim.chain(ya.optim.clip_by_global_norm(config.clip_norm), adamw)
 
 

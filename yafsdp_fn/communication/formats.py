@@ -54,14 +54,16 @@ class Format:
         """Returns the bytes of a vector of `numel` elements, a multiple of `block`."""
         return numel // self.block * self.block_bytes
 
+    def numel(self, nbytes: int) -> int:
+        """Returns the elements of a vector of `nbytes` bytes."""
+        return nbytes // self.block_bytes * self.block
+
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Format):
     """Numbers of 8 bits, and a scale in float32 for each block, which takes its largest element to the largest number.
 
     dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2; block: elements that share a scale
-    root: numbers are those of the root of each element: 1, 2 or 4. Of the fourth root, int8 tells elements apart that
-        are 1e-8 of the largest, as second moments are, and none but a zero becomes one
 
     >>> int8 = ya.formats.Scaled(torch.int8, block=32)
     >>> int8.name, int8.block_bytes, ya.formats.passed(int8, torch.linspace(-1, 1, 32))[:2]
@@ -70,19 +72,15 @@ class Scaled(Format):
 
     dtype: torch.dtype = torch.int8
     block: int = 64
-    root: int = 1
 
     def __post_init__(self) -> None:
-        if self.root not in (1, 2, 4):
-            raise ValueError(f"Scaled: root={self.root!r:.80}: expected 1, 2 or 4")
         if self.dtype not in LARGEST:
             known = ", ".join(map(str, LARGEST))
             raise TypeError(f"Scaled: dtype={self.dtype!r:.80}: expected one of {known}")
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        of_root = "" if self.root == 1 else f" of root {self.root}"
-        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}{of_root}"
+        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}"
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]
@@ -91,24 +89,62 @@ class Scaled(Format):
     def encode(self, blocks: Tensor) -> Tensor:
         blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
         largest = LARGEST[self.dtype]
-        # roots and squares, not powers, whose last bit depends on where in a tensor an element lies
-        for _ in range(self.root // 2):
-            blocks = blocks.abs().sqrt().copysign(blocks)
         scale = (blocks.abs().amax(-1, keepdim=True) / largest).float()
         numbers = (blocks / torch.where(scale == 0, 1, scale)).clamp(-largest, largest)
         if self.dtype == torch.int8:
-            nearest = numbers.round()
-            numbers = torch.where(nearest == 0, numbers.sign(), nearest) if self.root > 1 else nearest
+            numbers = numbers.round()
         # where a scale is not finite, what it scales does not matter
         return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        scale = _scale_of(encoded)
         numbers = encoded[:, SCALE_BYTES:].view(self.dtype)
-        found = numbers.to(torch.promote_types(dtype, torch.float32)) * scale
-        for _ in range(self.root // 2):
-            found = found * found.abs()
-        return found.to(dtype)
+        return (numbers.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roots(Format):
+    """Bytes that are the fourth roots of elements, and a scale for each block, as for `Scaled`: for the moments of
+    optimizers (`ya.optim.in_format`). Elements down to 1e-6 of the largest are off by a part of themselves; none but a
+    zero becomes one. A block of second moments, which has no negative elements, has twice as many numbers.
+
+    >>> moments = ya.formats.Roots(block=4)
+    >>> ya.formats.passed(moments, torch.tensor([1.0, 1e-3, 1e-6, 0.0]))
+    tensor([1.0000e+00, 9.6982e-04, 9.6872e-07, 0.0000e+00])
+    """
+
+    block: int = 64
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"roots/{self.block}"
+
+    @property
+    def block_bytes(self) -> int:  # type: ignore[override]
+        return SCALE_BYTES + self.block
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+        # square roots, not powers, whose last bit depends on where in a tensor an element lies
+        roots = blocks.abs().sqrt().sqrt()
+        signed = (blocks < 0).any(-1, keepdim=True)
+        largest = torch.where(signed, 127, 255)
+        scale = (roots.amax(-1, keepdim=True) / largest).float()
+        numbers = (roots / torch.where(scale == 0, 1, scale)).round().clamp(min=1).minimum(largest)
+        numbers = numbers.short() * blocks.sign().short()
+        return torch.cat([torch.where(signed, -scale, scale).view(torch.uint8), numbers.to(torch.uint8)], -1)
+
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = _scale_of(encoded)
+        numbers = encoded[:, SCALE_BYTES:]
+        wide = torch.promote_types(dtype, torch.float32)
+        roots = torch.where(scale < 0, numbers.view(torch.int8).to(wide), numbers.to(wide)) * scale.abs()
+        squares = roots * roots.abs()
+        return (squares * squares.abs()).to(dtype)
+
+
+def _scale_of(encoded: Tensor) -> Tensor:
+    return encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 SCALE_BYTES = 4
@@ -152,19 +188,17 @@ def checked_wire(what: str, wire: Wire) -> Wire:
         raise TypeError(f"{what}: expected a ya.Wire, such as ya.Wire(gather=ya.formats.Scaled()), got {wire!r:.80}")
     for way, format in zip(wire._fields, wire, strict=True):
         if format is not None:
-            checked_format(f"{what}.{way}", format)
+            check_format(f"{what}.{way}", format)
     return wire
 
 
-def checked_format(what: str, format: Format) -> Format:
-    """Returns a format. Raises TypeError, naming `what`, for anything else, and ValueError for blocks that cannot
-    be."""
+def check_format(what: str, format: Format) -> None:
+    """Raises TypeError, naming `what`, for anything that is no format, and ValueError for blocks that cannot be."""
     if not isinstance(format, Format):
         raise TypeError(f"{what}: expected a ya.formats.Format or None, got {format!r:.80}")
     if format.block < 1 or format.block_bytes < 1:
         sizes = f"{format.block} elements in {format.block_bytes} bytes"
         raise ValueError(f"{what}: expected blocks of an element and a byte at least, got {sizes}")
-    return format
 
 
 # ---- Vectors, a part at a time: what a format allocates stays in a core's cache. A vector and its bytes may share

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.communication import formats
-from yafsdp_fn.communication.formats import Format, checked_format, passed
+from yafsdp_fn.communication.formats import Format, check_format, passed
 from yafsdp_fn.optim.base import (
     Around,
     Chain,
@@ -54,21 +54,18 @@ def in_format(tx: Any, format: Format) -> GradientTransformation:
     after the other.
 
     tx: an elementwise optimizer, or a chain of such, whose clipping, decay and rate stay as they are
-    format: `ya.formats.Scaled(torch.int8, block=256, root=4)`, say. Without a root, second moments that are small in
-        their block would become zero, and first moments are divided by them
+    format: `ya.formats.Roots()`, say. In `Scaled`, second moments that are small in their block become zero, and first
+        moments are divided by them
 
     The optimizer must be given to `ya.init` or `ya.shard`, which cut shards between blocks. Raises TypeError for a `tx`
-    that needs whole leaves, or is around others, as `partition` is: these take it inside. Raises ValueError for a
-    format that decodes zeros to something.
+    that needs whole leaves, or is around others, as `partition` is: these take it inside.
 
-    >>> light = ya.optim.in_format(ya.optim.adamw(1e-3), ya.formats.Scaled(torch.int8, block=64, root=4))
+    >>> light = ya.optim.in_format(ya.optim.adamw(1e-3), ya.formats.Roots())
     >>> lighter = ya.init(params, light, mesh=mesh)
     >>> lighter.opt_state[0].inner_state.mu["layers"].leaves[0].dtype
     torch.uint8
     """
-    checked_format("in_format", format)
-    if format.decode(torch.zeros(1, format.block_bytes, dtype=torch.uint8), torch.float32).any():
-        raise ValueError(f"in_format: {format.name} decodes zeros to other numbers, and what is empty would be updated")
+    check_format("in_format", format)
     tx = as_transformation(tx)
     if isinstance(tx.rule, Chain):
         return chain(*(in_format(part, format) for part in tx.rule.parts))
@@ -140,7 +137,7 @@ def decoded(handle: Sharded, format: Format | None = None) -> Sharded:
                 f"in_format: the state is in {own.name}, not in this optimizer's {format.name}: give the step the "
                 "optimizer that ya.init was given, or take ya.shard(state, tx), a state for this one"
             )
-        out = leaf.new_empty(*leaf.shape[:-1], leaf.shape[-1] // own.block_bytes * own.block, dtype=dtype)
+        out = leaf.new_empty(*leaf.shape[:-1], own.numel(leaf.shape[-1]), dtype=dtype)
         formats.decode(own, leaf, out)
         return whole, out
 

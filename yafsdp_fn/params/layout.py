@@ -205,11 +205,18 @@ class Group:
             for name, _ in here:
                 dim, blocks = cut_of(split, name)
                 behind = math.prod(shape[len(shape) + dim + 1 :])
-                for format in self.wire:
-                    if format is not None:
-                        _check_blocks(format, path, name, shape[dim] // blocks * behind)
+                self._check_blocks(path, name, shape[dim] // blocks * behind, self.wire)
             shapes.append(tuple(shape))
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, shapes=tuple(shapes)), axes=here)
+
+    def _check_blocks(self, path: str, axis: str, run: int, formats: Sequence[Format | None]) -> None:
+        """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
+        for format in formats:
+            if format is not None and run % format.block:
+                raise ValueError(
+                    f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
+                    f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
+                )
 
     def local_slice(self, number: int, leaf: Tensor, ranks: Ranks) -> Tensor:
         """Returns this rank's part of leaf `number`, whole: a view, unless it has blocks."""
@@ -248,11 +255,6 @@ class Group:
 
     # ---- in a format
 
-    @property
-    def state_block(self) -> int:
-        """Elements that are together in its optimizer's state, where that is in a format; else 1."""
-        return 1 if self.layout.align == self.wire.align else self.layout.align
-
     def encoded(self, format: Format, dtype: torch.dtype) -> "Group":
         """Returns the group of the bytes of this one, in `dtype`, in a format: a leaf's last axis is of bytes, or its
         only one, where rows are no whole blocks. Raises ValueError where blocks would be cut."""
@@ -265,12 +267,11 @@ class Group:
         for number, (path, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
             for name in self.over:
                 dim, parts = cut_of(self.splits[number], name)
-                _check_blocks(format, path, name, shape[-1] // parts if dim == -1 else shape[-1])
+                self._check_blocks(path, name, shape[-1] // (parts if dim == -1 else 1), (format,))
             whole_rows = shape and shape[-1] % format.block == 0
             *rows, last = shape if whole_rows else (math.prod(shape),)
-            shapes.append((*rows, -(-last // format.block) * format.block_bytes))
-        align = self.layout.align // format.block * format.block_bytes
-        layout = FlatLayout(self.layout.names, tuple(shapes), align)
+            shapes.append((*rows, format.nbytes(round_up(last, format.block))))
+        layout = FlatLayout(self.layout.names, tuple(shapes), format.nbytes(self.layout.align))
         splits = self.splits if self.axes else ()
         encodes = Encodes(format, self, dtype)
         return dataclasses.replace(self, layout=layout, splits=splits, wire=WHOLE, encodes=encodes)
@@ -319,15 +320,6 @@ class Group:
     def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the whole leaves of one layer."""
         return tuple(shape[1:] for shape in self.whole.shapes) if self.has_layers else self.whole.shapes
-
-
-def _check_blocks(format: Format, path: str, axis: str, run: int) -> None:
-    """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
-    if run % format.block:
-        raise ValueError(
-            f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
-            f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
-        )
 
 
 # ---- The subtrees of a tree.

@@ -7,11 +7,9 @@ The engine and the proof do without: a program that was recorded from a running 
 into stages takes the arguments, which travel.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from yafsdp_fn.program.split import Argument, in_carry_slot
-from yafsdp_fn.util.mesh_axes import ALIGN, padded_numel
 
 # ---- One visit.
 
@@ -123,21 +121,13 @@ class OptimizerMemory(NamedTuple):
     """The memory of an optimizer on one rank.
 
     fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
-    element of its shard, or per `UnitSpec.state_block` elements, parts that units are split into over axes inside
-    blocks)`; step: `(bytes, elements)`: what an update of so many elements has allocated at once
-    one_by_one: whether an update of several units takes one after the other
+    element of its shard, parts that units are split into over axes inside blocks)`; step: `(bytes, elements)`: what an
+    update of so many elements has allocated at once
+    block: 1, or the elements of a block, where the state is in a format: bytes in `shards` are of so many elements, and
+        units are updated one after the other
     """
 
     fixed: int = 0
     shards: tuple[tuple[int, int, int], ...] = ()
     step: tuple[int, int] = (0, 1)
-    one_by_one: bool = False
-
-    def nbytes(self, ranks: int, cuts: Mapping[tuple[int, int], tuple[int, int]]) -> int:
-        """Returns the bytes of the state, where a copy is cut over `ranks`. cuts: `(elements, parts)` of a unit -> the
-        elements at whose multiples its shards are cut, and its `state_block`"""
-        found = self.fixed
-        for numel, each, parts in self.shards:
-            align, block = cuts.get((numel, parts), (ALIGN, 1))
-            found += padded_numel(numel, ranks // parts, align) * parts // ranks // block * each
-        return found
+    block: int = 1

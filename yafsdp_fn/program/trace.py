@@ -46,7 +46,7 @@ class UnitSpec(NamedTuple):
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
     over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
     gathered_as, reduced_as: the wire formats in which it travels, None where these are dtypes
-    state_block: elements that are together in the optimizer's state, where that is in a format
+    state_block: elements between which its optimizer's state, in a format, is not cut
 
     >>> unit = trace.units[1]
     >>> unit.name, unit.stack, unit.layer, unit.numel
