@@ -398,8 +398,8 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         forms = _forms(node)
         if _forms(before) != forms:
-            wide = decoded(node)
-            _copy(decoded(before), wide, grow)
+            wide = decoded(None, node)
+            _copy(decoded(None, before), wide, grow)
             for format, *_ in forms[:1]:
                 optree.tree_map_(Tensor.copy_, node, encoded(format, wide))
             return

@@ -107,8 +107,8 @@ def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Ten
 
 Description = dict[str, Any]
 """A tensor in JSON: dtype, or the format whose bytes it has, and `shape` (the same on every rank), or `layers` and
-`leaves` (name: per-layer shape, whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf); of those that
-are cut between blocks of formats `align`."""
+`leaves` (name: per-layer shape, whole); of units that are split also `axes` (name: size) and `splits` (name: dimension,
+for each leaf); of those that are cut between blocks of formats `align`."""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:

@@ -229,7 +229,7 @@ def decoded_parts(format: Format, encoded: Tensor, ranks: int, dtype: torch.dtyp
 
 
 def _parts(blocks: int, format: Format, device: torch.device, ranks: int = 1) -> Iterator[slice]:
-    step = max(1, CHUNK[device.type] // (format.block * ranks))
+    step = max(1, CHUNK.get(device.type, blocks) // (format.block * ranks))
     return (slice(start, min(start + step, blocks)) for start in range(0, blocks, step))
 
 

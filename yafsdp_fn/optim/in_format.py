@@ -8,6 +8,7 @@ state is the same on any number of ranks. On a plain tree, the definition, momen
 
 import dataclasses
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -81,31 +82,26 @@ def in_format(tx: Any, format: Format) -> GradientTransformation:
         return InFormatState(_encoded(format, tx.init(params)))
 
     def update(updates: Tree, state: InFormatState, params: Tree | None = None) -> tuple[Tree, State]:
-        wide = optree.tree_map(
-            lambda node: decoded(node, format) if is_sharded(node) else node, state.inner_state, is_leaf=is_sharded
-        )
+        wide = optree.tree_map(partial(decoded, format), state.inner_state, is_leaf=is_sharded)
         new, after = checked_update(tx, updates, wide, params)
         return new, InFormatState(_encoded(format, after))
 
     return GradientTransformation(init, update, elementwise=True, rule=InFormat(tx, format=format))
 
 
-def inside(tx: GradientTransformation) -> list[GradientTransformation]:
-    """Returns the transformations that `tx` is around."""
-    if isinstance(tx.rule, Partition):
-        return [part for part, _ in tx.rule.parts.values()]
-    return [tx.rule.inner] if isinstance(tx.rule, Masked | Around) else []
+def inside(rule: object) -> list[GradientTransformation]:
+    """Returns the transformations that one with this rule is around."""
+    if isinstance(rule, Partition):
+        return [part for part, _ in rule.parts.values()]
+    return [rule.inner] if isinstance(rule, Masked | Around) else []
 
 
 def block_of(tx: Any) -> int:
-    """Returns the elements at whose multiples `tx`, which may be None, needs shards to be cut."""
-    if tx is None:
-        return 1
-    tx = as_transformation(tx)
-    if isinstance(tx.rule, InFormat):
-        return tx.rule.format.block
-    parts = tx.rule.parts if isinstance(tx.rule, Chain) else inside(tx)
-    return math.lcm(*map(block_of, parts))
+    """Returns the elements at whose multiples `tx`, if it is any, needs shards to be cut."""
+    rule = getattr(tx, "rule", None)
+    if isinstance(rule, InFormat):
+        return rule.format.block
+    return math.lcm(*map(block_of, rule.parts if isinstance(rule, Chain) else inside(rule)))
 
 
 # ---- What is kept of parameters: handles, or floating-point leaves of a plain tree.
@@ -117,15 +113,14 @@ def encoded(format: Format, handle: Sharded) -> Sharded:
     def of_group(group: Group, leaf: Tensor) -> tuple[Group, Tensor]:
         of_bytes = group.encoded(format, leaf.dtype)
         out = leaf.new_empty(*leaf.shape[:-1], format.nbytes(leaf.shape[-1]), dtype=torch.uint8)
-        if leaf.device.type != "meta":
-            formats.encode(format, leaf.contiguous(), out)
+        formats.encode(format, leaf.contiguous(), out)
         return of_bytes, out
 
     return handle.map_groups(of_group)
 
 
-def decoded(handle: Sharded, format: Format | None = None) -> Sharded:
-    """Returns a handle on the leaves whose bytes `handle` has, or its own, where it has none. Raises TypeError if they
+def decoded(format: Format | None, node: Any) -> Any:
+    """Returns a handle on the leaves whose bytes `node` has, and what is no handle as it is. Raises TypeError if they
     are not in `format`, where one is given."""
 
     def of_group(group: Group, leaf: Tensor) -> tuple[Group, Tensor]:
@@ -141,7 +136,7 @@ def decoded(handle: Sharded, format: Format | None = None) -> Sharded:
         formats.decode(own, leaf, out)
         return whole, out
 
-    return handle.map_groups(of_group)
+    return node.map_groups(of_group) if isinstance(node, Sharded) else node
 
 
 def _encoded(format: Format, state: State) -> State:

@@ -21,7 +21,7 @@ from yafsdp_fn.optim.base import (
     stages,
 )
 from yafsdp_fn.optim.cutting import Cutter, named
-from yafsdp_fn.optim.in_format import InFormat, inside
+from yafsdp_fn.optim.in_format import block_of, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
 from yafsdp_fn.optim.partition import Partition, restricted
@@ -105,7 +105,7 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return None
     if isinstance(tx.rule, Around) and tx.rule.all_units is not None:
         return tx.rule.all_units
-    inner = inside(tx)
+    inner = inside(tx.rule)
     for one in (one for part in inner for one, _ in stages(part)):
         if isinstance(one.rule, Leafwise):
             return (
@@ -177,8 +177,6 @@ class UnitSteps:
     params, grads, opt_state: trees, sharded or plain, that are written in place; grads are overwritten
     copies: of `params` in another dtype, which get their new values; on CUDA in the same pass if a kernel can
 
-    one_by_one: whether a call for several units takes their steps one after the other, in the memory of one
-
     The object is bound to their memory: after a donated step it serves the next, if `fits`. All calls of a step use one
     stream, from one thread at a time. `run` of single units raises TypeError where `why_not_unitwise(tx)` has a reason.
 
@@ -207,8 +205,8 @@ class UnitSteps:
             lane = Lane(own, parts, of_grads, of_copies, chosen, units)
             self._lanes.append(fused_steps(lane) or Definition(lane))
         self.parts = parts_of(self._tx, params)  # of the steps of units, where there are several
-        decodes = any(isinstance(tx.rule, InFormat) for own, _ in lanes for tx, _ in own)
-        self.one_by_one = decodes and self._why_not is None and bool(handles(params))
+        # what is kept in a format is decoded in the memory of one unit
+        self._one_by_one = block_of(self._tx) > 1 and self._why_not is None and bool(handles(params))
         # unit between parts -> next part, the parts to come, messages before it
         self._open: dict[int, tuple[int, Iterator[list[Messages]], list[Messages]]] = {}
 
@@ -267,15 +265,15 @@ class UnitSteps:
                 grad_norm = global_norm(self._grads)
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
-        if units is None and (self.parts or self.one_by_one or (len(self._lanes) > 1 and handles(self._params))):
+        if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-        alone = units if self.one_by_one else self.parts
+        alone = units if self._one_by_one else self.parts
         together = None if units is None else [unit for unit in units if unit not in (alone or ())]
         if not part and (together is None or together):
             list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
         for unit in units or ():
             parts = self.parts.get(unit, 1)
-            if parts == 1 and not part and not self.one_by_one:
+            if parts == 1 and not part and not self._one_by_one:
                 continue
             if part is None:
                 ranks = handles(self._params)[0].owner.comms
