@@ -193,7 +193,7 @@ class Optim:
     clip_norm: float = 1.0
     """Gradients with a larger norm, over all parameters and ranks, are scaled down to it."""
     moments: Literal["whole", "int8"] = "whole"
-    """What the moments are kept in: their own dtype, or 8 bits by blocks (docs/formats.md)."""
+    """The numbers of moments: float32, or 8 bits by blocks (docs/formats.md)."""
 
     def __post_init__(self) -> None:
         for name in self.positive:

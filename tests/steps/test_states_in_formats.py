@@ -12,7 +12,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
@@ -20,7 +19,7 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V
-from tests.steps.test_wire_formats import EXACT, F64, STEPS, WHERE, Halves, Plain, loss, schedules_for, tree
+from tests.steps.test_wire_formats import EXACT, F64, STEPS, WHERE, Halves, Plain, loss, schedules_for, split_loss, tree
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
 from yafsdp_fn.params.tree import named_leaves
 
@@ -166,16 +165,6 @@ def over_stages(_: Any, kind: str) -> None:
 @pytest.mark.parametrize(("world", "kind"), [(2, "marked"), (4, "tied")])
 def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
     pools[world].run(over_stages, kind)
-
-
-def split_loss(params: Any, batch: Batch) -> ya.Mean:
-    def block(x: Tensor, w: dict[str, Any]) -> tuple[Tensor, None]:
-        y = torch.tanh(ya.linear(x, w["up"]))
-        return x + ya.psum(ya.linear(y, w["down"]), "tensor") * w["gain"], None
-
-    x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
-    x, _ = ya.scan(block, x, params["layers"])
-    return ya.Mean(x.square().sum(), x.numel())
 
 
 def over_tensor(_: Any, directory: Path, adapters: bool) -> int:

@@ -401,7 +401,8 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
             wide = decoded(None, node)
             _copy(decoded(None, before), wide, grow)
             for format, *_ in forms[:1]:
-                optree.tree_map_(Tensor.copy_, node, encoded(format, wide))
+                both: Any = node, encoded(format, wide)
+                optree.tree_map_(Tensor.copy_, *both)
             return
         begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
         whole = _Whole([before])

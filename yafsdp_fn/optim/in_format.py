@@ -67,26 +67,26 @@ def in_format(tx: Any, format: Format) -> GradientTransformation:
     torch.uint8
     """
     check_format("in_format", format)
-    tx = as_transformation(tx)
-    if isinstance(tx.rule, Chain):
-        return chain(*(in_format(part, format) for part in tx.rule.parts))
-    if isinstance(tx.rule, Decay | Scale | ClipByGlobalNorm):  # they remember nothing of a parameter
-        return tx
-    if not tx.elementwise or isinstance(tx.rule, Around | Masked | Partition):
+    inner = as_transformation(tx)
+    if isinstance(inner.rule, Chain):
+        return chain(*(in_format(part, format) for part in inner.rule.parts))
+    if isinstance(inner.rule, Decay | Scale | ClipByGlobalNorm):  # they remember nothing of a parameter
+        return inner
+    if not inner.elementwise or isinstance(inner.rule, Around | Masked | Partition):
         raise TypeError(
-            f"in_format: {name(tx)} is around others, or works on whole leaves; it takes elementwise optimizers and "
+            f"in_format: {name(inner)} is around others, or works on whole leaves; it takes elementwise optimizers and "
             "chains of them: put it inside, around the parts whose moments it is for"
         )
 
     def init(params: Tree) -> State:
-        return InFormatState(_encoded(format, tx.init(params)))
+        return InFormatState(_encoded(format, inner.init(params)))
 
     def update(updates: Tree, state: InFormatState, params: Tree | None = None) -> tuple[Tree, State]:
         wide = optree.tree_map(partial(decoded, format), state.inner_state, is_leaf=is_sharded)
-        new, after = checked_update(tx, updates, wide, params)
+        new, after = checked_update(inner, updates, wide, params)
         return new, InFormatState(_encoded(format, after))
 
-    return GradientTransformation(init, update, elementwise=True, rule=InFormat(tx, format=format))
+    return GradientTransformation(init, update, elementwise=True, rule=InFormat(inner, format=format))
 
 
 def inside(rule: object) -> list[GradientTransformation]:

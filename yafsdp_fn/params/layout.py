@@ -124,7 +124,7 @@ class FlatLayout:
 
 
 class Encodes(NamedTuple):
-    """What a group of an optimizer's state has the bytes of: another group, in `dtype`, in a format."""
+    """The content of a group of an optimizer's state that is in a format: the bytes of a group, which is in `dtype`."""
 
     format: Format
     group: "Group"
@@ -305,7 +305,7 @@ class Group:
 
     @property
     def has_layers(self) -> bool:
-        """Whether its leaves have an axis of layers: those of a pinned unit, but not their bytes in a format."""
+        """True if its leaves have an axis of layers: those of a pinned unit, but not their bytes in a format."""
         return self.pinned and self.encodes is None
 
     def unit(self, layer: int) -> int:
