@@ -206,6 +206,33 @@ def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> 
     assert len({found for world in (1, 2, 4) for found in pools[world].run(over_tensor, tmp_path, adapters)}) == 1
 
 
+def beside_others(mesh: Any) -> None:
+    """Optimizers that share units, none with a kernel, leave each other's elements alone; wrappers take it inside."""
+    o, light = ya.optim, ya.optim.in_format(ya.optim.adamw(RATE), Roots(16))
+    for tx in (
+        o.muon(0.02, dtype=F64, others=light),
+        o.muon(0.02, dtype=F64, others=o.rmsprop(RATE)),
+        o.partition({"up": light, "else": o.sgd(0.1, 0.9)}, lambda path, p: "up" if "up" in path else "else"),
+        o.contrib.multi_steps(light, 2),
+        o.chain(o.in_format(o.trace(0.9), ROOTS), o.clip_by_global_norm(0.5), o.scale(-0.1)),
+        o.in_format(o.lion(1e-3, mu_dtype=torch.bfloat16), ROOTS),
+    ):
+        state = ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT)
+        params, plain, step = ya.unshard(state), Plain(tree(Wire())), ya.train_step(loss, tx)
+        oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
+        for number in range(2):
+            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
+            _, grads = plain.value_and_grad(oracle.params, now, 1, False)
+            oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
+            state, _ = step(state, now[mesh.get_rank()])
+        compare(ya.unshard(state), ya.params.without_markers(oracle.params), TOLERANCE, repr(tx))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_beside_other_optimizers(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(beside_others)
+
+
 # ---- memory
 
 
