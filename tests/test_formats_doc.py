@@ -28,7 +28,7 @@ def page(block: int, **names: Any) -> dict[str, Any]:
 def test_formats_are_there_from_the_first() -> None:
     code = "import yafsdp_fn as ya; print(ya.formats.Scaled().name, dir(ya.formats)[:3])"
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-    assert ran.stdout.startswith("int8/64 ['Format', 'Scaled'")
+    assert ran.stdout.startswith("int8/64 ['Format', 'Roots', 'Scaled'")
 
 
 def own_format() -> Any:

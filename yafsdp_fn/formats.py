@@ -1,5 +1,5 @@
 """Wire formats, for users (docs/formats.md): `communication/formats.py` has them."""
 
-from yafsdp_fn.communication.formats import Format, Scaled, passed
+from yafsdp_fn.communication.formats import Format, Roots, Scaled, passed
 
-__all__ = ["Format", "Scaled", "passed"]
+__all__ = ["Format", "Roots", "Scaled", "passed"]

@@ -21,6 +21,7 @@ from models import llama
 from tests.harness.pool import Pool
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
 from yafsdp_fn.api.trace import trace
+from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.schedules import Program
 from yafsdp_fn.util.torch_private import causal_to_the_last
 
@@ -67,7 +68,7 @@ def test_a_trace_moves_to_another_mesh(axes: tuple[tuple[str, int], ...]) -> Non
     one, moved = (trace(loss, tree, META, precision=BF16, tx=TX, mesh=mesh) for mesh in (None, axes))
     assert one.on(axes) == moved and moved.on(one.mesh) == one
     assert moved.units != one.units or moved.ranks == 2
-    assert moved.optimizer.nbytes(moved.ranks) < one.optimizer.nbytes(1)
+    assert state_bytes(moved)["optimizer"] < state_bytes(one)["optimizer"]
     assert trace(loss, tree, META, ranks=4) == trace(loss, tree, META, mesh=(("shard", 4),))
 
 
@@ -87,7 +88,7 @@ def trace_on_one_rank(mesh: Any) -> Any:
 def test_ranks_do_not_communicate_to_trace(pools: dict[int, Pool]) -> None:
     found, _ = pools[2].run(trace_on_one_rank)
     assert found.visits == trace(with_norm, model(), META, ranks=2, tx=TX).visits
-    assert found.optimizer.nbytes(2) > 0 and found.update_when == "after norm"
+    assert state_bytes(found)["optimizer"] > 0 and found.update_when == "after norm"
 
 
 def test_it_is_saved_with_a_program() -> None:
@@ -356,7 +357,7 @@ def test_a_rate_that_changes_takes_no_real_memory(tx: Any) -> None:
     """A petabyte: torch itself would run fused kernels with a rate that is a tensor on real zeros."""
     tree, one = {"w": ya.Param((2**24, 2**24))}, torch.empty((), device="meta")
     found = trace(lambda params, x: ya.apply(lambda w, x: (w["w"][0] * x).sum(), params, x), tree, one, tx=tx)
-    assert found.optimizer.nbytes(1) >= 2**50
+    assert state_bytes(found)["optimizer"] >= 2**50
 
 
 @pytest.mark.parametrize("tx", OPTIMIZERS, ids=["adamw", "sgd", "masked", "foreign"])
@@ -364,8 +365,9 @@ def test_the_state_of_an_optimizer(tx: Any) -> None:
     tree = model()._replace(embed=ya.frozen(model().embed))
     state = ya.init(tree, tx, mesh=one_rank())
     held = [leaf for leaf in torch.utils._pytree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor)]
-    found = trace(loss, tree, META, tx=tx).optimizer
-    assert found.nbytes(1) == sum(leaf.nbytes for leaf in held)
+    traced = trace(loss, tree, META, tx=tx)
+    found = traced.optimizer
+    assert state_bytes(traced)["optimizer"] == sum(leaf.nbytes for leaf in held)
     assert found == ya.train_step(loss, tx).trace(state, batch()).optimizer
     nbytes, elements = found.step
     assert (nbytes > 4 * elements) == any(tx is plain for plain in OPTIMIZERS[2:])  # fused kernels need a few scalars

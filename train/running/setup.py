@@ -68,16 +68,16 @@ def learning_rate(config: Optim, steps: int) -> ya.optim.Rate:
 
 
 def optimizer(config: Optim, steps: int) -> ya.optim.GradientTransformation:
-    return ya.optim.chain(
-        ya.optim.clip_by_global_norm(config.clip_norm),
-        ya.optim.adamw(
-            learning_rate(config, steps),
-            b1=config.b1,
-            b2=config.b2,
-            weight_decay=config.weight_decay,
-            mask=lambda path, param: len(param.shape) > 1,
-        ),
+    adamw = ya.optim.adamw(
+        learning_rate(config, steps),
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        mask=lambda path, param: len(param.shape) > 1,
     )
+    if config.moments == "int8":
+        adamw = ya.optim.in_format(adamw, ya.formats.Roots())
+    return ya.optim.chain(ya.optim.clip_by_global_norm(config.clip_norm), adamw)
 
 
 def travelling(params: Any, int8: str) -> Any:

@@ -21,6 +21,7 @@ from yafsdp_fn import optim
 from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.formats import WHOLE
+from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
@@ -128,7 +129,7 @@ def shard(
             "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
         )
     must_be_one("shard", found)
-    layout = old.layout if like is None else tree_layout(like)[0]
+    layout = (old.layout if like is None else tree_layout(like)[0]).aligned(block_of(tx))
     mesh = old.mesh if mesh is None else mesh
     seed = found[0].origin.seed if seed is None else seed
     described = {} if like is None else dict(named_leaves(like))
@@ -187,6 +188,7 @@ def _from_leaves(
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
+    layout = layout.aligned(block_of(tx))
     comms = communicators(mesh)
     leaf_of: dict[str, Any] = {}
     length_of: dict[str, int | None] = {}
@@ -295,6 +297,7 @@ def _filled(
         of_group += f" gathered in {group.dtype}" if group.dtype else ""
         of_group += f" reduced in {group.reduce}" if group.reduce else ""
         of_group += "" if group.wire == WHOLE else f" on the wire {group.wire}"
+        of_group += f" cut at multiples of {group.layout.align}"
         described |= {name: f"{len(group.units)} x {shape}{of_group}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
     if compare is not None and not comms.alone:
@@ -390,8 +393,17 @@ def _is_around(entry: optree.PyTreeEntry) -> bool:
 
 
 def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
-    """Copies what an optimizer state had in this place, if it is alike."""
+    """Copies what an optimizer state had in this place, if it is alike. Between formats, or blocks of other leaves, it
+    is decoded and encoded again."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
+        forms = _forms(node)
+        if _forms(before) != forms:
+            wide = decoded(None, node)
+            _copy(decoded(None, before), wide, grow)
+            for format, *_ in forms[:1]:
+                both: Any = node, encoded(format, wide)
+                optree.tree_map_(Tensor.copy_, *both)
+            return
         begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
         whole = _Whole([before])
         first = _Whole([begun])
@@ -402,6 +414,12 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
                 fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)
+
+
+def _forms(handle: Sharded) -> list[Any]:
+    """Returns what the bytes of a handle depend on: formats and leaves of the groups that are in formats."""
+    groups = [group for _, group, _ in handle.group_leaves()]
+    return [(of.encodes.format, of.layout.names, of.layer_shapes) for of in groups if of.encodes is not None]
 
 
 # ---- Back to whole tensors.

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from yafsdp_fn.api.step_function import StepFunction, default_schedule, pair_of
 from yafsdp_fn.communication.ranks import Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
+from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
 from yafsdp_fn.params.tree import Tree
@@ -118,7 +119,7 @@ def trace(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"trace: device={device!r}, expected 'cuda' or 'cpu'")
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx, skip_nonfinite=skip_nonfinite)
-    placement = _placement(params, _axes(ranks, mesh), precision)
+    placement = _placement(params, _axes(ranks, mesh), precision, tx)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(_fake, batch)
@@ -140,13 +141,15 @@ def _axes(ranks: int, mesh: Sequence[tuple[str, int]] | None) -> tuple[tuple[str
     return tuple((name, size) for name, size in mesh)
 
 
-def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Precision) -> Placement[Ranks]:
+def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Precision, tx: Any) -> Placement[Ranks]:
     """The layout of `params` on a mesh of `axes`, which need not exist."""
     if handles(params):
         raise TypeError("trace: these are a state's sharded params; give the tree that ya.init or ya.shard was given")
     if not optree.tree_leaves(params):
         raise TypeError("trace: params has no leaves; expected a tree of ya.Param, such as llama.params(config)")
-    return Placement(tree_layout(params)[0], axes, precision, absent_ranks(axes, torch.device("cpu")))
+    return Placement(
+        tree_layout(params)[0].aligned(block_of(tx)), axes, precision, absent_ranks(axes, torch.device("cpu"))
+    )
 
 
 def _fake(leaf: Any) -> Any:

@@ -106,9 +106,9 @@ def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Ten
 # opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
-"""A tensor in JSON: dtype, and `shape` (the same on every rank), or `layers` and `leaves` (name: per-layer shape,
-whole); of units that are split also `axes` (name: size) and `splits` (name: dimension, for each leaf); of those that
-travel in wire formats `align`."""
+"""A tensor in JSON: dtype, or the format whose bytes it has, and `shape` (the same on every rank), or `layers` and
+`leaves` (name: per-layer shape, whole); of units that are split also `axes` (name: size) and `splits` (name: dimension,
+for each leaf); of those that are cut between blocks of formats `align`."""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
@@ -124,7 +124,8 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
                 out[key] = ShardSlice(shard, node.entry, group, node.owner.comms)
                 leaves = dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True))
                 layers = node.entry.length if node.entry.stacked(group) else None
-                described[key] = {"dtype": str(shard.dtype), "layers": layers, "leaves": leaves}
+                dtype = str(shard.dtype) if group.encodes is None else group.encodes.format.name
+                described[key] = {"dtype": dtype, "layers": layers, "leaves": leaves}
                 described[key] |= _cut_of(group)
                 if group.layout.align != ALIGN:
                     described[key]["align"] = group.layout.align
@@ -228,7 +229,7 @@ def recuts(
 
 def _lies(described: Description) -> tuple[Any, ...]:
     """Returns what decides where leaves lie in their unit, and in which part."""
-    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits"))
+    return list(described.get("leaves", {})), *(described.get(of) for of in ("layers", "axes", "splits", "align"))
 
 
 def _group_of(described: Description, like: Group) -> Group:

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
+from yafsdp_fn.optim.in_format import InFormatState
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
@@ -301,6 +302,11 @@ def _states(tree: Tree, kind: Any) -> list[Any]:
 
 def _adam(opt_state: Tree) -> ScaleByAdamState:
     found = _states(opt_state, ScaleByAdamState)
+    if _states(opt_state, InFormatState):
+        raise TypeError(
+            "expected Adam's moments whole, got them in a format, which torch.optim.AdamW has not: "
+            "ya.shard(state, ya.optim.adamw(...)) is the state with whole ones, and back"
+        )
     parts = _states(opt_state, PartitionState | MaskedState)
     if len(found) != 1 or any(_states(tuple(part), ScaleByAdamState) for part in parts):
         raise TypeError(

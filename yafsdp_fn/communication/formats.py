@@ -54,6 +54,10 @@ class Format:
         """Returns the bytes of a vector of `numel` elements, a multiple of `block`."""
         return numel // self.block * self.block_bytes
 
+    def numel(self, nbytes: int) -> int:
+        """Returns the elements of a vector of `nbytes` bytes."""
+        return nbytes // self.block_bytes * self.block
+
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Format):
@@ -93,9 +97,54 @@ class Scaled(Format):
         return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        scale = _scale_of(encoded)
         numbers = encoded[:, SCALE_BYTES:].view(self.dtype)
         return (numbers.to(torch.promote_types(dtype, torch.float32)) * scale).to(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Roots(Format):
+    """Bytes that are the fourth roots of elements, and a scale for each block, as for `Scaled`: for the moments of
+    optimizers (`ya.optim.in_format`). Elements down to 1e-6 of the largest are off by a part of themselves; none but a
+    zero becomes one. A block of second moments, which has no negative elements, has twice as many numbers.
+
+    >>> moments = ya.formats.Roots(block=4)
+    >>> ya.formats.passed(moments, torch.tensor([1.0, 1e-3, 1e-6, 0.0]))
+    tensor([1.0000e+00, 9.6982e-04, 9.6872e-07, 0.0000e+00])
+    """
+
+    block: int = 64
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"roots/{self.block}"
+
+    @property
+    def block_bytes(self) -> int:  # type: ignore[override]
+        return SCALE_BYTES + self.block
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
+        # square roots, not powers, whose last bit depends on where in a tensor an element lies
+        roots = blocks.abs().sqrt().sqrt()
+        signed = (blocks < 0).any(-1, keepdim=True)
+        largest = torch.where(signed, 127, 255)
+        scale = (roots.amax(-1, keepdim=True) / largest).float()
+        numbers = (roots / torch.where(scale == 0, 1, scale)).round().clamp(min=1).minimum(largest)
+        numbers = numbers.short() * blocks.sign().short()
+        return torch.cat([torch.where(signed, -scale, scale).view(torch.uint8), numbers.to(torch.uint8)], -1)
+
+    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = _scale_of(encoded)
+        numbers = encoded[:, SCALE_BYTES:]
+        wide = torch.promote_types(dtype, torch.float32)
+        roots = torch.where(scale < 0, numbers.view(torch.int8).to(wide), numbers.to(wide)) * scale.abs()
+        squares = roots * roots.abs()
+        return (squares * squares.abs()).to(dtype)
+
+
+def _scale_of(encoded: Tensor) -> Tensor:
+    return encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 SCALE_BYTES = 4
@@ -138,14 +187,18 @@ def checked_wire(what: str, wire: Wire) -> Wire:
     if not isinstance(wire, Wire):
         raise TypeError(f"{what}: expected a ya.Wire, such as ya.Wire(gather=ya.formats.Scaled()), got {wire!r:.80}")
     for way, format in zip(wire._fields, wire, strict=True):
-        if format is None:
-            continue
-        if not isinstance(format, Format):
-            raise TypeError(f"{what}.{way}: expected a ya.formats.Format or None, got {format!r:.80}")
-        if format.block < 1 or format.block_bytes < 1:
-            sizes = f"{format.block} elements in {format.block_bytes} bytes"
-            raise ValueError(f"{what}.{way}: expected blocks of an element and a byte at least, got {sizes}")
+        if format is not None:
+            check_format(f"{what}.{way}", format)
     return wire
+
+
+def check_format(what: str, format: Format) -> None:
+    """Raises TypeError, naming `what`, for anything that is no format, and ValueError for blocks that cannot be."""
+    if not isinstance(format, Format):
+        raise TypeError(f"{what}: expected a ya.formats.Format or None, got {format!r:.80}")
+    if format.block < 1 or format.block_bytes < 1:
+        sizes = f"{format.block} elements in {format.block_bytes} bytes"
+        raise ValueError(f"{what}: expected blocks of an element and a byte at least, got {sizes}")
 
 
 # ---- Vectors, a part at a time: what a format allocates stays in a core's cache. A vector and its bytes may share
@@ -176,7 +229,7 @@ def decoded_parts(format: Format, encoded: Tensor, ranks: int, dtype: torch.dtyp
 
 
 def _parts(blocks: int, format: Format, device: torch.device, ranks: int = 1) -> Iterator[slice]:
-    step = max(1, CHUNK[device.type] // (format.block * ranks))
+    step = max(1, CHUNK.get(device.type, blocks) // (format.block * ranks))
     return (slice(start, min(start + step, blocks)) for start in range(0, blocks, step))
 
 

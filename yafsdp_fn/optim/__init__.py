@@ -5,6 +5,7 @@
 base.py                         the protocol (init, update), chain, assume_elementwise
 rules, scaling, partition       the transformations, each pure; learning rates by count
 muon, leafwise                  those of whole leaves, each at its owner (leafwise.py)
+in_format                       states in formats, such as moments in 8 bits
 contrib/                        what is seldom asked for, by public names alone; imported when it is
 step/                           the same update in place, whole or unit by unit: units.py, fused.py, definition.py
 """
@@ -26,6 +27,7 @@ from yafsdp_fn.optim.base import (
     new_count,
     tree_where,
 )
+from yafsdp_fn.optim.in_format import InFormatState, in_format
 from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
 from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
@@ -76,6 +78,7 @@ __all__ = [
     "EmaState",
     "EmptyState",
     "GradientTransformation",
+    "InFormatState",
     "LeafwiseState",
     "MaskedState",
     "PartitionState",
@@ -106,6 +109,7 @@ __all__ = [
     "ema",
     "exponential_decay",
     "identity",
+    "in_format",
     "join_schedules",
     "layer_matrices",
     "linear_schedule",

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.formats import WHOLE, Wire
+from yafsdp_fn.communication.formats import WHOLE, Format, Wire
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.params.tree import (
     Frozen,
@@ -123,6 +123,14 @@ class FlatLayout:
 # ---- The units of one layout, and where they are.
 
 
+class Encodes(NamedTuple):
+    """The content of a group of an optimizer's state that is in a format: the bytes of a group, which is in `dtype`."""
+
+    format: Format
+    group: "Group"
+    dtype: torch.dtype
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """The units of one layout in an entry: one per layer of a stack, or a single one, unstacked or pinned. `Unit`,
@@ -155,6 +163,7 @@ class Group:
     splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     wire: Wire = WHOLE
+    encodes: Encodes | None = dataclasses.field(default=None, compare=False)
 
     # ---- over axes inside blocks
 
@@ -202,13 +211,13 @@ class Group:
             for name, _ in here:
                 dim, blocks = cut_of(split, name)
                 behind = math.prod(shape[len(shape) + dim + 1 :])
-                self._check_blocks(path, name, shape[dim] // blocks * behind)
+                self._check_blocks(path, name, shape[dim] // blocks * behind, self.wire)
             shapes.append(tuple(shape))
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, shapes=tuple(shapes)), axes=here)
 
-    def _check_blocks(self, path: str, axis: str, run: int) -> None:
+    def _check_blocks(self, path: str, axis: str, run: int, formats: Sequence[Format | None]) -> None:
         """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
-        for format in self.wire:
+        for format in formats:
             if format is not None and run % format.block:
                 raise ValueError(
                     f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
@@ -259,6 +268,29 @@ class Group:
             pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
         return pieces[0]
 
+    # ---- in a format
+
+    def encoded(self, format: Format, dtype: torch.dtype) -> "Group":
+        """Returns the group of the bytes of this one, in `dtype`, in a format: a leaf's last axis is of bytes, or its
+        only one, where rows are no whole blocks. Raises ValueError where blocks would be cut."""
+        if self.layout.align % format.block:
+            raise ValueError(
+                f"{self.name or 'params'}: shards are cut at multiples of {self.layout.align} elements, which are no "
+                f"blocks of {format.name}; give the optimizer to ya.init or ya.shard, which cut them between blocks"
+            )
+        shapes = []
+        for number, (path, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
+            for name in self.over:
+                dim, parts = cut_of(self.splits[number], name)
+                self._check_blocks(path, name, shape[-1] // (parts if dim == -1 else 1), (format,))
+            whole_rows = shape and shape[-1] % format.block == 0
+            *rows, last = shape if whole_rows else (math.prod(shape),)
+            shapes.append((*rows, format.nbytes(round_up(last, format.block))))
+        layout = FlatLayout(self.layout.names, tuple(shapes), format.nbytes(self.layout.align))
+        splits = self.splits if self.axes else ()
+        encodes = Encodes(format, self, dtype)
+        return dataclasses.replace(self, layout=layout, splits=splits, wire=WHOLE, encodes=encodes)
+
     # ---- over stages
 
     @cached_property
@@ -286,18 +318,23 @@ class Group:
 
     # ---- layers
 
+    @property
+    def has_layers(self) -> bool:
+        """True if its leaves have an axis of layers: those of a pinned unit, but not their bytes in a format."""
+        return self.pinned and self.encodes is None
+
     def unit(self, layer: int) -> int:
         """Returns the unit that holds `layer` (0 if unstacked)."""
         return self.units[0 if self.pinned else layer]
 
     def of_layer(self, leaves: Sequence[Tensor], layer: int) -> Sequence[Tensor]:
         """Returns the leaves of one layer from those of `unit(layer)`: views, if these hold all layers."""
-        return [leaf[layer] for leaf in leaves] if self.pinned else leaves
+        return [leaf[layer] for leaf in leaves] if self.has_layers else leaves
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the whole leaves of one layer."""
-        return tuple(shape[1:] for shape in self.whole.shapes) if self.pinned else self.whole.shapes
+        return tuple(shape[1:] for shape in self.whole.shapes) if self.has_layers else self.whole.shapes
 
 
 # ---- The subtrees of a tree.
@@ -359,6 +396,18 @@ class TreeLayout:
             group = group.on(axes) if group.splits else group
             return dataclasses.replace(group, stages=stages, stage=stage)
 
+        return self._of(placed)
+
+    def aligned(self, block: int) -> "TreeLayout":
+        """Returns the same layout, with shards of trained groups that are cut at multiples of `block` elements, too."""
+
+        def aligned(group: Group) -> Group:
+            align = math.lcm(group.wire.align, block if group.trainable else 1)
+            return dataclasses.replace(group, layout=dataclasses.replace(group.layout, align=align))
+
+        return self._of(aligned)
+
+    def _of(self, placed: Callable[[Group], Group]) -> "TreeLayout":
         entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
         return TreeLayout(tuple(entries), self.container)
 

@@ -287,6 +287,16 @@ class Sharded(NotATensor):
         some = only if len(leaves) < len(self.entry.groups) else None  # all: equal to handles of the whole tree
         return Sharded(leaves, dataclasses.replace(self.context, only=some, runner=None))
 
+    def map_groups(self, work: Callable[[Group, Any], tuple[Group, Any]]) -> "Sharded":
+        """Returns a handle on `work(group, leaf)` of each of its groups."""
+        groups = list(self.entry.groups)
+        leaves = []
+        for number, group, leaf in self.group_leaves():
+            groups[number - self.context.first_group], new = work(group, leaf)
+            leaves.append(new)
+        entry = dataclasses.replace(self.entry, groups=tuple(groups))
+        return Sharded(tuple(leaves), dataclasses.replace(self.context, entry=entry, runner=None))
+
     # ---- generations of memory
 
     def check(self) -> "Sharded":

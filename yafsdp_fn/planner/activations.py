@@ -69,7 +69,8 @@ def peak_of(program: Program) -> Peak:
 
     def update(number: int, units: Iterable[int]) -> None:
         nbytes, elements = trace.optimizer.step
-        numel = sum(shard_numel(trace, trace.units[unit]) for unit in units)
+        numels = [shard_numel(trace, trace.units[unit]) for unit in units]
+        numel = max(numels, default=0) if trace.optimizer.block > 1 else sum(numels)
         offer(number, nbytes * numel // elements)
 
     for number, op in enumerate(program.ops):

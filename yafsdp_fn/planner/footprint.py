@@ -227,6 +227,8 @@ def state_bytes(trace: Trace) -> dict[str, int]:
     """Returns the items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
     dtypes = _dtypes(trace)
     trained = frozen = copies = 0
+    numels = {(of.numel, trace.ranks // trace.ranks_of(of)): shard_numel(trace, of) for of in trace.units}
+    of_states = (numels.get((numel, parts), 0) * nbytes for numel, nbytes, parts in trace.optimizer.shards)
     for unit in trace.units:
         gathered = unit.gather_bytes // trace.ranks_of(unit)
         encoded = 0 if unit.gathered_as is None else unit.gathered_as.nbytes // trace.ranks_of(unit)
@@ -239,7 +241,7 @@ def state_bytes(trace: Trace) -> dict[str, int]:
         copies += encoded or (gathered if own.compute != own.param else 0)
     return {
         "master": trained + frozen,
-        "optimizer": trace.optimizer.nbytes(trace.ranks),
+        "optimizer": trace.optimizer.fixed + sum(of_states) // trace.optimizer.block,
         "working_copy": copies,
         "grad_shards": trained,
     }

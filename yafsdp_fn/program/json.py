@@ -46,6 +46,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             encoding = getattr(unit, field)
             if encoding is not None and not (1 <= encoding.block <= MOST_PARTS and min(encoding[2:]) >= 0):
                 yield f"units[{at}].{field}: expected blocks of 1 to {MOST_PARTS} elements, and bytes of at least 0"
+        if unit.state_block < 1:
+            yield f"units[{at}].state_block: expected an element or more"
     # visits, and what the loss does between them
     for at, visit in enumerate(trace.visits):
         if visit.id != at:
@@ -93,8 +95,8 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
             yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
     if trace.kernels not in KERNELS:
         yield f"kernels: expected fused, eager or pieces, got {reprlib.repr(trace.kernels)}"
-    if trace.optimizer.step[1] < 1:
-        yield "optimizer.step: it must be measured on one element or more"
+    if trace.optimizer.step[1] < 1 or trace.optimizer.block < 1:
+        yield "optimizer: expected a step that was measured on one element or more, and blocks of as many"
     if len({of.unit for of in trace.lent}) < len(trace.lent):
         yield "lent: one unit is there twice"
     for at, of in enumerate(trace.lent):

@@ -10,7 +10,6 @@ into stages takes the arguments, which travel.
 from typing import NamedTuple
 
 from yafsdp_fn.program.split import Argument, in_carry_slot
-from yafsdp_fn.util.mesh_axes import padded_numel
 
 # ---- One visit.
 
@@ -124,13 +123,11 @@ class OptimizerMemory(NamedTuple):
     fixed: bytes of its state whatever the number of ranks; shards: `(elements of a flat vector, bytes of state per
     element of its shard, parts that units are split into over axes inside blocks)`; step: `(bytes, elements)`: what an
     update of so many elements has allocated at once
+    block: 1, or the elements of a block, where the state is in a format: bytes in `shards` are of so many elements, and
+        units are updated one after the other
     """
 
     fixed: int = 0
     shards: tuple[tuple[int, int, int], ...] = ()
     step: tuple[int, int] = (0, 1)
-
-    def nbytes(self, ranks: int) -> int:
-        """Returns the bytes of the state, where a copy is cut over `ranks`."""
-        cut = [(padded_numel(numel, ranks // parts) * parts // ranks, each) for numel, each, parts in self.shards]
-        return self.fixed + sum(numel * each for numel, each in cut)
+    block: int = 1

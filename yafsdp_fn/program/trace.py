@@ -46,6 +46,7 @@ class UnitSpec(NamedTuple):
     sum_bytes: the same vector in the dtype in which ranks sum themselves (`Precision.accumulate`), 0 if they do not
     over: axes inside blocks that it is split over: the vector is of one part, cut over the ranks that hold this part
     gathered_as, reduced_as: the wire formats in which it travels, None where these are dtypes
+    state_block: elements between which its optimizer's state, in a format, is not cut
 
     >>> unit = trace.units[1]
     >>> unit.name, unit.stack, unit.layer, unit.numel
@@ -67,11 +68,13 @@ class UnitSpec(NamedTuple):
     # what it travels in
     gathered_as: Encoding | None = None
     reduced_as: Encoding | None = None
+    state_block: int = 1
 
     @property
     def align(self) -> int:
         """Elements at whose multiples its shards are cut."""
-        return math.lcm(ALIGN, *(each.block for each in (self.gathered_as, self.reduced_as) if each is not None))
+        formats = [each for each in (self.gathered_as, self.reduced_as) if each is not None]
+        return math.lcm(ALIGN, self.state_block, *(each.block for each in formats))
 
     @property
     def gather_wire(self) -> int:
@@ -356,9 +359,8 @@ def writes_of(compute: Compute, trace: Trace) -> tuple[int, ...]:
 
 def elsewhere(unit: UnitSpec) -> UnitSpec:
     """Returns `unit` to a stage that does not hold it: a number and a name."""
-    return unit._replace(
-        numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0, gathered_as=None, reduced_as=None
-    )
+    unit = unit._replace(gathered_as=None, reduced_as=None, state_block=1)
+    return unit._replace(numel=0, gather_bytes=0, reduce_bytes=0, trainable=False, sum_bytes=0)
 
 
 def _padded(unit: UnitSpec, before: int, after: int) -> UnitSpec:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from yafsdp_fn.communication.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation
+from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
 from yafsdp_fn.params.layout import TreeLayout
@@ -59,8 +60,9 @@ def optimizer_memory(
             lives.peak = 0
     # multi-phase updates have a few units under way at a time
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
-    elements = max(updated) if steps.parts else sum(updated)
-    return OptimizerMemory(*_spread(state, layout), (lives.peak, max(elements, 1)))
+    block = block_of(tx)
+    elements = max(updated, default=0) if steps.parts or block > 1 else sum(updated)
+    return OptimizerMemory(*_spread(state, layout, block), (lives.peak, max(elements, 1)), block)
 
 
 class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,7 +76,7 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-def _spread(state: Any, layout: TreeLayout) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+def _spread(state: Any, layout: TreeLayout, block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
     """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`. layout: on the mesh, of this rank's parts"""
     here = {group.units: group for _, group in layout.groups}
     fixed, shards = 0, Counter[tuple[int, int]]()
@@ -82,7 +84,8 @@ def _spread(state: Any, layout: TreeLayout) -> tuple[int, tuple[tuple[int, int, 
         if isinstance(node, Sharded):
             for _, group, leaf in node.group_leaves():
                 of = here[group.units]
-                shards[of.layout.numel, math.prod(size for _, size in of.axes)] += leaf.nbytes // leaf.shape[-1]
+                n = leaf.shape[-1] if group.encodes is None else group.encodes.format.numel(leaf.shape[-1])
+                shards[of.layout.numel, math.prod(size for _, size in of.axes)] += leaf.nbytes * block // n
         elif isinstance(node, Tensor):
             fixed += node.nbytes
     return fixed, tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))

@@ -96,6 +96,7 @@ class Placement(Generic[AnyRanks]):
                         over=group.over,
                         gathered_as=encoding(group.wire.gather, padded),
                         reduced_as=encoding(group.wire.reduce, padded),
+                        state_block=1 if group.layout.align == group.wire.align else group.layout.align,
                     )
                 )
         return tuple(unit if unit.id in self.held else elsewhere(unit) for unit in sorted(units))

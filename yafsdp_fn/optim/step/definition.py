@@ -118,7 +118,9 @@ class Definition:
             else:
                 updates, after = checked_update(tx, updates, state, seen)
             pairs += _pairs(f"the state of {name(tx)}", state, after)
-        new = apply_updates(params, updates)
+        for _ in range(1, parts):
+            yield []
+        new = apply_updates(params, updates)  # now: other lanes have written their elements of these rows
         if masks is not None:
             new = optree.tree_map(torch.where, masks, new, params)
         own = []
@@ -127,8 +129,6 @@ class Definition:
                 self._agree(old, value, self._new.setdefault(id(old), value))
             else:
                 own.append((old, value))
-        for _ in range(1, parts):
-            yield []
         write(own, call.found_inf, call.on_write)
         if copied:
             foreach_copy(copied, leaves)

@@ -21,9 +21,10 @@ from yafsdp_fn.optim.base import (
     stages,
 )
 from yafsdp_fn.optim.cutting import Cutter, named
+from yafsdp_fn.optim.in_format import block_of, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
-from yafsdp_fn.optim.partition import Masked, Partition, restricted
+from yafsdp_fn.optim.partition import Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
@@ -104,9 +105,7 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return None
     if isinstance(tx.rule, Around) and tx.rule.all_units is not None:
         return tx.rule.all_units
-    inner = [tx.rule.inner] if isinstance(tx.rule, Masked | Around) else []
-    if isinstance(tx.rule, Partition):
-        inner = [part for part, _ in tx.rule.parts.values()]
+    inner = inside(tx.rule)
     for one in (one for part in inner for one, _ in stages(part)):
         if isinstance(one.rule, Leafwise):
             return (
@@ -206,6 +205,8 @@ class UnitSteps:
             lane = Lane(own, parts, of_grads, of_copies, chosen, units)
             self._lanes.append(fused_steps(lane) or Definition(lane))
         self.parts = parts_of(self._tx, params)  # of the steps of units, where there are several
+        # what is kept in a format is decoded in the memory of one unit
+        self._one_by_one = block_of(self._tx) > 1 and self._why_not is None and bool(handles(params))
         # unit between parts -> next part, the parts to come, messages before it
         self._open: dict[int, tuple[int, Iterator[list[Messages]], list[Messages]]] = {}
 
@@ -264,13 +265,15 @@ class UnitSteps:
                 grad_norm = global_norm(self._grads)
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
-        if units is None and (self.parts or (len(self._lanes) > 1 and handles(self._params))):
+        if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-        together = None if units is None else [unit for unit in units if unit not in self.parts]
+        alone = units if self._one_by_one else self.parts
+        together = None if units is None else [unit for unit in units if unit not in (alone or ())]
         if not part and (together is None or together):
             list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
         for unit in units or ():
-            if (parts := self.parts.get(unit, 1)) == 1 and not part:
+            parts = self.parts.get(unit, 1)
+            if parts == 1 and not part and not self._one_by_one:
                 continue
             if part is None:
                 ranks = handles(self._params)[0].owner.comms

@@ -1,0 +1,405 @@
+"""Optimizers whose state is in a format, against the plain loop whose moments pass through the same after each step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import zlib
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import yafsdp_fn as ya
+from tests.harness.meshes import made
+from tests.harness.oracle import batch_of, by_autograd, compare, joined
+from tests.harness.pool import Pool
+from tests.harness.problems import Batch, E, V
+from tests.steps.test_wire_formats import EXACT, F64, STEPS, WHERE, Halves, Plain, loss, schedules_for, split_loss, tree
+from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
+from yafsdp_fn.params.tree import named_leaves
+
+ROOTS = Roots(8)
+FORMATS: dict[str, tuple[Format, Wire]] = {
+    "roots": (ROOTS, Wire()),
+    "wide blocks": (Roots(48), Wire()),
+    "travels": (Roots(16), Wire(gather=Scaled(torch.int8, 24))),
+    "own": (Halves(), Wire()),
+}
+B1, B2, RATE, EPS, DECAY = 0.9, 0.95, 1e-2, 1e-8, 0.1
+TOLERANCE = 1e-10
+"""What a format rounds otherwise is off by 1e-3 at least."""
+
+
+def adamw(format: Format) -> ya.optim.GradientTransformation:
+    inside = ya.optim.in_format(ya.optim.adamw(RATE, B1, B2, EPS, DECAY), format)
+    return ya.optim.chain(ya.optim.clip_by_global_norm(1.0), inside)
+
+
+WHOLE = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(RATE))
+
+
+class Loop:
+    """Clipped AdamW on whole leaves, by hand. Moments pass through a format, a layer of a stacked leaf at a time."""
+
+    def __init__(self, plain: Plain, params: Any, format: Format) -> None:
+        self.plain, self.format, self.count = plain, format, 0
+        self.leaves = dict(zip(plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
+        self.mu, self.nu = ({name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()} for _ in range(2))
+        gain_is_pinned = bool(plain.frozen)  # as in the tree "marked"
+        self.by_layer = {name for name in plain.names if name.startswith("layers")}
+        self.by_layer -= {"layers.gain"} if gain_is_pinned else set()
+
+    def passed(self, name: str, moment: Tensor) -> Tensor:
+        if name not in self.by_layer:
+            return passed(self.format, moment)
+        return torch.stack([passed(self.format, row) for row in moment])
+
+    def step(self, batches: list[Batch], parts: int, deferred: bool) -> None:
+        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred)
+        grads = self.plain.trained(found)
+        self.count += 1
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+        for name, grad in grads.items():
+            grad = grad / max(norm, 1.0)
+            mu, nu = B1 * self.mu[name] + (1 - B1) * grad, B2 * self.nu[name] + (1 - B2) * grad.square()
+            update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
+            self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
+            self.mu[name], self.nu[name] = self.passed(name, mu), self.passed(name, nu)
+
+    def compare(self, params: Any, what: str) -> None:
+        got = dict(zip(self.plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
+        compare(got, self.leaves, TOLERANCE, what)
+
+
+def exact(mesh: Any, name: str, kind: str, formats: str, parts: int, how: str) -> None:
+    """One rank's part. how: the gradients of weights are written into slots, or autograd's"""
+    with by_autograd() if how == "autograd" else contextlib.nullcontext():
+        three_steps(made(name), f"{name}, {kind}, {formats}, {parts} microbatches", kind, formats, parts)
+
+
+def three_steps(mesh: Any, what: str, kind: str, formats: str, parts: int) -> None:
+    format, wire = FORMATS[formats]
+    abstract, tx = tree(wire, kind), adamw(format)
+    schedules = dict(schedules_for(mesh)) | {"updates inside": ya.schedules.zero3(update=True)}
+    for name in (*STEPS, "updates inside"):
+        if name not in schedules:
+            continue
+        state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
+        loop = Loop(Plain(abstract), ya.unshard(state), format)
+        step = ya.train_step(loss, tx, schedule=schedules[name], microbatches=parts)
+        for number in range(3):
+            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
+            loop.step(now, parts, name == "zero1")
+            state, _ = step(state, now[mesh.get_rank()])
+            loop.compare(ya.unshard(state), f"{what}, {name}: step {number}")
+        assert {leaf.dtype for leaf in shards_of(state.opt_state)} == {torch.uint8}
+
+
+def shards_of(tree: Any) -> list[Tensor]:
+    """The leaves of handles: all but counts."""
+    return [leaf for leaf in optree.tree_leaves(tree) if leaf.ndim]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("how", ["slots", "autograd"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
+@pytest.mark.parametrize("where", WHERE)
+def test_three_steps_are_those_of_the_plain_loop(
+    pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
+) -> None:
+    world, mesh = where.split()
+    pools[int(world)].run(exact, mesh, kind, formats, parts, how)
+
+
+# ---- with what else there is
+
+
+def test_the_definition_on_a_plain_tree() -> None:
+    abstract, tx = tree(Wire(), "marked"), adamw(ROOTS)
+    oracle = ya.PlainState.create(optree.tree_map(lambda leaf: dataclasses.replace(leaf, dtype=F64), abstract), tx)
+    loop = Loop(Plain(abstract), oracle.params, ROOTS)
+    for number in range(3):
+        before = optree.tree_leaves(oracle.params)
+        _, grads = loop.plain.value_and_grad(before, [batch_of(0, seed=number)], 1, True)
+        marked = optree.tree_unflatten(optree.tree_structure(oracle.params), optree.tree_leaves(grads))
+        loop.step([batch_of(0, seed=number)], 1, True)
+        oracle = oracle.apply_gradients(marked, tx)
+        loop.compare(oracle.params, "a plain tree")
+
+
+def reproduced(_: Any, micro_shards: int) -> int:
+    mesh, tx = ya.mesh(device="cpu", deterministic=micro_shards), adamw(Roots(32))
+    state = ya.init(tree(Wire()), tx, mesh=mesh)
+    step = ya.train_step(loss, tx)
+    for number in range(2):
+        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
+    return ya.checksum(state)
+
+
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+
+
+def over_stages(_: Any, kind: str) -> None:
+    mesh, tx, abstract = ya.mesh(device="cpu", stage=2), adamw(ROOTS), tree(Wire(), kind)
+    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
+    part = {key: value[:2] for key, value in batches[0].items()}
+    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=EXACT, tx=tx), 2)
+    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
+        state = ya.init(abstract, tx, mesh=mesh, precision=EXACT, stages=assignment)
+        step = ya.train_step(loss, tx, schedule=order(ya.schedules.zero3()), microbatches=3)
+        loop = Loop(Plain(abstract), ya.unshard(state), ROOTS)
+        for _ in range(2):
+            loop.step(batches, 3, False)
+            state, _ = step(state, ya.shard_batch(joined(batches), mesh))
+        loop.compare(ya.unshard(state), f"stages, {kind}, {order.__name__}")
+
+
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), (4, "tied")])
+def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
+    pools[world].run(over_stages, kind)
+
+
+def over_tensor(_: Any, directory: Path, adapters: bool) -> int:
+    """Steps are those of one rank, also of adapters; its checkpoint is read over tensor to the bit."""
+    world = ya.mesh(device="cpu").size()
+    mesh, tx = ya.mesh(device="cpu", tensor=min(2, world)), adamw(Roots(4))
+    normal = {"init": ya.params.initializers.normal(0.5)}
+    layer = {
+        "up": ya.Param((2, 16, 8), split={"tensor": -2}, **normal),
+        "down": ya.Param((2, 8, 16), split={"tensor": -1}, **normal),
+        "gain": ya.Param((2, 8), **normal),
+    }
+    abstract: Any = {"embed": ya.Param((V, 8), **normal), "layers": ya.Stacked(layer)}
+    if adapters:
+        abstract = ya.lora(abstract, 4, lambda path, _: path.endswith("up"))
+    state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
+    step, batch = ya.train_step(split_loss, tx), batch_of(0, rows=4)
+    for _ in range(2):
+        state, _ = step(state, ya.shard_batch(batch, mesh))
+    if world == 1:
+        torch.save(optree.tree_leaves(ya.unshard(state)), directory / "whole")
+        ya.checkpoint.save(directory, state)
+    compare(optree.tree_leaves(ya.unshard(state)), torch.load(directory / "whole"), TOLERANCE, "tensor")
+    loaded, _ = ya.checkpoint.load(directory, ya.init(abstract, tx, mesh=mesh, precision=EXACT, seed=1))
+    if world > 1 and not adapters:
+        with pytest.raises(ValueError, match=r"down is split over tensor into runs of 8 elements, and roots/16"):
+            ya.init(abstract, adamw(Roots(16)), mesh=mesh)
+    return sum_of_bits(ya.unshard(loaded.params), ya.unshard(loaded.opt_state))
+
+
+def sum_of_bits(*trees: Any) -> int:
+    """A number of all bits of whole tensors."""
+    leaves = [leaf.reshape(-1).view(torch.uint8) for leaf in optree.tree_leaves(trees)]
+    return sum(zlib.crc32(leaf.numpy().tobytes()) for leaf in leaves)
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> None:
+    assert len({found for world in (1, 2, 4) for found in pools[world].run(over_tensor, tmp_path, adapters)}) == 1
+
+
+def beside_others(mesh: Any) -> None:
+    """Optimizers that share units, none with a kernel, leave each other's elements alone; wrappers take it inside."""
+    o, light = ya.optim, ya.optim.in_format(ya.optim.adamw(RATE), Roots(16))
+    for tx in (
+        o.muon(0.02, dtype=F64, others=light),
+        o.muon(0.02, dtype=F64, others=o.rmsprop(RATE)),
+        o.partition({"up": light, "else": o.sgd(0.1, 0.9)}, lambda path, p: "up" if "up" in path else "else"),
+        o.contrib.multi_steps(light, 2),
+        o.chain(o.in_format(o.trace(0.9), ROOTS), o.clip_by_global_norm(0.5), o.scale(-0.1)),
+        o.in_format(o.lion(1e-3, mu_dtype=torch.bfloat16), ROOTS),
+    ):
+        state = ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT)
+        params, plain, step = ya.unshard(state), Plain(tree(Wire())), ya.train_step(loss, tx)
+        oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
+        for number in range(2):
+            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
+            _, grads = plain.value_and_grad(oracle.params, now, 1, False)
+            oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
+            state, _ = step(state, now[mesh.get_rank()])
+        compare(ya.unshard(state), ya.params.without_markers(oracle.params), TOLERANCE, repr(tx))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_beside_other_optimizers(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(beside_others)
+
+
+# ---- memory
+
+
+def planned(mesh: Any, formats: str) -> None:
+    """A state has a byte for an element of each moment, and a scale for each block; plans count them."""
+    format, wire = FORMATS[formats]
+    abstract, tx = tree(wire, "marked"), adamw(format)
+    state = ya.init(abstract, tx, mesh=mesh)
+    trained = [leaf for handle in ya_handles(state) for _, group, leaf in handle.group_leaves() if group.trainable]
+    held = sum(leaf.nbytes for leaf in optree.tree_leaves(state.opt_state))
+    assert held == 2 * format.nbytes(sum(leaf.numel() for leaf in trained)) + 4  # and the count
+    program = ya.train_step(loss, tx).lower(state, batch_of(0))
+    assert ya.planner.predict_memory(program, device="cpu").optimizer == held
+    shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu"}
+    assert ya.planner.trace(loss, abstract, batch_of(0), **shape) == program.trace
+    assert type(program).from_json(program.to_json()).trace == program.trace
+
+
+def ya_handles(state: Any) -> list[Any]:
+    return optree.tree_leaves(state.params, is_leaf=lambda node: isinstance(node, ya.Sharded))
+
+
+@pytest.mark.parametrize(("world", "formats"), [(1, "roots"), (2, "travels"), (3, "wide blocks"), (4, "own")])
+def test_bytes_are_held_and_planned(pools: dict[int, Pool], world: int, formats: str) -> None:
+    pools[world].run(planned, formats)
+
+
+def test_a_step_needs_memory_for_a_unit() -> None:
+    """However many layers there are; and plans know."""
+
+    def of(params: Any, x: Tensor) -> ya.Mean:
+        return ya.Mean(ya.scan(lambda x, w: (ya.linear(x, w["w"]), None), x, params["layers"])[0].sum(), 1)
+
+    steps = []
+    for layers in (2, 9):
+        params = {"layers": ya.Stacked({"w": ya.Param((layers, 64, 64))})}
+        found = ya.planner.trace(of, params, torch.zeros(2, 64), tx=adamw(Roots()), device="cpu").optimizer
+        steps.append(found.step)
+        assert found.block == 64 and found.shards == ((4096, 2 * layers * 68, 1),)
+    assert steps[0] == steps[1] and steps[0][0] < 12 * 4 * 4096 and steps[0][1] == 4096
+
+
+# ---- states: saved, carried over, skipped
+
+
+def saved(mesh: Any, directory: Path) -> int:
+    tx, abstract = adamw(Roots(32)), tree(Wire(), "marked")
+    state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
+    step = ya.train_step(loss, tx)
+    if mesh.size() == 2:
+        state, _ = step(state, batch_of(mesh.get_rank()))
+        ya.checkpoint.save(directory, state)
+    loaded, _ = ya.checkpoint.load(directory, ya.init(abstract, tx, mesh=mesh, precision=EXACT, seed=1))
+    found = sum_of_bits(ya.unshard(loaded.params), ya.unshard(loaded.opt_state))
+    moved = ya.shard(loaded, tx, mesh=ya.mesh(device="cpu", replicate=mesh.size()))
+    assert sum_of_bits(ya.unshard(moved.params), ya.unshard(moved.opt_state)) == found
+    for other, what in ((WHOLE, r"ya.shard\(state, tx\) then carries over"), (adamw(Scaled(block=32)), "roots/32")):
+        like = ya.init(abstract, other, mesh=mesh, precision=EXACT, seed=1)
+        with pytest.raises(ya.checkpoint.CheckpointError, match=what):
+            ya.checkpoint.load(directory, like)
+        only = ya.checkpoint.load_params(directory, like)  # leaves begin elsewhere
+        assert sum_of_bits(ya.unshard(only)) == sum_of_bits(ya.unshard(loaded))
+    step(loaded, batch_of(mesh.get_rank()))
+    return found
+
+
+def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path) -> None:
+    assert len({found for world in (2, 1, 3) for found in pools[world].run(saved, tmp_path)}) == 1
+
+
+def carried_over(mesh: Any) -> None:
+    """A state goes into a format, out of it, and into another; so do other groups of leaves, and more rows."""
+    batch, light = batch_of(mesh.get_rank()), adamw(ROOTS)
+    state, _ = ya.train_step(loss, WHOLE)(ya.init(tree(Wire()), WHOLE, mesh=mesh, precision=EXACT), batch)
+    before = dict(named_leaves(ya.unshard(state.opt_state)))
+    pinned = tree(Wire())
+    pinned["layers"].tree["gain"] = ya.Pinned(pinned["layers"].tree["gain"])
+    for format, like in ((ROOTS, tree(Wire())), (Roots(48), pinned)):
+        other = ya.shard(ya.shard(state, light), adamw(format), like=like)
+        other = ya.shard(ya.shard(state, adamw(format), like=like), adamw(format), mesh=other.mesh)
+        for name, leaf in named_leaves(ya.unshard(ya.shard(other, WHOLE, like=tree(Wire())).opt_state)):
+            by_layer = "layers" in name and not (like is pinned and "gain" in name)
+            rows = before[name] if by_layer or not leaf.ndim else before[name][None]
+            expected = torch.stack([passed(format, row) for row in rows]).view(leaf.shape) if leaf.ndim else rows
+            compare([leaf], [expected], 1e-6, name)  # a scale may be rounded twice
+    larger = {**tree(Wire()), "embed": ya.Param((V + 3, E))}
+    grown = ya.unshard(ya.shard(ya.shard(ya.shard(state, light), light, like=larger, grow=["embed"]), WHOLE).opt_state)
+    rows = dict(named_leaves(grown))["1.0.mu.embed"]
+    assert not rows[V:].any() and rows[:V].any()
+    for other, what in ((WHOLE, "none of"), (adamw(Roots(4)), "the state is in roots/8, not in this optimizer's")):
+        with pytest.raises(TypeError, match=what):
+            ya.train_step(loss, other)(ya.shard(state, light), batch)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_states_are_carried_over(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(carried_over)
+
+
+def skipped(mesh: Any) -> None:
+    """Steps that are not finite leave all bits as they are; copies, and what is not donated, have their own."""
+    tx, batch = ya.optim.contrib.apply_if_finite(adamw(ROOTS), 3), batch_of(mesh.get_rank())
+    for own, options in ((tx, {"skip_nonfinite": False}), (adamw(ROOTS), {})):
+        state, _ = ya.train_step(loss, own)(ya.init(tree(Wire()), own, mesh=mesh, precision=EXACT), batch)
+        before, broken = ya.checksum(state), state.copy()
+        with torch.no_grad():
+            broken.params["head"].leaves[0].fill_(float("inf"))
+        kept, _ = ya.train_step(loss, own, **options)(broken, batch)
+        assert all(
+            torch.equal(*pair) for pair in zip(shards_of(kept.opt_state), shards_of(state.opt_state), strict=True)
+        )
+        other, _ = ya.train_step(loss, own, donate=False)(state, batch)
+        assert ya.checksum(state) == before != ya.checksum(other)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_that_are_skipped(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(skipped)
+
+
+# ---- what is refused
+
+
+def test_what_cannot_be_in_a_format_is_refused(tmp_path: Path) -> None:
+    o, mesh = ya.optim, ya.mesh(device="cpu")
+    with pytest.raises(TypeError, match=r"in_format: expected a ya.formats.Format"):
+        o.in_format(o.adamw(1e-3), torch.int8)  # type: ignore[arg-type]
+    for tx in (o.muon(0.02), o.contrib.lookahead(o.sgd(0.1), 5, 0.5), o.masked(o.adam(1e-3), lambda path, p: True)):
+        with pytest.raises(TypeError, match=r"works on whole leaves; it takes elementwise optimizers.*put it inside"):
+            o.in_format(tx, ROOTS)
+    state = ya.init(tree(Wire()), adamw(ROOTS), mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"embed: shards are cut at multiples of 8 elements, which are no blocks of ro"
+    ):
+        adamw(Roots(3)).init(state.params)
+    for verb in (ya.checkpoint.save_moments, ya.checkpoint.load_moments):
+        with pytest.raises(TypeError, match=r"Adam's moments whole, got them in a format.*ya.shard\(state"):
+            verb(tmp_path / "moments", state, lambda path, layer: f"{path}.{layer}")
+
+
+def disagree(mesh: Any) -> None:
+    with pytest.raises(ya.errors.RanksDisagree, match=r"(?s)cut at multiples of 8.*cut at multiples of 16"):
+        ya.init(tree(Wire()), adamw(Roots(8 * (1 + mesh.get_rank()))), mesh=mesh)
+
+
+def test_ranks_have_the_same_blocks(pools: dict[int, Pool]) -> None:
+    pools[2].run(disagree)
+
+
+# ---- the format for moments
+
+
+def test_roots_keep_small_elements() -> None:
+    """Those that integers round to zero are off by a part of themselves, and none becomes zero."""
+    draw = torch.Generator().manual_seed(0)
+    values = 10.0 ** -(8 * torch.rand(64, 64, generator=draw))
+    values[:, 0] = 1
+    signs = torch.randn(64, 64, generator=draw).sign()
+    for source, levels in ((values, 255), (values * signs, 127), (values.double(), 255)):
+        found = passed(Roots(), source, F64)
+        off = ((found - source) / source).abs()
+        half_a_step = 2 / levels / source.abs().double() ** 0.25
+        assert bool((off <= (1 + half_a_step / 4) ** 4 - 1 + 1e-5).logical_or(source.abs() < 1e-6).all())
+        assert torch.equal(found.sign(), source.sign().double())
+        assert float((passed(Roots(), found) - found).abs().max()) <= 1e-6
+    assert float(passed(Scaled(torch.int8), values).eq(0).double().mean()) > 0.5
+    assert not Roots().encode(torch.zeros(1, 64)).any()
+    for wrong in (float("inf"), float("-inf"), float("nan")):
+        found = passed(Roots(8), torch.cat([torch.ones(7), torch.tensor([wrong]), torch.ones(8)]))
+        assert not found[:8].isfinite().all() and torch.equal(found[8:], torch.ones(8))
