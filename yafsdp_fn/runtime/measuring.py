@@ -64,7 +64,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor's own where it was made elsewhere, since a batch may be a view of a larger one."""
         key = memory_key(tensor)
         born = self._born.get(key)
-        return (key, tensor.nbytes) if born is None else (born, born.nbytes)
+        nbytes = tensor.untyped_storage().nbytes()
+        return (key, min(nbytes, tensor.nbytes)) if born is None else (born, nbytes)
 
     def alive(self) -> Iterator[tuple[int, int, int]]:
         """Yields `(key, bytes, mark)` of live memory."""
@@ -268,8 +269,10 @@ def measure(
     lives.ignore(grads)
     task = AutogradRun()
     task.begins_with(roots)
-    for to in destinations:
-        to.begin(task)
+    for leaf in leaves:
+        to = getattr(leaf, DESTINATION, None)
+        if to is not None and not leaf._backward_hooks:  # a hook is to see the gradient
+            to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
         found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
         inputs_wanted = sum(x.requires_grad for x in inputs)

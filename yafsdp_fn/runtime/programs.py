@@ -13,7 +13,6 @@ from typing import Any
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Exchange, Forward, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
@@ -144,7 +143,7 @@ class Programs:
         if found is None:
             return None
         trace = found.all_stages.trace
-        if memory.comms.stages > 1 and trace.optimizer == OptimizerMemory():
+        if memory.comms.stages > 1 and trace.optimizer == Trace._field_defaults["optimizer"]:
             known = self.measured(trace, memory.abstract())
             found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
         return found.all_stages

@@ -225,7 +225,9 @@ class CudaTensor(Tensor):
             out = to_host(self)
             return out if dtype is None else out.to(dtype)
         rest = {} if memory_format is None else {"memory_format": memory_format}
-        return torch._C.TensorBase.to(self, dtype or self.dtype, non_blocking, bool(kwargs.get("copy", False)), **rest)
+        return torch._C.TensorBase.to(
+            self, dtype or self.dtype, non_blocking=non_blocking, copy=bool(kwargs.get("copy", False)), **rest
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
