@@ -254,6 +254,7 @@ def other_verbs(mesh: Any) -> list[Tensor]:
     return [x.clone() for x in out + values(state)]
 
 
+@pytest.mark.nightly
 def test_equal_bits_by_other_verbs(pools: dict[int, Pool]) -> None:
     """The first step and later ones add up the visits of a unit alike: each of three steps is compared."""
     one = pools[1].run(other_verbs)[0]

@@ -309,6 +309,7 @@ def travels(_: Any, folder: str) -> Any:
     return want
 
 
+@pytest.mark.nightly
 def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="reads what is written")
     want, *_ = pools[4].run(travels, str(tmp_path))

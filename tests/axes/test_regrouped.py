@@ -55,6 +55,7 @@ def there_and_back(_: Any, folder: str) -> None:
     state, _ = ya.train_step(loss_of(OF), optimizer())(state, batch)  # goes on
 
 
+@pytest.mark.nightly
 def test_leaves_are_found_by_name(pools: dict[int, Pool], tmp_path: Path) -> None:
     pools[4].run(there_and_back, str(tmp_path))
 

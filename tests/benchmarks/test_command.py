@@ -53,6 +53,7 @@ def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     assert {"cpu", "cores", "memory_bytes"} <= set(found["machine"]) and found["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.nightly
 def test_features_take_turns_with_another_malloc(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Two sets of rank processes, and contenders whose features differ; the command compares their losses."""
     ours = ["zero3-update", "zero3-nolinear-noexchange-nofused", "zero3-tuned"]
@@ -82,6 +83,7 @@ def test_schedules_on_meshes_of_their_own_and_no_peers(capfd: pytest.CaptureFixt
         assert plan.weight_slots + plan.grad_slots + plan.secondary == program["slot_bytes"], name
 
 
+@pytest.mark.nightly
 def test_depth_first_against_layer_major(capfd: pytest.CaptureFixture[str]) -> None:
     """The same rows, losses that the command finds equal, and the collectives of one microbatch."""
     argv = ["--microbatches", "4", "--batch", "4", "--schedules", "zero3", "zero3-chunk4", "--peers", "--no-counts"]

@@ -170,6 +170,7 @@ def test_bytes_that_are_not_those_of_the_program_are_said() -> None:
     assert sentence == "zero2: a rank sent 99 bytes in a step, its program says 100"
 
 
+@pytest.mark.nightly
 def test_contenders_that_do_not_fit_together_are_refused() -> None:
     bench = Bench(config="B", ranks=4, schedules=("zero3", "zero1", "ddp"))
     needs = {name: steps.held_bytes(bench, name) for name in bench.contenders}

@@ -72,6 +72,7 @@ def test_a_scale(values: torch.dtype, scale: torch.dtype) -> None:
     assert torch.equal(x, wanted)
 
 
+@pytest.mark.nightly
 def test_more_elements_than_the_programs_of_a_launch_hold_at_once() -> None:
     x = drawn(2048 * BLOCK + 5, dtype=BF16)
     wanted = x * 0.5

@@ -99,6 +99,7 @@ def test_transforms() -> None:
     assert off(each.sum(0), torch.func.grad(whole, argnums=1)(x, weight, targets)) <= 1e-12
 
 
+@pytest.mark.nightly
 def test_compiled_in_one_graph() -> None:
     inputs = problem()
     compiled = torch.compile(chunked, backend="aot_eager", fullgraph=True)

@@ -384,11 +384,12 @@ def between(config: llama.Config) -> Any:
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("config", "remat", "how"),
     [
-        nightly(SMALL_HEAD, "none", {}),
-        nightly(SMALL_HEAD, "all", {}),
+        (SMALL_HEAD, "none", {}),
+        (SMALL_HEAD, "all", {}),
         (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
         (SMALL_HEAD, "all", {"loss": between}),
         (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),

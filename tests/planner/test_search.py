@@ -125,6 +125,7 @@ def test_several_microbatches_reduce_once_where_memory_allows() -> None:
     assert not search(traced(), SLOW, memory=1 << 40).best.point.defer
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_no_sweep_finds_less_than_its_bound(microbatches: int) -> None:
     """Sweeps are left out by it: counting undeferred reductions, it left out a `zero3` for a `ddp` a third slower."""
@@ -149,6 +150,7 @@ def test_nothing_fits() -> None:
         search(traced(), SLOW, memory=2**20)
 
 
+@pytest.mark.nightly
 def test_more_memory_is_never_slower() -> None:
     trace = traced()
     low, high = budgets(trace)["tight"], budgets(trace)["ample"]

@@ -34,6 +34,7 @@ def test_configurations_of_builders_are_their_programs() -> None:
                 assert made == program or point.kept + 1 > CONFIG.layers, point
 
 
+@pytest.mark.nightly
 def test_configurations_of_stages_are_their_programs() -> None:
     """What each stage of a builder's pipeline does is a configuration, too."""
     trace = traced(microbatches=4)
@@ -134,6 +135,7 @@ def test_nothing_to_compare_where_nothing_was_written() -> None:
         search(trace, SLOW, memory=budgets(trace)["ample"]).compared()
 
 
+@pytest.mark.nightly
 def test_z3_finds_nothing_wrong() -> None:
     pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
     from tests.proof.z3_orders import opinion

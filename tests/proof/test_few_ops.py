@@ -84,7 +84,7 @@ WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
 }
 
 
-DAILY = ("one visit, update after the norm", "two microbatches")
+DAILY = ("one visit, update after the norm",)
 
 
 @pytest.mark.parametrize("name", by_day(WALKS, *DAILY))

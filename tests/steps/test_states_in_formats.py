@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
@@ -110,7 +111,7 @@ def shards_of(tree: Any) -> list[Tensor]:
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("where", by_day(WHERE, "1 shard", "2 shard", "3 shard", "4 nodes"))
 def test_three_steps_are_those_of_the_plain_loop(
     pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
@@ -162,7 +163,7 @@ def over_stages(_: Any, kind: str) -> None:
         loop.compare(ya.unshard(state), f"stages, {kind}, {order.__name__}")
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), (4, "tied")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
 def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
     pools[world].run(over_stages, kind)
 
@@ -228,7 +229,7 @@ def beside_others(mesh: Any) -> None:
         compare(ya.unshard(state), ya.params.without_markers(oracle.params), TOLERANCE, repr(tx))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_beside_other_optimizers(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(beside_others)
 
@@ -255,7 +256,7 @@ def ya_handles(state: Any) -> list[Any]:
     return optree.tree_leaves(state.params, is_leaf=lambda node: isinstance(node, ya.Sharded))
 
 
-@pytest.mark.parametrize(("world", "formats"), [(1, "roots"), (2, "travels"), (3, "wide blocks"), (4, "own")])
+@pytest.mark.parametrize(("world", "formats"), [(1, "roots"), (2, "travels"), nightly(3, "wide blocks"), (4, "own")])
 def test_bytes_are_held_and_planned(pools: dict[int, Pool], world: int, formats: str) -> None:
     pools[world].run(planned, formats)
 
@@ -348,7 +349,7 @@ def skipped(mesh: Any) -> None:
         assert ya.checksum(state) == before != ya.checksum(other)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_steps_that_are_skipped(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(skipped)
 

@@ -152,6 +152,7 @@ def test_the_preset_as_run_explains_the_table() -> None:
     assert speedup <= 2 and speedup_most <= 5
 
 
+@pytest.mark.nightly
 def test_published_numbers_of_recomputed_layers_follow_from_one_budget() -> None:
     """With the bf16 gradient of a product that those runs cast afterwards, as a GPU of today need not."""
     for row in TABLE:

@@ -121,16 +121,12 @@ def looped(loss: Any, params: Any, batches: list[Batch], parts: int, step: int) 
 
 CASES = [(2, 2), (4, 2), (3, 3), (4, 4)]  # world, stages
 EVERY = [(*case, name) for case in CASES for name in HOW]
-TWICE = (
-    "gpipe, recomputed",
-    "zero-bubble, gathered anew",
-    "1f1b, gathered anew",
-)  # order and sharding are in other cases, too
-SHARDED = [name for name in HOW if "," in name and name not in (*TWICE, "v, half the memory")]
-SOME = [(4, 2, name) for name in SHARDED]  # those whose sharding differs, where there is some
-SOME += [nightly(4, 2, name) for name in (*TWICE, "v, half the memory")]
-SOME += [(2, 2, "gpipe"), (2, 2, "v, half the memory"), (3, 3, "interleaved"), (4, 4, "zero-bubble")]
-SOME += [nightly(4, 4, "1f1b"), nightly(3, 3, "v")]
+# by day: each order, and each way to shard, once
+DAILY = [(4, 2, name) for name in HOW if name.endswith("updates")] + [(4, 2, "v, fsdp2")]
+DAILY += [(2, 2, "gpipe"), (3, 3, "interleaved"), (4, 4, "zero-bubble")]
+DAILY += [(2, 2, "v, half the memory"), (2, 2, "v, a third of the memory")]
+OTHERS = [*((4, 2, name) for name in HOW if "," in name), (4, 4, "1f1b"), (3, 3, "v")]
+SOME = [*DAILY, *(nightly(*case) for case in OTHERS if case not in DAILY)]
 SHARED = ["v", "1f1b", "zero-bubble, recomputed, updates", "interleaved, gathered anew, updates"]
 
 
@@ -161,6 +157,7 @@ PRODUCTS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("world", "stages", "name"), PRODUCTS)
 def test_weights_that_are_multiplied_with_weights(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
     """The later half of a backward needs a weight whose slot has held other units in between."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day
 from tests.harness.pool import Pool
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import measuring, programs, tracer
@@ -79,10 +78,8 @@ def after_steps(_: Any, order: str) -> tuple[Held, Held]:
     return early, held()
 
 
-DAILY = ("zero_bubble",)
-
-
-@pytest.mark.parametrize("order", by_day(ORDERS, *DAILY))
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ORDERS)
 def test_steps_leave_nothing(pools: dict[int, Pool], order: str) -> None:
     for early, late in pools[2].run(after_steps, order):
         assert late.tensors == early.tensors
