@@ -135,8 +135,6 @@ class Options:
             )
         if self.ckpt_layers is not None and not 0 <= self.ckpt_layers <= config.layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: {self.model} has {config.layers} layers")
-        if self.int8 != "none" and YAFSDP in (self.schedule, *self.schedules):
-            raise ValueError(f"--int8 {self.int8}: YaFSDP as it was published has no int8; leave one of the two out")
         if self.synthesize < 0:
             raise ValueError(f"--synthesize {self.synthesize}: expected seconds")
         if self.synthesize and not self.search:
@@ -153,8 +151,8 @@ class Options:
             )
         if "chunk" in words and self.ckpt_layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
-        if self.schedule == YAFSDP and self.mesh != Inside():
-            raise ValueError("--schedule yafsdp: YaFSDP has no axes inside of layers; leave --mesh out")
+        if self.schedule == YAFSDP and (self.mesh != Inside() or self.int8 != "none"):
+            raise ValueError("--schedule yafsdp: no axes inside of layers, and no int8: leave --mesh and --int8 out")
         self._check_schedules()
         shown = self.schedules or (self.schedule,)
         if self.replicate is not None and not any("hsdp" in name for name in shown):
