@@ -167,6 +167,7 @@ def asleep(mesh: Any) -> tuple[str, float]:
     return how, seconds
 
 
+@pytest.mark.nightly
 def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: dict[int, Pool]) -> None:
     for rank, (how, seconds) in enumerate(pools[2].run(asleep)):
         assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how

@@ -241,6 +241,7 @@ def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how
         assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
 
 
+@pytest.mark.nightly
 def test_what_does_not_fit_later_is_told_with_its_rows(pools: dict[int, Pool]) -> None:
     """On the rank whose perm is not the one before; of sizes, which may change, when the wait is over."""
     (*before, one), (*_, two) = pools[2].run(unfit, "perm", 2, 2)

@@ -23,6 +23,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.groups import SOON, giving_up
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.errors import OrderChanged, RanksDisagree
@@ -151,7 +152,7 @@ TENSOR, BOTH = {"tensor": 2}, {"context": 2, "tensor": 2}
 DAILY = [
     ("swapped", LATER, [1], TENSOR, "none"),
     ("the last left out", LATER, [0, 1], TENSOR, "all"),
-    ("without its adjoint", LATER, [1], TENSOR, "all"),
+    nightly("without its adjoint", LATER, [1], TENSOR, "all"),
     ("doubled", 0, [1], TENSOR, "none"),
     ("left out", -1, [0, 1], TENSOR, "none"),
 ]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.cuda.ranks import CASES, STEPS, launched, results
-from tests.harness.marks import nightly
 from tests.harness.oracle import relative
 
 PLACES = [("zero3", 2), ("1F1B", 2), ("bf16 wire", 2), ("hsdp", 4), ("zero3", 4), ("1F1B", 4), ("bf16 wire", 4)]
@@ -71,8 +70,9 @@ def test_ranks_on_the_cpu_have_the_numbers_of_one(tmp_path: Path, name: str, ran
     check_numbers(tmp_path, name, ranks, "cpu", one_rank, {})
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
-@pytest.mark.parametrize("ranks", [2, nightly(4)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_on_the_cpu_name_what_they_wait_for(tmp_path: Path, ranks: int) -> None:
     check_frozen(tmp_path, ranks, "cpu", {})
 

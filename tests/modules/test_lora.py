@@ -342,6 +342,7 @@ def measured(tree: Any, remat: Any) -> tuple[int, int]:
     return tensor_peak(build, torch.device("cpu"), 2), predicted
 
 
+@pytest.mark.nightly
 def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of less and less; beside full fine-tuning: docs/lora.md."""
     monkeypatch.setattr(linear, "LARGE", 1 << 16)  # as in a run

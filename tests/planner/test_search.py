@@ -119,6 +119,7 @@ def test_another_mesh_than_the_state_s() -> None:
         found(traced().on(other))
 
 
+@pytest.mark.nightly
 def test_several_microbatches_reduce_once_where_memory_allows() -> None:
     trace = traced(microbatches=4)
     assert search(trace, SLOW, memory=1 << 40).best.point.defer

@@ -85,6 +85,7 @@ def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], c
     check(case, waiting, failed)
 
 
+@pytest.mark.nightly
 def test_a_late_failure_is_no_agreement(pools: dict[int, Pool]) -> None:
     """Both are in the last visit when rank 0 gives up waiting, while rank 1 still asks where rank 0 has failed."""
     check("last visit of a program", *pools[2].run(alone, "last visit of a program", SOON / 2))

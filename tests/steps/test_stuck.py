@@ -157,6 +157,7 @@ def test_a_rank_that_is_behind_says_after_which_step_and_others_go_on(shown: lis
     assert text.endswith("rank 0 goes on.\n"), text
 
 
+@pytest.mark.nightly
 def test_a_rank_that_runs_another_program(pool: Pool) -> None:
     every = pool.run(other_program)
     assert [printed.count("Where ranks are") for printed, _ in every] == [1, 0, 0]

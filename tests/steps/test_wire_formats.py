@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day
+from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
@@ -317,7 +317,7 @@ def over_stages(_: Any, kind: str) -> None:
     off(plain.trained(ya.unshard(state)), oracle.params, f"{kind}, a step")
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), (4, "tied")])
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
 def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
     pools[world].run(over_stages, kind)
 

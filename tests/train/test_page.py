@@ -21,7 +21,6 @@ import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.calibration import brief
-from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
 from train.page.chart import COLUMNS, Line, axis, chart, medians, number, size, thinned
@@ -333,13 +332,13 @@ def hostile_run(source: Path, run: Run, into: Path, rng: Random) -> None:
     (into / "timeline.json").write_text(json.dumps(recorded | {"timeline": json.loads(timeline.to_json())}))
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("count", [3, nightly(1000)])
-def test_names_of_a_run_are_text(folder: Path, tmp_path: Path, count: int) -> None:
+def test_names_of_a_run_are_text(folder: Path, tmp_path: Path) -> None:
     """On the page of one run and of two, and in the picture of the step, opened by itself."""
     good, before = read(folder / "a"), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    shown: Counter[str] = Counter()
+    shown, count = Counter[str](), 1000
     with served(tmp_path) as url, Browser() as browser:
         for number in range(count):
             rng, began = Random(f"report {number}"), time.process_time()
