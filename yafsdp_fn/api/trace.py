@@ -153,4 +153,5 @@ def _placement(params: Tree, axes: tuple[tuple[str, int], ...], precision: Preci
 
 
 def _fake(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+    # with its strides: what is not contiguous is copied on its way
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
