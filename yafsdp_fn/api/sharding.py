@@ -400,9 +400,9 @@ def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
         if _forms(before) != forms:
             wide = decoded(None, node)
             _copy(decoded(None, before), wide, grow)
-            for format, *_ in forms[:1]:
-                both: Any = node, encoded(format, wide)
-                optree.tree_map_(Tensor.copy_, *both)
+            if forms:
+                for leaf, new in zip(node.leaves, encoded(forms[0][0], wide).leaves, strict=True):
+                    leaf.copy_(new)
             return
         begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
         whole = _Whole([before])

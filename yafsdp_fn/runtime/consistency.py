@@ -111,8 +111,9 @@ def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, ba
     # each rank says what batch it has, and which axes it has named
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
-    every = comms.numbers_of_all(torch.tensor([digest(batch), *told]), "comparing batches")
-    if comms.batch_ranks > 1 and digest(batch) and len(set(every[:, 0].tolist())) == 1:
+    mine = digest(batch)
+    every = comms.numbers_of_all(torch.tensor([mine, *told]), "comparing batches")
+    if comms.batch_ranks > 1 and mine and len(set(every[:, 0].tolist())) == 1:
         warnings.warn(
             "all ranks have the same batch, so that each row counts once for every rank. Give each its own rows: "
             "ya.shard_batch(batch, mesh) of a batch that all have, or a DistributedSampler",

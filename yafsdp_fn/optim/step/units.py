@@ -267,8 +267,9 @@ class UnitSteps:
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
         if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-        alone = units if self._one_by_one else self.parts
-        together = None if units is None else [unit for unit in units if unit not in (alone or ())]
+        together = units
+        if units is not None:
+            together = [] if self._one_by_one else [unit for unit in units if unit not in self.parts]
         if not part and (together is None or together):
             list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
         for unit in units or ():
