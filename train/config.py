@@ -321,25 +321,45 @@ Order = Literal["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped"
 
 
 @dataclasses.dataclass(frozen=True)
-class Mesh:
-    stage: int = 1
-    """Stages of a pipeline, each with some of the layers and as many ranks; 1: none. Best with several times as many
-    --sharding.microbatches. No timeline of a step is recorded."""
-    order: Order = "one_f_one_b"
-    """The order of computes. interleaved and v_: of two runs of layers; zero_bubble and v_: gradients of weights
-    fill the gaps; v_half and v_min: in less memory."""
+class Inside:
+    """The axes inside of layers."""
+
     tensor: int = 1
     """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a machine."""
     sequence: bool = False
     """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
     context: int = 1
     """Ranks that each sequence is split over."""
+
+    def __post_init__(self) -> None:
+        counts(self, "mesh.", tensor=1, context=1)
+        require(not self.sequence or self.tensor > 1, "mesh.sequence is of the ranks of mesh.tensor: give two or more")
+
+    @property
+    def inside(self) -> dict[str, int]:
+        """The axes as `ya.mesh` takes them; those of one rank are left out."""
+        return {name: ranks for name in ("expert", "context", "tensor") if (ranks := getattr(self, name, 1)) > 1}
+
+    @property
+    def words(self) -> list[str]:
+        """These axes, each with its ranks."""
+        return [f"{name} {ranks}" for name, ranks in self.inside.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh(Inside):
+    stage: int = 1
+    """Stages of a pipeline, each with some of the layers and as many ranks; 1: none. Best with several times as many
+    --sharding.microbatches. No timeline of a step is recorded."""
+    order: Order = "one_f_one_b"
+    """The order of computes. interleaved and v_: of two runs of layers; zero_bubble and v_: gradients of weights
+    fill the gaps; v_half and v_min: in less memory."""
     expert: int = 1
     """Ranks that the experts of a layer are split over, each with rows of its own."""
 
     def __post_init__(self) -> None:
-        counts(self, "mesh.", stage=1, tensor=1, context=1, expert=1)
-        require(not self.sequence or self.tensor > 1, "mesh.sequence is of the ranks of mesh.tensor: give two or more")
+        super().__post_init__()
+        counts(self, "mesh.", stage=1, expert=1)
         require(self.stage > 1 or self.order == Mesh.order, f"mesh.order is {self.order}, and mesh.stage 1: no stages")
 
     @property
@@ -351,13 +371,7 @@ class Mesh:
     def named(self) -> str:
         """The words before the schedule, in a line for people."""
         stages = "" if self.stage == 1 else f"{self.stage} stages {self.order} of "
-        inside = [f"{name} {ranks}" for name, ranks in self.inside.items()]
-        return f"{stages}{', '.join(inside)}{', ' if inside else ''}"
-
-    @property
-    def inside(self) -> dict[str, int]:
-        """The axes inside of layers, as `ya.mesh` takes them; those of one rank are left out."""
-        return {name: ranks for name in ("expert", "context", "tensor") if (ranks := getattr(self, name)) > 1}
+        return stages + "".join(f"{axis}, " for axis in self.words)
 
     @property
     def said(self) -> str:

@@ -235,7 +235,7 @@ def test_each_of_several_recomputes_what_it_must(capsys: pytest.CaptureFixture[s
         (["--search", "--schedule", "yafsdp"], "give none of them"),
         (["--search", "--mesh.tensor", "2"], "give none of them"),
         (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),
-        (["--mesh.sequence"], "sequence with two or more of tensor"),
+        (["--mesh.sequence"], "mesh.sequence is of the ranks of mesh.tensor: give two or more"),
         (["--mesh.context", "3"], "context=3 does not divide 16 ranks"),
         (["--mesh.context", "2", "--seq-len", "510"], "--seq-len 510: not a multiple of 4"),
         (["--mesh.tensor", "16"], "8 do not divide among 16 ranks of tensor"),

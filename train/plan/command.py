@@ -78,7 +78,7 @@ def run(options: Options) -> Result:
         program = found.program
         name = f"{found.best.point}{', and from it by synthesis' * (found.synthesized is not None)}"
     else:
-        words = [*(f"{axis} {ranks}" for axis, ranks in options.mesh.inside.items()), options.schedule]
+        words = [*options.mesh.words, options.schedule]
         program = factory(remat=again)(here)
         name = f"{', '.join(words)}, {recomputed} of {config.layers} layers recomputed"
     plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)._replace(tokens=options.tokens)
@@ -220,7 +220,7 @@ def _device(where: Cluster) -> str:
 def _heading(console: Console, options: Options, where: Cluster) -> None:
     """Prints what the step is of."""
     numel = models.CONFIGS[options.model].num_parameters
-    inside = [f"{name} {ranks}" for name, ranks in options.mesh.inside.items()]
+    inside = options.mesh.words
     shared = f"for {' x '.join(inside)} ranks" if inside else "a rank"
     size = f"{numel / 1e9:.1f}B" if numel > 1e8 else f"{numel / 1e6:.1f}M"
     console.print(

@@ -18,6 +18,7 @@ import yafsdp_fn as ya
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from train import schedule_names
+from train.config import Inside
 from train.running import setup
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Cluster, trace
@@ -46,27 +47,6 @@ ZERO3 = "zero3"
 
 
 @dataclasses.dataclass(frozen=True)
-class Inside:
-    tensor: int = 1
-    """Ranks that a layer is split over: heads, features and the vocabulary. Neighbours, so inside of a node."""
-    sequence: bool = False
-    """Ranks of --mesh.tensor have a part of the positions each between sublayers."""
-    context: int = 1
-    """Ranks that each sequence is split over."""
-
-    def __post_init__(self) -> None:
-        if min(self.tensor, self.context) < 1 or (self.sequence and self.tensor == 1):
-            raise ValueError(
-                f"--mesh: expected ranks of at least 1, and sequence with two or more of tensor; got {self}"
-            )
-
-    @property
-    def inside(self) -> dict[str, int]:
-        """The axes as `ya.mesh` takes them; those of one rank are left out."""
-        return {name: ranks for name in ("context", "tensor") if (ranks := getattr(self, name)) > 1}
-
-
-@dataclasses.dataclass(frozen=True)
 class Options:
     model: str = ""
     """A name in models.CONFIGS: llama2-7b, qwen3-8b, mixtral-8x7b, ..."""
@@ -80,7 +60,7 @@ class Options:
     """Sequences per rank, over all its microbatches; ranks of --mesh.tensor and --mesh.context share theirs."""
     microbatches: int = 1
     """Parts that a rank's sequences are cut into."""
-    mesh: Inside = Inside()
+    mesh: Inside = dataclasses.field(default_factory=Inside)
     ckpt_layers: int | None = None
     """The first so many layers recompute their graph in the backward. Not given: as few as fit."""
     schedule: str = ZERO3
