@@ -153,7 +153,8 @@ def _share_one_device() -> None:
     device = gloo.create_default_device()
 
     class OnSharedDevice(gloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        # torch 2.14 also says enable_reconfigure=False, which the constructor with options does not take
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = gloo._Options()
             options._timeout, options._devices = timeout, [device]
             super().__init__(store, rank, size, options)
