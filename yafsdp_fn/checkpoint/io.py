@@ -40,10 +40,10 @@ Directory = str | os.PathLike[str]
 
 
 class Job(NamedTuple):
-    """A checkpoint to write. tensors: by key, unchanged until it is written"""
+    """A checkpoint to write. parts: those that this rank could write, by name, unchanged until they are written"""
 
     root: Path
-    tensors: dict[str, Content]
+    parts: dict[str, Tensor]
     manifest: Manifest
     keep_last: int | None
     keep_every: int | None
@@ -63,18 +63,12 @@ class Job(NamedTuple):
 
     def _share(self, ranks: AllRanks, what: str) -> dict[str, Tensor]:
         """Returns the parts that this rank writes: of those that several ranks have, replicas say, one of them."""
-        mine = {
-            part_name(key, offsets): part
-            for key, tensor in self.tensors.items()
-            for offsets, part in parts(tensor, saved=True).items()
-            if part.numel()
-        }
         holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(ranks.each(lambda: list(mine), what)):
+        for rank, names in enumerate(ranks.each(lambda: list(self.parts), what)):
             for name in names:
                 holders.setdefault(name, []).append(rank)
         turns = {name: who[number % len(who)] for number, (name, who) in enumerate(holders.items())}
-        return {name: part for name, part in mine.items() if turns[name] == ranks.rank}
+        return {name: part for name, part in self.parts.items() if turns[name] == ranks.rank}
 
 
 def save(
@@ -129,7 +123,12 @@ def prepare(
     comms = state.memory.comms
     here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
-    return Job(Path(directory), tensors, facts, keep_last, keep_every)
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            tensor = tensor.clone()  # an optimizer's count, say, has no buffer that the next step would wait for
+        found |= {part_name(key, at): part for at, part in parts(tensor, saved=True).items() if part.numel()}
+    return Job(Path(directory), found, facts, keep_last, keep_every)
 
 
 def reads(state: ShardedState) -> list[Buffer]:
