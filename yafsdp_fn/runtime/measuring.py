@@ -102,13 +102,14 @@ class BodyCosts(NamedTuple):
     """The measurements of one run of a body.
 
     structure: of its outputs; outs: these, detached; shares: for each the number of the input that it shares memory
-    with, or None; saved: whether its graph saves each input, and each output; collectives, adjoints: as of a `Visit`
+    with, or None; saved: numbers of those that its graph saves, of inputs and then outputs; collectives, adjoints: as
+    of a `Visit`
     """
 
     structure: Any
     outs: list[Tensor]
     shares: list[int | None]
-    saved: tuple[list[bool], list[bool]]
+    saved: list[int]
     cost: Cost
     collectives: Collectives
     adjoints: Collectives
@@ -203,15 +204,9 @@ def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: P
     wanted = [x for x in (*inputs, *itertools.chain.from_iterable(weights)) if x.requires_grad]
     with noting(placement.comms) as back:
         if called and roots and wanted:
-            grads = [torch.ones_like(root) for root in roots]
-            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-    carry = sum(x.numel() * x.element_size() for x in call.tensors)
-    return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
-
-
-def _numbered(inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Returns memory -> the first of the inputs that has it."""
-    return {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
+            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
+    cost = Cost(carry_bytes=sum(x.nbytes for x in call.tensors))
+    return _found(call, inputs, outs, saved, cost, called, back)
 
 
 def _found(
@@ -223,12 +218,13 @@ def _found(
     called: Noted,
     back: Noted,
 ) -> BodyCosts:
-    passed = _numbered(inputs)
+    memory = list(map(memory_key, inputs))
+    shares = [memory.index(memory_key(out)) if memory_key(out) in memory else None for out in outs]
     return BodyCosts(
         call.structure,
         [out.detach().requires_grad_(out.requires_grad) for out in outs],
-        [passed.get(memory_key(out)) for out in outs],
-        ([memory_key(x) in saved for x in inputs], [memory_key(out) in saved for out in outs]),
+        shares,
+        [at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
         cost,
         tuple(call for call, _ in called),
         tuple(call for call, _ in back),
@@ -243,24 +239,25 @@ def measure(
     weights, inputs = _own(call, trained, track, placement)
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
-    destinations: list[_TracedDestination] = []
+    destinations: list[tuple[Tensor, _TracedDestination]] = []
     for unit, of_unit in zip(call.units, weights, strict=True):
         for leaf in of_unit:
             if leaf.requires_grad and leaf.numel() >= linear.LARGE:
-                destinations.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
-                setattr(leaf, DESTINATION, destinations[-1])
+                to = _TracedDestination(lives, leaf, placement.wire_dtype(unit))
+                setattr(leaf, DESTINATION, to)
+                destinations.append((leaf, to))
+    slots = [held for _, to in destinations for held in to._held]
     # forward
-    slots = [held for to in destinations for held in to._held]
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
-    passed = _numbered(inputs)
-    own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
+    there = set(map(memory_key, inputs))
+    own = sum({memory_key(x): x.untyped_storage().nbytes() for x in outs if memory_key(x) not in there}.values())
     saved = saved_by(outs)
     last_flops = forward.since(saved)
     top = lives.peak
-    inner = lives.bytes - sum(own.values())  # only the graph keeps the rest alive
-    carry = sum(x.numel() * x.element_size() for x in call.tensors)
+    inner = lives.bytes - own  # only the graph keeps the rest alive
+    carry = sum(x.nbytes for x in call.tensors)
     # backward
     roots = [out for out in outs if out.requires_grad]
     wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
@@ -269,19 +266,18 @@ def measure(
     lives.ignore(grads)
     task = AutogradRun()
     task.begins_with(roots)
-    for leaf in leaves:
-        to = getattr(leaf, DESTINATION, None)
-        if to is not None and not leaf._backward_hooks:  # a hook is to see the gradient
+    for leaf, to in destinations:
+        if not leaf._backward_hooks:  # a hook is to see the gradient
             to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
         found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
-        inputs_wanted = sum(x.requires_grad for x in inputs)
-        fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
+        of_weights = found[sum(x.requires_grad for x in inputs) :]
+        fresh = sum(grad.nbytes for grad in of_weights if grad is not None)
         bwd_moved = backward.moved()
-        del found
+        del found, of_weights
     # what the backward of products leaves, or needs
-    scratch = {to.scratch_dtype for to in destinations if to.scratch_dtype is not None}
-    factors = {of if isinstance(of, int) else id(of): nbytes for to in destinations for of, nbytes in to.factors}
+    scratch = {to.scratch_dtype for _, to in destinations if to.scratch_dtype is not None}
+    factors = {of if isinstance(of, int) else id(of): nbytes for _, to in destinations for of, nbytes in to.factors}
     cost = Cost(
         flops=matmul,
         last_flops=last_flops,
@@ -292,8 +288,8 @@ def measure(
         bwd_attention_flops=backward.attention,
         inner_bytes=inner,
         peak_bytes=top,
-        bwd_peak_bytes=lives.peak - sum(own.values()),
-        between_bytes=sum(factors.values()) + fresh + sum(to.formed for to in destinations),
+        bwd_peak_bytes=lives.peak - own,
+        between_bytes=sum(factors.values()) + fresh + sum(to.formed for _, to in destinations),
         scratch_bytes=sum(placement.largest_leaf(dtype) * dtype.itemsize for dtype in scratch),
         moved=moved,
         bwd_moved=bwd_moved,

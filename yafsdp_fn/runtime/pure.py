@@ -218,16 +218,17 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
     # derivatives that would be wrong, or lost, are refused
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
+    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
-    if tracked and _comms(call).stages > 1:
+    if tracked and comms.stages > 1:
         for _, row in call.of_unit.values():
             row.rows.check()  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
-    if ranks_around() is None and (axes := _comms(call).axes):
-        raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(axes))}")
+    if ranks_around() is None and comms.axes:
+        raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(comms.axes))}")
     shards = _shards(call) if tracked else [shard.detach() for shard in _shards(call)]
-    if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
+    if comms.deterministic and (transformed or (tracked and any(x.requires_grad for x in shards))):
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
     step = in_step()  # asked here: the backward runs `run` outside the step's context
 
@@ -263,11 +264,6 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
 def _content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
     """Returns what tells whether `leaves` have been written to. compare: their bits"""
     return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
-
-
-def _comms(call: BlockCall) -> Ranks:
-    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
-    return comms
 
 
 def _shards(call: BlockCall) -> list[Tensor]:

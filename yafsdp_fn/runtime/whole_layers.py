@@ -29,47 +29,43 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
     comms = memory.comms
     call = object()  # names the buffers of this call on the scoreboard
     parts = [(stack, group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
-
-    def buffer(_: Sharded, group: Group, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(group.shard_numel(comms) * comms.ranks)
-
-    # what is pinned is gathered once, and is in both
-    even = [buffer(*part) for part in parts]
-    odd = [flat if part[1].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
+    # what is pinned is gathered once, with layer 0, and is in both
+    even = [leaf.new_empty(group.shard_numel(comms) * comms.ranks) for _, group, leaf in parts]
+    odd = [flat if group.pinned else torch.empty_like(flat) for flat, (_, group, _) in zip(even, parts, strict=True)]
     buffers = [even, odd]
+    label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}"
 
     def start(layer: int) -> None:
-        # pinned units come with layer 0 and stay
-        starting = [
-            (*part, 0 if part[1].pinned else layer, flat)
-            for part, flat in zip(parts, buffers[layer % 2], strict=True)
-            if layer == 0 or not part[1].pinned
-        ]
-        # what is gathered: a frozen leaf's gradient is an expanded scalar, whose copy has no owner once it is submitted
-        jobs = [(flat, shard_at_home(*part).contiguous()) for *part, flat in starting]
+        # a frozen leaf's gradient is an expanded scalar, whose copy has no owner once it is submitted
+        groups: list[Group] = []
+        fulls: list[Tensor] = []
+        shards: list[Tensor] = []
+        for (stack, group, leaf), flat in zip(parts, buffers[layer % 2], strict=True):
+            if layer == 0 or not group.pinned:
+                groups.append(group)
+                fulls.append(flat)
+                shards.append(shard_at_home(stack, group, leaf, layer).contiguous())
         if comms.ranks == comms.stages == 1:
-            for out, shard in jobs:
-                out.copy_(shard)
+            for full, shard in zip(fulls, shards, strict=True):
+                full.copy_(shard)
             return
-        homes = [group.home(index) for _, group, _, index, _ in starting]
-        shards: list[Buffer] = [("shard", group.unit(layer)) for _, group, *_ in starting]
-        label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_whole_layers)"
 
         def work() -> None:
             if comms.stages > 1:
-                for (_, shard), home in zip(jobs, homes, strict=True):
-                    comms.stages_group.broadcast(shard, home)
-            gather_into(comms, *map(list, zip(*jobs, strict=True)))
+                for group, shard in zip(groups, shards, strict=True):
+                    comms.stages_group.broadcast(shard, group.home(layer))
+            gather_into(comms, fulls, shards)
 
         # in its place among the uses of buffers
         ready = comms.event()  # leaves that are not the state's own were made on the compute stream
         ready.complete()
         stream = comms.streams["gather"]
-        for _, shard in jobs:
+        for shard in shards:
             stream.mark_used(shard)
         event = comms.event()
-        waits = [ready, *memory.board.use(event, "gather", shards, [("layer", call, layer % 2)])]
-        stream.submit(work, waits, event, label)
+        reads: list[Buffer] = [("shard", group.unit(layer)) for group in groups]
+        waits = [ready, *memory.board.use(event, "gather", reads, [("layer", call, layer % 2)])]
+        stream.submit(work, waits, event, f"{label}[{layer}] (map_whole_layers)")
 
     comms.check()
     start(0)
@@ -94,24 +90,16 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     groups = [group for _, group, _ in stack.group_leaves()]
-    names = stack.entry.unflatten({g.name: [f"{g.name}/{i}" for i in range(len(g.leaves))] for g in groups})
-    if optree.tree_structure(tree) != optree.tree_structure(names):
+    positions = stack.entry.unflatten({group.name: group.leaves for group in groups})
+    if optree.tree_structure(tree) != optree.tree_structure(positions):
         return None
-    found = dict(zip(optree.tree_leaves(names), optree.tree_leaves(tree), strict=True))
-    per_group = [[found[f"{g.name}/{i}"] for i in range(len(g.leaves))] for g in groups]
+    found = dict(zip(optree.tree_leaves(positions), optree.tree_leaves(tree), strict=True))
+    per_group = [[found[position] for position in group.leaves] for group in groups]
     for group, leaves in zip(groups, per_group, strict=True):
         for leaf, shape in zip(leaves, group.layer_shapes, strict=True):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
                 return None
     return per_group
-
-
-def empty_stack(stack: Sharded, first: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Returns zeros: a shard [L, n] per group ([n] if pinned), in the dtype of the function's result."""
-    return [
-        torch.zeros(leaf.shape, dtype=leaves[0].dtype, device=leaf.device)
-        for (_, _, leaf), leaves in zip(stack.group_leaves(), first, strict=True)
-    ]
 
 
 def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: Sequence[Tensor]) -> None:
@@ -195,20 +183,19 @@ def _must_be_stack(tree: Tree) -> None:
 def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
     # are they stacks of one state, as long as each other?
     stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
-    for other in stacks:
-        if other.check().entry.length is None:
+    name, length = stack.entry.name, stack.entry.length
+    for tree in (stack, *rest):
+        if not isinstance(tree, Sharded):
+            lengths = {leaf.shape[0] for leaf in optree.tree_leaves(tree)}
+            if lengths - {length}:
+                raise ValueError(f"map_whole_layers: {name!r} has length {length}, another {lengths}")
+        elif tree.check().entry.length is None:
             raise TypeError(
-                f"map_whole_layers over {other.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
+                f"map_whole_layers over {tree.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
             )
-        if other.owner is not memory or other.entry.length != stack.entry.length:
-            what = f"{other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
+        elif tree.owner is not memory or tree.entry.length != length:
+            what = f"{tree.entry.name!r} is not of the same state and length as {name!r}"
             raise ValueError(f"map_whole_layers: {what}")
-    for tree in rest:
-        lengths = set() if isinstance(tree, Sharded) else {leaf.shape[0] for leaf in optree.tree_leaves(tree)}
-        if lengths - {stack.entry.length}:
-            raise ValueError(
-                f"map_whole_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}"
-            )
     # results like a layer go into shards, others are collected
     plain = [None if isinstance(tree, Sharded) else plain_layers(tree) for tree in rest]
     kept: list[Tensor] | None = None
@@ -221,7 +208,9 @@ def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: 
         if leaves is None:
             outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
             continue
-        kept = empty_stack(stack, leaves) if kept is None else kept
+        if kept is None:  # a shard of zeros per group, in the dtype of the function's result
+            found = zip(stack.leaves, leaves, strict=True)
+            kept = [torch.zeros_like(shard, dtype=of_group[0].dtype) for shard, of_group in found]
         for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
             write_layer(shard, group, memory.comms, layer, of_group)
     if kept is not None and outs:
