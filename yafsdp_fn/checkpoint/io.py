@@ -9,7 +9,6 @@ and all ranks read what they need. `saver` does the same beside the next steps.
 
 import dataclasses
 import json
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from torch import Tensor
 from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint import tensors as files
 from yafsdp_fn.checkpoint.content import Content, Manifest, parts
-from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
+from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.tensors import CheckpointTensor, part_name
 from yafsdp_fn.communication.micro_shards import circumstances
 from yafsdp_fn.communication.ranks import Ranks
@@ -35,8 +34,6 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
-
-Directory = str | os.PathLike[str]
 
 
 class Job(NamedTuple):

@@ -16,7 +16,6 @@ def moments(path, layer):           # "layers.wq", 3 -> "optim.state.layers.3.wq
 """
 
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from yafsdp_fn.api.sharding import unshard
-from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
+from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.in_format import InFormatState
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
@@ -51,7 +50,7 @@ Name = Callable[[str, int | None], str]
 """A leaf's path in our tree, and its layer if it is in a stack -> the tensor's name in the checkpoint."""
 
 
-def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> Tree:
+def load_named(directory: Directory, params: Tree, name: Name) -> Tree:
     """Returns `params` with `ya.Lazy` leaves of the checkpoint's dtypes, for `ya.shard` or `ya.materialize`.
 
     params: `ya.Param` leaves and markers, as for `ya.init`; their shapes must be the checkpoint's
@@ -132,7 +131,7 @@ def _lazy(find: Callable[..., Theirs], path: str, leaf: Any, layered: bool) -> L
     return Lazy.in_place_of(leaf, layers[0].dtype, load)
 
 
-def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> None:
+def save_named(directory: Directory, params: Tree, name: Name) -> None:
     """Writes the leaves of sharded `params` into `directory`, a new folder, by torch.distributed.checkpoint.
 
     Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: its share of
@@ -208,7 +207,7 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
 MEAN, SQUARE, STEP = ".exp_avg", ".exp_avg_sq", ".step"
 
 
-def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> ShardedState:
+def load_moments(directory: Directory, state: ShardedState, name: Name) -> ShardedState:
     """Returns `state`, which is donated, with the moments and the count of Adam from a checkpoint.
 
     name: of a parameter in the saved optimizer, without `.exp_avg`, `.exp_avg_sq`, `.step`
@@ -267,7 +266,7 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
     return state.over(memory, state.opt_state)
 
 
-def save_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> None:
+def save_moments(directory: Directory, state: ShardedState, name: Name) -> None:
     """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters.
 
     name: as for `load_moments`

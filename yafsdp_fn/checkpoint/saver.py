@@ -12,7 +12,7 @@ in the memory of the host, is reused by every save.
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +25,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.checkpoint import io
-from yafsdp_fn.checkpoint.folder import AllRanks
+from yafsdp_fn.checkpoint.folder import AllRanks, Directory
 from yafsdp_fn.communication.cuda_streams import begin_thread
 from yafsdp_fn.communication.store import new_group
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 
@@ -42,7 +43,7 @@ class Saver:
     'step-00000000'
     """
 
-    def __init__(self, directory: io.Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
+    def __init__(self, directory: Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
         self._directory = directory
         self._keep = (keep_last, keep_every)
         self._group: ProcessGroup | None = None  # of the ranks that save, from the first time on
@@ -83,7 +84,7 @@ class Saver:
         self._group = None
 
     @torch.no_grad()
-    def _copy(self, state: ShardedState, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def _copy(self, state: ShardedState, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
         """Copies each second tensor into the first; returns a function that waits for the end."""
         memory = state.memory
         comms = memory.comms
@@ -144,7 +145,7 @@ class Saver:
             self._memory[name] = memory
         return memory
 
-    def _write(self, job: io.Job, copied: Callable[[], None], device: torch.device) -> None:
+    def _write(self, job: io.Job, copied: Work, device: torch.device) -> None:
         begin_thread(device)
         with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -104,16 +104,14 @@ class PeerStatus:
         if now - self._read_at < 0.9 * self._period:
             return ""
         self._read_at = now
-        self.silent = {}
         for rank, before in self.posts.items():
             # which returns what is there: to get a missing key would wait for it
             post = RankStatus(*json.loads(self._store.compare_set(f"rank {rank}", "", json.dumps(UNKNOWN))))
             if post.beat != before.beat:
                 self.posts[rank] = post
                 self._heard_at[rank] = now
-            age = now - self._heard_at[rank]
-            if age > self.patience and post.beat != ENDS:
-                self.silent[rank] = age
+        ages = {rank: now - at for rank, at in self._heard_at.items() if self.posts[rank].beat != ENDS}
+        self.silent = {rank: age for rank, age in ages.items() if age > self.patience}
         return table(self.posts, self.silent) if now - self._since > self.patience else ""
 
 
@@ -139,7 +137,6 @@ class Watchdog:
         # ---- all ranks, while this one waits
         self._peers: PeerStatus | None = None
         self._table = ""
-        self._made_at = float("-inf")
         self._known = threading.Event()  # whoever clears it asks for the table
         self._known.set()
         self._lost: str | None = None  # why the store is no longer used
@@ -153,10 +150,9 @@ class Watchdog:
     # ---- for the thread that steps
 
     def ask(self) -> str:
-        """Returns the table, after a failure. If the last one is old, it takes some beats to find out who is silent."""
+        """Returns the table, after a failure. It may take some beats to find out who is silent."""
         limit = 2 * PeerStatus(None, self._comms.world, self._beat).patience + 5
-        if self._made_at < time.monotonic() - STALL * self._beat:
-            self._known.clear()
+        self._known.clear()
         until = time.monotonic() + limit
         while self._lost is None and time.monotonic() < until:
             if self._known.wait(self._beat):
@@ -275,7 +271,6 @@ class Watchdog:
             found = self._peers.read()
             if found:
                 self._table = found
-                self._made_at = time.monotonic()
                 self._show(self._peers)
                 self._known.set()
 

@@ -5,13 +5,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import CellType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime.protocols import Outs
@@ -40,9 +41,7 @@ def function_key(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
     if type(value) in CONSTANT:  # the usual case, and quick
         return type(value), value
     if isinstance(value, Tensor):
-        raise NotCapturable(
-            f"uses a tensor of shape {tuple(value.shape)} that is not an argument: pass it as one, in xs, or in consts"
-        )
+        raise NotCapturable(_no_argument(value))
     if isinstance(value, FunctionType):
         if any(value is outer for outer in inside):
             return "itself"
@@ -67,6 +66,10 @@ def function_key(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
     except TypeError:
         raise NotCapturable(f"depends on a {type(value).__name__}, which may change; pass it as an argument") from None
     return type(value), value
+
+
+def _no_argument(tensor: Tensor) -> str:
+    return f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or in consts"
 
 
 # ---- Recomputed visits as work on static memory, which can be captured and replayed.
@@ -119,21 +122,9 @@ NO_WAY_BACK = (
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
-class Capture(Protocol):
-    """Captures work: `CudaCapture`, or a test's double."""
-
-    device: torch.device
-
-    def warm(self, work: Callable[[], Outs]) -> Outs:
-        """Runs `work` on the stream where it would be captured."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Captures `work` without running it; returns what replays it. Any exception means that it cannot be
-        captured."""
-
-
 class CudaCapture:
-    """CUDA graphs on one stream and in one memory pool. Replays never overlap, so graphs may share memory."""
+    """Captures work as CUDA graphs on one stream and in one memory pool. Replays never overlap, so graphs may share
+    memory."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -143,6 +134,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, work: Callable[[], Outs]) -> Outs:
+        """Runs `work` on the stream where it would be captured."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -150,7 +142,9 @@ class CudaCapture:
         current.wait_stream(self._stream)  # the stream waits for this one before each use: freed memory is safe
         return outs
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Work) -> Work:
+        """Captures `work` without running it; returns what replays it. Any exception means that it cannot be
+        captured."""
         graph = torch.cuda.CUDAGraph()
         # not by `torch.cuda.graph`, which waits for the whole device first, a message of another stage included, and
         # gives cached memory back
@@ -161,14 +155,15 @@ class CudaCapture:
                 work()
             finally:
                 graph.capture_end()  # after an error it raises as well, and that error is its context
-        replay: Callable[[], None] = graph.replay
+        replay: Work = graph.replay
         return replay
 
 
 class Graphs:
-    """The graphs of one step function, by key: implements `Replays` (runtime/protocols.py)."""
+    """The graphs of one step function, by key: implements `Replays` (runtime/protocols.py).
+    capture: a `CudaCapture`, or its double"""
 
-    def __init__(self, capture: Capture, limit: int = LIMIT) -> None:
+    def __init__(self, capture: Any, limit: int = LIMIT) -> None:
         self.capture, self._limit = capture, limit
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._refused: OrderedDict[Hashable, str] = OrderedDict()  # by code
@@ -230,7 +225,9 @@ class Graphs:
         with seeded(call.seed, self.capture.device):
             try:
                 if key not in self._entries:
-                    return self._warm(call, key, self._look(work, tensors, memory) if pure else work, tensors)
+                    if pure:
+                        self._look(work, tensors, memory)
+                    return self._warm(call, key, work, tensors)
                 self._entries.move_to_end(key)
                 entry = self._entries[key]
                 if entry.replay is None:
@@ -244,9 +241,8 @@ class Graphs:
         """Returns the number of graphs."""
         return sum(entry.replay is not None for entry in self._entries.values())
 
-    def _look(self, work: VisitWork, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> VisitWork:
-        """Returns `work`, if a run of it has shown nothing that a replay could not repeat; else raises
-        NotCapturable."""
+    def _look(self, work: VisitWork, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+        """Raises NotCapturable if a run of `work` shows something that a replay could not repeat."""
         look = _Inspector(self.capture.device, (*tensors, *memory))
         try:
             with not_compiled(), look:
@@ -255,16 +251,13 @@ class Graphs:
             raise NotCapturable(f"cannot be looked at ({type(error).__name__}: {error})") from error
         if look.found is not None:
             raise NotCapturable(look.found)
-        return work
 
     def _warm(self, call: BlockCall, key: Hashable, work: VisitWork, tensors: Sequence[Tensor]) -> Outs:
         outs = self.capture.warm(lambda: work(tensors))
         self._entries[key] = _Entry([None if out is None else torch.empty_like(out, device="meta") for out in outs])
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
-            self._tell(
-                call, NotCapturable(f"is one of more than {self._limit} kinds of visit: some are captured in vain")
-            )
+            self._tell(call, f"is one of more than {self._limit} kinds of visit: some are captured in vain")
         return outs
 
     def _record(self, call: BlockCall, entry: "_Entry", work: VisitWork, tensors: Sequence[Tensor]) -> None:
@@ -303,7 +296,7 @@ class Graphs:
             self._refused.popitem(last=False)
         self._tell(call, reason)
 
-    def _tell(self, call: BlockCall, reason: NotCapturable) -> None:
+    def _tell(self, call: BlockCall, reason: object) -> None:
         text = f"{call.name.partition('[')[0]}: not captured: the block {reason}"
         if text not in self._told and len(self._told) < self._limit:
             self._told.add(text)
@@ -318,7 +311,7 @@ class _Entry:
         self.inputs: list[Tensor] = []
         self.outputs: Outs = []
         self.structure: Any = None
-        self.replay: Callable[[], None] | None = None
+        self.replay: Work | None = None
 
     def run(self, call: BlockCall, tensors: Sequence[Tensor]) -> Outs:
         assert self.replay is not None
@@ -351,10 +344,7 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func is torch.ops.aten.lift_fresh.default  # a new constant
         for tensor in () if made else given:
             if tensor.numel() and address_of(tensor) not in self._known:
-                self._find(
-                    f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or "
-                    "in consts"
-                )
+                self._find(_no_argument(tensor))
         if func is torch.ops.aten._local_scalar_dense.default and given[0].device.type == self._device.type:
             self._find("reads a value on the host (.item(), float(), if), which a graph would keep for good")
         if func in COPIES and {x.device.type for x in (*given, *outs)} > {self._device.type}:
