@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.in_format import InFormatState
@@ -40,10 +39,10 @@ from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
-from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
-from yafsdp_fn.runtime.whole_layers import map_whole_layers
+from yafsdp_fn.runtime.whole_layers import whole_unit
 from yafsdp_fn.util.disk import sync_folder
 
 Name = Callable[[str, int | None], str]
@@ -179,26 +178,22 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
     units = itertools.count()
     out = dict[str, Tensor]()
     seen = set[str]()
-
-    def take(path: str, tree: Tree, layer: int | None) -> None:
-        mine = next(units) % ranks.count == ranks.rank
-        for key, leaf in named_leaves(tree):
-            full = name(join(path, key), layer)
-            if full in seen:
-                raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
-            seen.add(full)
-            if mine:
-                out[full] = leaf.detach().cpu().clone()
-
     for accessor, node in handles_and_leaves(params):
-        path = dotted(accessor)
         if not isinstance(node, Sharded):
-            raise TypeError(f"save_named: {path} is not sharded; it takes state.params, or a tree like it")
-        if node.entry.length is None:
-            take(path, without_markers(unshard(node)), None)
-        else:
-            layers = itertools.count()
-            map_whole_layers(lambda layer, path=path, layers=layers: take(path, layer, next(layers)), node)
+            raise TypeError(f"save_named: {dotted(accessor)} is not sharded; it takes state.params, or a tree like it")
+        if not isinstance(node.owner, StateMemory):
+            raise TypeError(f"save_named: {dotted(accessor)} has no weights here: {node.owner.why_not_whole()}")
+        length = node.entry.length
+        pinned: dict[int, list[Tensor]] = {}
+        for layer in range(1 if length is None else length):
+            mine = next(units) % ranks.count == ranks.rank
+            for key, leaf in named_leaves(whole_unit(node, layer, pinned)):
+                full = name(join(dotted(accessor), key), None if length is None else layer)
+                if full in seen:
+                    raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
+                seen.add(full)
+                if mine:
+                    out[full] = leaf.detach().cpu().clone()
     return out
 
 

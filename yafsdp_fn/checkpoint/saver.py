@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.checkpoint import io
 from yafsdp_fn.checkpoint.folder import AllRanks, Directory
 from yafsdp_fn.communication.cuda_streams import begin_thread
-from yafsdp_fn.communication.store import new_group
+from yafsdp_fn.communication.groups import make_group
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.torch_private import default_group, timeout_of
@@ -74,8 +74,7 @@ class Saver:
         if len(ranks) > 1 and (self._group is None or dist.get_process_group_ranks(self._group) != ranks):
             self._leave()
             timeout = timeout_of(default_group(), torch.device("cpu"))
-            some = len(ranks) < dist.get_world_size()  # as in communication/groups.py
-            self._group = new_group(ranks, timeout, "gloo", "save", use_local_synchronization=some)
+            self._group = make_group([ranks], timeout, "gloo", "save").process_group
 
     def _leave(self) -> None:
         # a group of only some ranks stays: torch names new groups by their count

@@ -1,8 +1,7 @@
 """Measures one run of a body on fake tensors: outputs, FLOPs, and the memory of its forward and backward."""
 
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -169,14 +168,13 @@ class _TracedDestination(Destination):
 
 Noted = Sequence[tuple[AxisCollective, bool]]
 """Collectives that a block has called, and whether each has a backward."""
-Weights = list[list[Tensor]]
-"""The leaves of each unit of a call."""
 
 
-def _own(
-    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]
-) -> tuple[Weights, list[Tensor]]:
-    """Returns weights and arguments of a run beside the step."""
+def measure(
+    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
+) -> BodyCosts:
+    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+    # weights and arguments, which are there already
     device = placement.comms.device
     weights = [
         [
@@ -185,58 +183,7 @@ def _own(
         ]
         for unit in call.units
     ]
-    return weights, [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
-
-
-# ---- a run
-
-
-def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> BodyCosts:
-    """Runs `call` as `measure` does, without counting: in a fifth of the time. Its backward runs only where the block
-    communicates."""
-    # forward
-    weights, inputs = _own(call, trained, track, placement)
-    with noting(placement.comms) as called:
-        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
-    saved = saved_by(outs)
-    # backward
-    roots = [out for out in outs if out.requires_grad]
-    wanted = [x for x in (*inputs, *itertools.chain.from_iterable(weights)) if x.requires_grad]
-    with noting(placement.comms) as back:
-        if called and roots and wanted:
-            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
-    cost = Cost(carry_bytes=sum(x.nbytes for x in call.tensors))
-    return _found(call, inputs, outs, saved, cost, called, back)
-
-
-def _found(
-    call: BlockCall,
-    inputs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    saved: Set[int],
-    cost: Cost,
-    called: Noted,
-    back: Noted,
-) -> BodyCosts:
-    memory = list(map(memory_key, inputs))
-    shares = [memory.index(memory_key(out)) if memory_key(out) in memory else None for out in outs]
-    return BodyCosts(
-        call.structure,
-        [out.detach().requires_grad_(out.requires_grad) for out in outs],
-        shares,
-        [at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
-        cost,
-        tuple(call for call, _ in called),
-        tuple(call for call, _ in back),
-    )
-
-
-def measure(
-    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
-) -> BodyCosts:
-    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
-    # weights and arguments, which are there already
-    weights, inputs = _own(call, trained, track, placement)
+    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
@@ -251,7 +198,7 @@ def measure(
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
-    there = set(map(memory_key, inputs))
+    there = list(map(memory_key, inputs))
     own = sum({memory_key(x): x.untyped_storage().nbytes() for x in outs if memory_key(x) not in there}.values())
     saved = saved_by(outs)
     last_flops = forward.since(saved)
@@ -294,7 +241,15 @@ def measure(
         moved=moved,
         bwd_moved=bwd_moved,
     )
-    return _found(call, inputs, outs, saved, cost, called, back)
+    return BodyCosts(
+        call.structure,
+        [out.detach().requires_grad_(out.requires_grad) for out in outs],
+        [there.index(memory_key(out)) if memory_key(out) in there else None for out in outs],
+        [at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
+        cost,
+        tuple(call for call, _ in called),
+        tuple(call for call, _ in back),
+    )
 
 
 @contextmanager

@@ -185,12 +185,8 @@ def shapes(tree: Any) -> Hashable:
 
 
 def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
-
-    What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
-    """
-    first = programs.peek(memory, arguments.microbatches) is None
-    found = traced(arguments, memory, every=not programs.trains, counts=first)
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
+    found = traced(arguments, memory, every=not programs.trains)
     if found.beside.by_value:
         raise RuntimeError(
             f"{found.beside.by_value[0]} beside the visits, of what one has made: how many random numbers it draws "

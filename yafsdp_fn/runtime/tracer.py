@@ -20,7 +20,7 @@ from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.graph_walks import saved_by
-from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting, outline
+from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.visit import BlockCall, movable
@@ -136,8 +136,8 @@ class Tracer:
     reads_leaves = False
     reached = True
 
-    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool, counts: bool) -> None:
-        self.placement, self.mode, self._every, self._counts = placement.abstract(), mode, every, counts
+    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
+        self.placement, self.mode, self._every = placement.abstract(), mode, every
         # visits
         self.visits: list[Visit] = []
         self.untracked: list[str] = []
@@ -174,10 +174,7 @@ class Tracer:
         self._end_beside()
         self._end_between()
         if signature not in self._seen:
-            if self._counts:
-                self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
-            else:
-                self._seen[signature] = outline(call, trained, track, self.placement)
+            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
         found = self._seen[signature]
         # outputs of its own
         call.structure = found.structure
@@ -338,15 +335,13 @@ def traced(
     mode: FakeTensorMode | None = None,
     *,
     every: bool = False,
-    counts: bool = True,
 ) -> Tracer:
     """Traces one call, with the tensors of the loss.
 
-    every: visits without grad are part of it, as in an evaluation; counts: what visits cost is measured, which takes
-    four fifths of the time
+    every: visits without grad are part of it, as in an evaluation
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(placement, mode, every, counts)
+    tracer = Tracer(placement, mode, every)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             with acting_over(tracer.placement.comms), noting(tracer.placement.comms) as tracer.called:

@@ -1,87 +1,37 @@
-"""Whole layers, one after the other, without autograd; the next one is gathered while this one is used."""
+"""Whole layers, one after the other, without autograd."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.flat import gather_into
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
-from yafsdp_fn.params.sources import shard_at_home
+from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
-from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.runtime.memory import StateMemory
 
-# ---- Iterates over whole layers without autograd: the gather of the next overlaps with the use of this one.
 
+def whole_unit(handle: Sharded, layer: int, pinned: dict[int, list[Tensor]], dtype: torch.dtype | None = None) -> Tree:
+    """Returns the whole weights of one layer of a stack, or of a single unit, in memory of their own. Collective.
 
-def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
-    """Yields, for each layer, the whole weights of every stack in the dtype of its leaves. They are valid until the
-    next one.
-
-    stacks: of the state of `memory`, of equal length. Two buffers alternate, as in a scan.
+    pinned: keeps, by group, what is gathered for all layers at once; dtype: leaves are converted to it before they
+        travel; None: they stay as they are
     """
-    length = stacks[0].entry.length
-    assert length is not None
-    comms = memory.comms
-    call = object()  # names the buffers of this call on the scoreboard
-    parts = [(stack, group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
-    # what is pinned is gathered once, with layer 0, and is in both
-    even = [leaf.new_empty(group.shard_numel(comms) * comms.ranks) for _, group, leaf in parts]
-    odd = [flat if group.pinned else torch.empty_like(flat) for flat, (_, group, _) in zip(even, parts, strict=True)]
-    buffers = [even, odd]
-    label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}"
-
-    def start(layer: int) -> None:
-        # a frozen leaf's gradient is an expanded scalar, whose copy has no owner once it is submitted
-        groups: list[Group] = []
-        fulls: list[Tensor] = []
-        shards: list[Tensor] = []
-        for (stack, group, leaf), flat in zip(parts, buffers[layer % 2], strict=True):
-            if layer == 0 or not group.pinned:
-                groups.append(group)
-                fulls.append(flat)
-                shards.append(shard_at_home(stack, group, leaf, layer).contiguous())
-        if comms.ranks == comms.stages == 1:
-            for full, shard in zip(fulls, shards, strict=True):
-                full.copy_(shard)
-            return
-
-        def work() -> None:
-            if comms.stages > 1:
-                for group, shard in zip(groups, shards, strict=True):
-                    comms.stages_group.broadcast(shard, group.home(layer))
-            gather_into(comms, fulls, shards)
-
-        # in its place among the uses of buffers
-        ready = comms.event()  # leaves that are not the state's own were made on the compute stream
-        ready.complete()
-        stream = comms.streams["gather"]
-        for shard in shards:
-            stream.mark_used(shard)
-        event = comms.event()
-        reads: list[Buffer] = [("shard", group.unit(layer)) for group in groups]
-        waits = [ready, *memory.board.use(event, "gather", reads, [("layer", call, layer % 2)])]
-        stream.submit(work, waits, event, f"{label}[{layer}] (map_whole_layers)")
-
-    comms.check()
-    start(0)
-    try:
-        for layer in range(length):
-            if layer + 1 < length:
-                start(layer + 1)
-            with memory.using([("layer", call, layer % 2)]):
-                flats = zip(parts, buffers[layer % 2], strict=True)
-                views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (_, group, _), flat in flats])
-                yield [
-                    stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
-                ]
-    finally:
-        with memory.using([], [("layer", call, 0), ("layer", call, 1)]):  # a gather ahead may still write to a buffer
-            memory.board.forget(("layer", call, 0), ("layer", call, 1))
+    comms = handle.owner.comms
+    views = {}
+    for number, group, leaf in handle.check().group_leaves():
+        wholes = pinned.get(number)
+        if wholes is None:
+            index = layer if handle.entry.stacked(group) else 0
+            row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
+            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
+        if group.pinned:
+            pinned[number] = wholes
+        views[group.name] = group.of_layer(wholes, layer)
+    return handle.entry.unflatten(views)
 
 
 # ---- results of a layer
@@ -132,8 +82,6 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
 
     stack: a sharded stack, or plain tensors with a leading axis L; rest: more of the same length; sharded ones must be
         stacks of the same state, such as gradients or moments
-    f: must copy what it keeps of its arguments; later layers overwrite them
-
     Every rank calls `f` for every layer, those of other stages too. If it returns a tree like the layer, the result is
     a stack like `stack`: each rank keeps its shard. Anything else is stacked on a new axis [L, ...], the same on every
     rank (None stays None).
@@ -161,8 +109,7 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     memory = stack.owner
     if not isinstance(memory, StateMemory):
         raise TypeError(f"map_whole_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
-    with memory.comms.guarded(f"map_whole_layers of {stack.entry.name}"):
-        return _sharded(f, memory, stack, rest)
+    return _sharded(f, memory, stack, rest)
 
 
 def _must_be_stack(tree: Tree) -> None:
@@ -200,10 +147,12 @@ def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: 
     plain = [None if isinstance(tree, Sharded) else plain_layers(tree) for tree in rest]
     kept: list[Tensor] | None = None
     outs: list[Tree] = []
-    for layer, whole in enumerate(whole_layers(memory, stacks)):
-        given = iter(whole[1:])
-        others = [next(given) if rows is None else rows[layer] for rows in plain]
-        out = f(whole[0], *others)
+    pinned: list[dict[int, list[Tensor]]] = [{} for _ in stacks]
+    for layer in range(length or 0):
+        with memory.comms.guarded(f"map_whole_layers of {name}[{layer}]"):
+            whole, *given = [whole_unit(tree, layer, of) for tree, of in zip(stacks, pinned, strict=True)]
+            others = [given.pop(0) if rows is None else rows[layer] for rows in plain]
+            out = f(whole, *others)
         leaves = like_layer(stack, out)
         if leaves is None:
             outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
