@@ -109,7 +109,11 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
                 layers = node.entry.length if node.entry.stacked(group) else None
                 dtype = str(shard.dtype) if group.encodes is None else group.encodes.format.name
                 described[key] = {"dtype": dtype, "layers": layers, "leaves": leaves}
-                described[key] |= _cut_of(group)
+                if group.axes:  # as JSON has it
+                    cuts = [
+                        {name: list(cut) if isinstance(cut, tuple) else cut for name, cut in s} for s in group.splits
+                    ]
+                    described[key] |= {"axes": dict(group.axes), "splits": cuts}
                 if group.layout.align != ALIGN:
                     described[key]["align"] = group.layout.align
         elif isinstance(node, Tensor):
@@ -124,14 +128,6 @@ def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
     """Returns the shape in which a group is saved: [L, N], [N], or with the parts in front, if it is split."""
     parts = (math.prod(size for _, size in group.axes),) if group.axes else ()
     return *parts, *(() if layers is None else (layers,)), group.layout.numel
-
-
-def _cut_of(group: Group) -> Description:
-    """Returns what a description says of a unit that is split."""
-    if not group.axes:
-        return {}
-    splits = [{name: list(cut) if isinstance(cut, tuple) else cut for name, cut in split} for split in group.splits]
-    return {"axes": dict(group.axes), "splits": splits}  # as JSON has it
 
 
 class SavedLeaf(NamedTuple):

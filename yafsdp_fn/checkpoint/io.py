@@ -11,8 +11,8 @@ import dataclasses
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,9 +133,16 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
-def writing(memory: StateMemory) -> AbstractContextManager[None]:
-    """Returns the context in which a load overwrites a state: it waits for all that uses its buffers."""
-    return memory.using(*Update(tuple(unit.id for unit in memory.units)).uses())
+@contextmanager
+def writing(memory: StateMemory) -> Iterator[None]:
+    """Overwrites a state: waits for all that uses its buffers. It is another state then, also after a failure: partly
+    overwritten."""
+    try:
+        with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+            memory.begin_write()
+            yield
+    finally:
+        memory.end_write()
 
 
 def load(
@@ -205,13 +212,9 @@ def _load(
     memory = like.memory
     program = _program(facts.program, memory, where)
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
-    try:
-        with writing(memory):
-            memory.begin_write()  # also for a failure: `like` is partly overwritten
-            ranks.each(lambda: _fill(tensors, recuts, stored), reading)
-            memory.refresh(sorted(memory.held))
-    finally:
-        memory.end_write()
+    with writing(memory):
+        ranks.each(lambda: _fill(tensors, recuts, stored), reading)
+        memory.refresh(sorted(memory.held))
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state), facts.extra
 

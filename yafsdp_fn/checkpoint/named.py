@@ -255,9 +255,7 @@ def load_moments(directory: Directory, state: ShardedState, name: Name) -> Shard
             kept.count.fill_(count)
 
     with writing(memory):
-        memory.begin_write()  # also for a failure: the state is partly overwritten
         ranks.each(fill, f"reading {root}")
-    memory.end_write()
     return state.over(memory, state.opt_state)
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
@@ -51,8 +51,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._born.update((memory_key(tensor), None) for tensor in tensors)
 
     def adopt(self, tensor: Tensor) -> None:
-        """Counts the memory of `tensor`, which was made elsewhere, for as long as it lives."""
-        self._note(memory_key(tensor), tensor.untyped_storage())
+        """Counts the memory of `tensor` from now on, for as long as it lives."""
+        key = memory_key(tensor)
+        size = tensor.untyped_storage().nbytes()
+
+        def died(_: Any) -> None:
+            self.bytes -= size
+            del self._born[key]
+
+        self._born[key] = _Allocation(weakref.ref(tensor.untyped_storage(), died), size, self.mark)
+        self.bytes += size
 
     def saw(self, tensor: Tensor) -> bool:
         """Returns whether an operation has made the memory of `tensor`."""
@@ -77,21 +85,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # views allocate nothing, even of unknown memory: a batch of real tensors
             schema = getattr(func, "_schema", None)  # operators of higher order have none
             if schema is None or not any(value.alias_info for value in schema.returns):
-                for leaf in optree.tree_leaves(out):
-                    if isinstance(leaf, Tensor) and memory_key(leaf) not in self._born:
-                        self._note(memory_key(leaf), leaf.untyped_storage())
+                for leaf in tensors_in(out):
+                    if memory_key(leaf) not in self._born:
+                        self.adopt(leaf)
             self.peak = max(self.peak, self.bytes)
         return out
-
-    def _note(self, number: int, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-
-        def died(_: Any) -> None:
-            self.bytes -= size
-            del self._born[number]
-
-        self._born[number] = _Allocation(weakref.ref(storage, died), size, self.mark)
-        self.bytes += size
 
 
 # ---- Runs a body once on fake tensors: its outputs, FLOPs, and the memory of its forward and of its backward.

@@ -303,7 +303,9 @@ class StageResults:
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):
             here = has_loss if home is None else call.segment == home
             if here or (home is None and not is_reduction(node)):
-                self._nodes[call.microbatch][at] = optree.tree_map(_detached, node)
+                self._nodes[call.microbatch][at] = optree.tree_map(
+                    lambda x: x.detach() if isinstance(x, Tensor) else x, node
+                )
         if has_loss:
             self.losses[call.microbatch] = Mean(mean.total.detach(), mean.weight)
         return has_loss
@@ -316,10 +318,6 @@ class StageResults:
 def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a flow that have a gradient."""
     return [x for x, piece in zip(tensors, crossing.pieces(Message(flow)), strict=True) if piece.grad]
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 # ---- All stages of a pipeline compute on one batch, each its own visits: ranks at one place in their stages must be

@@ -71,7 +71,7 @@ class Rematerialised(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         with forward_derivatives():
             pairs = zip(ctx.saved_tensors, tangents, strict=True)
-            outs = ctx.f(*[_primal(arg) if along is None else _dual(_primal(arg), along) for arg, along in pairs])
+            outs = ctx.f(*[_primal(arg) if along is None else make_dual(_primal(arg), along) for arg, along in pairs])  # type: ignore[no-untyped-call]
             return tuple(_tangent(out) if is_smooth(out) else None for out in outs)
 
     @staticmethod
@@ -97,10 +97,6 @@ def _tangent(out: Tensor) -> Tensor:
     """Returns the tangent of an output; zeros without one, such as of counts in floating point: torch takes no None."""
     primal, tangent = unpack_dual(out)  # type: ignore[no-untyped-call]
     return torch.zeros_like(primal) if tangent is None else tangent
-
-
-def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:
-    return make_dual(tensor, tangent)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # ---- reverse mode

@@ -61,10 +61,8 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 
     def number(self, tensor: Tensor) -> int:
         """Returns a number of `tensor`, its own."""
-        if tensor not in self._numbers:
-            self._numbers[tensor] = self._count
-            self._count += 1
-        found: int = self._numbers[tensor]
+        found: int = self._numbers.setdefault(tensor, self._count)
+        self._count = max(self._count, found + 1)
         return found
 
     def comes_from(self, tensor: Tensor, made: Made) -> None:
