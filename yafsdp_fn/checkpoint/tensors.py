@@ -102,18 +102,18 @@ class CheckpointTensor(NamedTuple):
                 common.copy_(self._read(part, tuple(there)))
 
     def _read(self, part: TensorPart, cut: tuple[slice, ...]) -> Tensor:
-        with _opened(part.file, f"{self.key} cannot be read") as file:
+        with _opened(part.file, f": {self.key}") as file:
             found: Tensor = file.get_slice(part.name)[cut] if cut else file.get_tensor(part.name)
         return found
 
 
 @contextmanager
-def _opened(path: Path, fault: str) -> Iterator[Any]:
+def _opened(path: Path, what: str = "") -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: {fault}: {error}") from error
+        raise CheckpointError(f"{path}{what} cannot be read: {error}") from error
 
 
 def scan(folder: Path) -> dict[str, CheckpointTensor]:
@@ -122,7 +122,7 @@ def scan(folder: Path) -> dict[str, CheckpointTensor]:
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path} is no file of this folder")
-        with _opened(path, "it cannot be read") as file:
+        with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118  # it is no dict
                 found.setdefault(name.rpartition("@")[0], []).append(_part(path, name, file.get_slice(name)))
     return {key: CheckpointTensor(key, tuple(parts)) for key, parts in found.items()}

@@ -62,7 +62,7 @@ class Later:
         self._by_unit = targets
         self._targets = [target for unit in targets for target in unit if target is not None]
         for found, direct in self._targets:
-            found.later, found.task = self._keep, task if direct else None
+            found.later, found.task = self._leave, task if direct else None
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""
@@ -80,7 +80,7 @@ class Later:
             write(*factors)
         target.close(self._fresh)
 
-    def _keep(self, write: Callable[..., None], *given: Tensor) -> None:
+    def _leave(self, write: Callable[..., None], *given: Tensor) -> None:
         factors = [self._own(factor) for factor in given]
         self._writes.append((write, factors, [factor._version for factor in factors]))
 
