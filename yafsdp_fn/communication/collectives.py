@@ -203,7 +203,7 @@ class GlooGroup(RankGroup):
         scratch = self._scratch_rows(half, count, sum(sizes), wholes[0].dtype)
         received = scratch[: len(self._peers)]
         if alone:
-            sent = wholes[0].unbind()
+            sent = [*wholes[0].unbind()]
             sum_here = targets[0]
         else:
             *sent, sum_here = scratch[len(self._peers) :]

@@ -83,6 +83,10 @@ VisitWork = Callable[[Sequence[Tensor]], Outs]
 """One run of a block: arguments -> outputs, or gradients; besides, it reads and writes only slots."""
 
 
+Replay = Callable[[BlockCall, Sequence[Tensor]], Outs]
+"""Runs a graph: a call, and its arguments -> outputs, or gradients."""
+
+
 def _slots(visit: Any, op: ComputeOp) -> list[Tensor]:
     """Returns the weights that a visit reads, flat."""
     slots, units = visit.session.slots, visit.visit.units
@@ -165,7 +169,7 @@ class Graphs:
 
     def __init__(self, capture: Any, limit: int = LIMIT) -> None:
         self.capture, self._limit = capture, limit
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Replay | Outs] = OrderedDict()  # first what its outputs are like
         self._refused: OrderedDict[Hashable, str] = OrderedDict()  # by code
         self._buffers: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self._told: set[str] = set()
@@ -230,16 +234,16 @@ class Graphs:
                     return self._warm(call, key, work, tensors)
                 self._entries.move_to_end(key)
                 entry = self._entries[key]
-                if entry.replay is None:
-                    self._record(call, entry, work, tensors)
+                if isinstance(entry, list):
+                    entry = self._entries[key] = self._record(call, entry, work, tensors)
             except NotCapturable as reason:  # nothing with effects has run
                 self._refuse(call, code, key, reason)
                 return work(tensors)
-            return entry.run(call, tensors)
+            return entry(call, tensors)
 
     def __len__(self) -> int:
         """Returns the number of graphs."""
-        return sum(entry.replay is not None for entry in self._entries.values())
+        return sum(map(callable, self._entries.values()))
 
     def _look(self, work: VisitWork, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
         """Raises NotCapturable if a run of `work` shows something that a replay could not repeat."""
@@ -253,16 +257,17 @@ class Graphs:
             raise NotCapturable(look.found)
 
     def _warm(self, call: BlockCall, key: Hashable, work: VisitWork, tensors: Sequence[Tensor]) -> Outs:
-        outs = self.capture.warm(lambda: work(tensors))
-        self._entries[key] = _Entry([None if out is None else torch.empty_like(out, device="meta") for out in outs])
+        outs: Outs = self.capture.warm(lambda: work(tensors))
+        self._entries[key] = [None if out is None else torch.empty_like(out, device="meta") for out in outs]
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
             self._tell(call, f"is one of more than {self._limit} kinds of visit: some are captured in vain")
         return outs
 
-    def _record(self, call: BlockCall, entry: "_Entry", work: VisitWork, tensors: Sequence[Tensor]) -> None:
+    def _record(self, call: BlockCall, outs: Outs, work: VisitWork, tensors: Sequence[Tensor]) -> Replay:
+        """Captures work; returns what runs its graph. outs: tensors on "meta", like its outputs"""
         inputs = [self._buffer(("in", number), tensor) for number, tensor in enumerate(tensors)]
-        outputs = [None if out is None else self._buffer(("out", n), out) for n, out in enumerate(entry.outs)]
+        outputs = [None if out is None else self._buffer(("out", n), out) for n, out in enumerate(outs)]
 
         def again() -> None:
             for buffer, out in zip(outputs, work(inputs), strict=True):
@@ -279,7 +284,16 @@ class Graphs:
             if not RECOVERS:
                 raise RuntimeError(f"{call.name}: {NO_WAY_BACK}") from error
             raise NotCapturable(f"cannot be captured ({type(error).__name__}: {error})") from error
-        entry.inputs, entry.outputs, entry.replay = inputs, outputs, replay
+        structure = call.structure  # of the outputs, which the capture has made
+
+        def run(call: BlockCall, tensors: Sequence[Tensor]) -> Outs:
+            call.structure = structure
+            for buffer, tensor in zip(inputs, tensors, strict=True):
+                buffer.copy_(tensor)
+            replay()
+            return [None if buffer is None else buffer.clone() for buffer in outputs]
+
+        return run
 
     def _buffer(self, name: tuple[str, int], like: Tensor) -> Tensor:
         """Returns static memory, shared by graphs: each is replayed between the copies in and out."""
@@ -301,27 +315,6 @@ class Graphs:
         if text not in self._told and len(self._told) < self._limit:
             self._told.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
-class _Entry:
-    """Warmed-up work, with its graph once captured. outs: tensors on "meta", like its outputs"""
-
-    def __init__(self, outs: Outs) -> None:
-        self.outs = outs
-        self.inputs: list[Tensor] = []
-        self.outputs: Outs = []
-        self.structure: Any = None
-        self.replay: Work | None = None
-
-    def run(self, call: BlockCall, tensors: Sequence[Tensor]) -> Outs:
-        assert self.replay is not None
-        if self.structure is None:
-            self.structure = call.structure  # `call` was captured just now
-        call.structure = self.structure
-        for buffer, tensor in zip(self.inputs, tensors, strict=True):
-            buffer.copy_(tensor)
-        self.replay()
-        return [None if buffer is None else buffer.clone() for buffer in self.outputs]
 
 
 class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
