@@ -379,7 +379,7 @@ class Communicators(Groups):
         try:
             yield
         except BaseException as error:
-            after = f"after {type(error).__name__} in {look().where}"
+            after = f"after {type(error).__name__} in {look()}"
             self.steps.failed = True
             raise
         finally:

@@ -68,6 +68,9 @@ class RankPosition(NamedTuple):
     program: Any = None
     stage: int | None = None
 
+    def __str__(self) -> str:
+        return self.where if self.stage is None else f"{self.where}, stage {self.stage}"
+
 
 @dataclasses.dataclass(slots=True)
 class Steps:
@@ -137,6 +140,7 @@ class Watchdog:
         # ---- all ranks, while this one waits
         self._peers: PeerStatus | None = None
         self._table = ""
+        self._made_at = float("-inf")
         self._known = threading.Event()  # whoever clears it asks for the table
         self._known.set()
         self._lost: str | None = None  # why the store is no longer used
@@ -150,15 +154,16 @@ class Watchdog:
     # ---- for the thread that steps
 
     def ask(self) -> str:
-        """Returns the table, after a failure. It may take some beats to find out who is silent."""
+        """Returns the table, after a failure. A recent one shows for what ranks waited, which they do not any more; else
+        it takes some beats to find out who is silent."""
         limit = 2 * PeerStatus(None, self._comms.world, self._beat).patience + 5
-        self._known.clear()
+        if self._made_at < time.monotonic() - STALL * self._beat:
+            self._known.clear()
         until = time.monotonic() + limit
         while self._lost is None and time.monotonic() < until:
             if self._known.wait(self._beat):
                 return self._table
         why = self._lost or f"does not answer for {limit:.0f} s; {KEEPER} is probably frozen"
-        self._look()
         own = table({self._rank: self._post}, {})
         return f"  where others are is not known: the store of the process group {why}\n{own}"
 
@@ -209,11 +214,9 @@ class Watchdog:
         # in words
         seconds = now - self._since[at]
         waited = now - min(map(self._since.__getitem__, names), default=now)
-        text = position.where
+        text = str(position)
         line = ""
         program = ""
-        if position.stage is not None:
-            text = f"{text}, stage {position.stage}"
         if self._is_stalled(max(seconds, waited)):
             line = where.line(thread)
             if position.program is not None:
@@ -236,7 +239,7 @@ class Watchdog:
         peer's, may take the abort for an error and end its process: what hangs is printed by then.
         """
         before = time.monotonic() - self._timeout
-        late = [label[0] for label in self._labels if self._since.get(id(label), before) < before]
+        late = [label[0] for label in self._labels if self._since[id(label)] < before]
         if late and self._aborts:
             self._aborts = False
             text = f"rank {self._rank}: {late[0]} has not ended after {self._timeout:.0f} s. {ADVICE}"
@@ -271,6 +274,7 @@ class Watchdog:
             found = self._peers.read()
             if found:
                 self._table = found
+                self._made_at = time.monotonic()
                 self._show(self._peers)
                 self._known.set()
 

@@ -6,10 +6,8 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
-from yafsdp_fn.params.sources import unit_shard, whole_leaves
+from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
 from yafsdp_fn.runtime.memory import StateMemory
 
@@ -52,22 +50,6 @@ def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     return per_group
 
 
-def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: Sequence[Tensor]) -> None:
-    """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n]; its gaps stay. Skips layers of
-    other stages."""
-    if (0 if group.pinned else layer) not in group.here:
-        return
-    row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
-    leaves = [group.local_slice(number, leaf, ranks) for number, leaf in enumerate(leaves)]
-    # in a pinned unit a leaf is that of all layers
-    for piece in group.pieces(row.numel(), ranks):
-        flat = leaves[piece.leaf].reshape(-1)
-        skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
-        a, b = max(skip, 0), min(skip + flat.numel(), piece.stop - piece.start)
-        if a < b:
-            row[piece.start + a : piece.start + b].copy_(flat[a - skip : b - skip])
-
-
 # ---- map_whole_layers: maps a function over whole layers, outside autograd. For exports, statistics, optimizers of
 # matrices.
 #
@@ -93,23 +75,38 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     True
     """
     must_be_function(f, "map_whole_layers(f, stack)")
-    for tree in (stack, *rest):
+    trees = (stack, *rest)
+    for tree in trees:
         _must_be_stack(tree)
-    if not isinstance(stack, Sharded):
-        if any(isinstance(other, Sharded) for other in rest):
+    # are they stacks of one state, as long as each other?
+    sharded = [tree for tree in trees if isinstance(tree, Sharded)]
+    for tree in sharded:
+        if not isinstance(stack, Sharded):
             raise TypeError(
                 "map_whole_layers: the first stack is plain, another is sharded; unshard that one, or shard this"
             )
-        columns = [plain_layers(tree) for tree in (stack, *rest)]
-        if len({len(rows) for rows in columns}) > 1:
-            raise ValueError(
-                f"map_whole_layers: stacks of different length: {', '.join(str(len(rows)) for rows in columns)}"
+        if tree.check().entry.length is None:
+            raise TypeError(
+                f"map_whole_layers over {tree.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
             )
-        return stacked([f(*layers) for layers in zip(*columns, strict=True)])
-    memory = stack.owner
-    if not isinstance(memory, StateMemory):
-        raise TypeError(f"map_whole_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
-    return _sharded(f, memory, stack, rest)
+        if tree.owner is not stack.owner or tree.entry.length != stack.entry.length:
+            what = f"{tree.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
+            raise ValueError(f"map_whole_layers: {what}")
+    lengths, layers = zip(*map(_layers, trees), strict=True)
+    if len(set(lengths)) > 1:
+        raise ValueError(f"map_whole_layers: stacks of different length: {', '.join(map(str, lengths))}")
+    if isinstance(stack, Sharded):
+        return _sharded(f, stack, layers)
+    return stacked([f(*[give(layer) for give in layers]) for layer in range(lengths[0])])
+
+
+def _layers(tree: Tree) -> tuple[int, Callable[[int], Tree]]:
+    """Returns the number of layers of a stack, and what gives each of them whole."""
+    if not isinstance(tree, Sharded):
+        rows = plain_layers(tree)
+        return len(rows), rows.__getitem__
+    pinned: dict[int, list[Tensor]] = {}
+    return tree.entry.length or 0, lambda layer: whole_unit(tree, layer, pinned)
 
 
 def _must_be_stack(tree: Tree) -> None:
@@ -127,32 +124,17 @@ def _must_be_stack(tree: Tree) -> None:
             )
 
 
-def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
-    # are they stacks of one state, as long as each other?
-    stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
-    name, length = stack.entry.name, stack.entry.length
-    for tree in (stack, *rest):
-        if not isinstance(tree, Sharded):
-            lengths = {leaf.shape[0] for leaf in optree.tree_leaves(tree)}
-            if lengths - {length}:
-                raise ValueError(f"map_whole_layers: {name!r} has length {length}, another {lengths}")
-        elif tree.check().entry.length is None:
-            raise TypeError(
-                f"map_whole_layers over {tree.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
-            )
-        elif tree.owner is not memory or tree.entry.length != length:
-            what = f"{tree.entry.name!r} is not of the same state and length as {name!r}"
-            raise ValueError(f"map_whole_layers: {what}")
-    # results like a layer go into shards, others are collected
-    plain = [None if isinstance(tree, Sharded) else plain_layers(tree) for tree in rest]
+def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[int], Tree]]) -> Tree:
+    """Returns a stack like `stack` where `f` returns trees like a layer; else its results, stacked."""
+    memory, name = stack.owner, stack.entry.name
+    if not isinstance(memory, StateMemory):
+        raise TypeError(f"map_whole_layers: {name!r} has no whole layers here: {memory.why_not_whole()}")
     kept: list[Tensor] | None = None
+    pinned: dict[int, list[list[Tensor]]] = {}  # leaves of every layer that share a unit, by group
     outs: list[Tree] = []
-    pinned: list[dict[int, list[Tensor]]] = [{} for _ in stacks]
-    for layer in range(length or 0):
+    for layer in range(stack.entry.length or 0):
         with memory.comms.guarded(f"map_whole_layers of {name}[{layer}]"):
-            whole, *given = [whole_unit(tree, layer, of) for tree, of in zip(stacks, pinned, strict=True)]
-            others = [given.pop(0) if rows is None else rows[layer] for rows in plain]
-            out = f(whole, *others)
+            out = f(*[give(layer) for give in layers])
         leaves = like_layer(stack, out)
         if leaves is None:
             outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
@@ -160,11 +142,23 @@ def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: 
         if kept is None:  # a shard of zeros per group, in the dtype of the function's result
             found = zip(stack.leaves, leaves, strict=True)
             kept = [torch.zeros_like(shard, dtype=of_group[0].dtype) for shard, of_group in found]
-        for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
-            write_layer(shard, group, memory.comms, layer, of_group)
-    if kept is not None and outs:
+        for number, ((_, group, _), shard) in enumerate(zip(stack.group_leaves(), kept, strict=True)):
+            if group.pinned:
+                pinned.setdefault(number, []).append(leaves[number])
+            elif layer in group.here:
+                parts = [group.local_slice(at, leaf, memory.comms) for at, leaf in enumerate(leaves[number])]
+                sources = [lambda _, part=part: part for part in parts]
+                rank = memory.comms.without(group.over).rank
+                fill(shard[group.here.index(layer)], group.layout, rank, sources, layer)
+    if kept is None:
+        return stacked(outs)
+    if outs:
         raise ValueError("map_whole_layers: f returned a tree like the layer for some layers and another for others")
-    return Sharded(tuple(kept), stack.context) if kept is not None else stacked(outs)
+    for number, of_layers in pinned.items():
+        _, group, _ = stack.group_leaves()[number]
+        shared = [lambda layer, at=at, given=of_layers: given[layer or 0][at] for at in range(len(group.leaves))]
+        fill_group(kept[number], stack.entry, group, memory.comms, shared)
+    return Sharded(tuple(kept), stack.context)
 
 
 def plain_layers(tree: Tree) -> list[Tree]:
