@@ -154,8 +154,8 @@ class Watchdog:
     # ---- for the thread that steps
 
     def ask(self) -> str:
-        """Returns the table, after a failure. A recent one shows for what ranks waited, which they do not any more; else
-        it takes some beats to find out who is silent."""
+        """Returns the table, after a failure. A recent one shows for what ranks waited, which now they do not; else it
+        takes some beats to find out who is silent."""
         limit = 2 * PeerStatus(None, self._comms.world, self._beat).patience + 5
         if self._made_at < time.monotonic() - STALL * self._beat:
             self._known.clear()
