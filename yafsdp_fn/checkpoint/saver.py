@@ -95,6 +95,10 @@ class Saver:
             if done is not None:
                 done.record()
 
+        if not comms.streams:
+            with memory.using(io.reads(state)):
+                copy()
+            return done.synchronize if done is not None else lambda: None
         stream = comms.stream("save")
         ready = comms.event()
         over = comms.event()
