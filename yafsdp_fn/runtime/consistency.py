@@ -57,11 +57,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def speed() -> dict[str, str]:
-    """Describes settings that may differ, but slow all ranks down to the slowest, or change last bits."""
-    return {"torch.get_num_threads()": str(torch.get_num_threads())}
-
-
 def _version() -> str:
     try:
         return metadata.version("yafsdp_fn")
@@ -93,7 +88,8 @@ def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> No
         return
     if tx is not None:
         comms.must_agree("the optimizer", optimizer(tx))
-    may = {"the function": function(fun), **speed()}
+    # threads may differ, but slow all ranks down to the slowest, or change last bits
+    may = {"the function": function(fun), "torch.get_num_threads()": str(torch.get_num_threads())}
     if (differs := comms.difference("what they run", may)) is not None:
         warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
 
