@@ -84,12 +84,21 @@ def refused(_: Any, folder: str) -> None:
             load(folder, ya.init({"layers": ya.Stacked(layer)}, mesh=mesh))
 
     plain = ya.Param((2, 4, 6))
-    loaded(r"params.layers, leaf layers.u: the checkpoint has nothing, this state shape \(4,\)", w=plain, v=v, u=v)
+    loaded(
+        r"params.layers, leaf layers.u: the checkpoint has nothing, this state torch.float32 \[2, 4\]",
+        w=plain,
+        v=v,
+        u=v,
+    )
     loaded(r"layers.v in params.layers:layers, which this state has not", w=plain)
     wider = ya.Param((2, 4, 8))
-    loaded(r"leaf layers.w: the checkpoint has shape \(4, 6\), this state shape \(4, 8\)", w=wider, v=v)
     loaded(
-        r"leaf layers.v: the checkpoint has shape \(4,\), this state shape \(2, 5\)",
+        r"leaf layers.w: the checkpoint has torch.float32 \[2, 4, 6\], this state torch.float32 \[2, 4, 8\]",
+        w=wider,
+        v=v,
+    )
+    loaded(
+        r"leaf layers.v: the checkpoint has torch.float32 \[2, 4\], this state torch.float32 \[2, 5\]",
         w=plain,
         v=ya.Pinned(ya.Param((2, 5))),
     )

@@ -298,10 +298,10 @@ def loading_fails(mesh: Any, directory: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("shape", "params.layers:layers, leaf layers.w: the checkpoint has shape (5, 3), this state shape (6, 3)"),
-        ("name", "params.layers:layers, leaf layers.u: the checkpoint has nothing, this state shape (5, 3)"),
+        ("shape", "leaf layers.w: the checkpoint has torch.float32 [3, 5, 3], this state torch.float32 [3, 6, 3]"),
+        ("name", "params.layers:layers, leaf layers.u: the checkpoint has nothing, this state torch.float32 [3, 5, 3]"),
         ("optimizer", "which this state has not"),
-        ("dtype", "the checkpoint has dtype torch.float32, this state dtype torch.float64"),
+        ("dtype", "leaf embed: the checkpoint has torch.float32 [7, 5], this state torch.float64 [7, 5]"),
     ],
 )
 def test_another_state_is_refused_by_leaf(pools: Pools, tmp_path: Path, kind: str, text: str) -> None:

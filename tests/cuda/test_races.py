@@ -21,7 +21,6 @@ from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wai
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.marks import by_day, nightly
-from yafsdp_fn.communication.cuda_streams import CudaStream
 from yafsdp_fn.nn import linear
 from yafsdp_fn.util import squares
 
@@ -97,17 +96,3 @@ def test_every_wait_is_missed_or_implied_by_others(in_child: InChild, case: Case
     verdicts = in_child(left_out, case)
     print(case, verdicts)
     assert verdicts["found"] > 20 and verdicts.get("idle", 0) < verdicts["found"] / 10
-
-
-def without_keep(case: Case) -> list[Finding]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaStream, "mark_used", lambda self, memory: None)
-        return wrong(seen(case)[1])
-
-
-def test_memory_that_nobody_keeps_is_found(in_child: InChild) -> None:
-    """The copy of a frozen stack's gradient that map_whole_layers gathers; nobody else holds it."""
-    case = next(case for case in ALL if case.problem == "frozen" and case.builder == "zero3")
-    found = in_child(without_keep, case)
-    assert {each.kind for each in found} == {"early free"}
-    assert any("map_whole_layers" in each.first for each in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from tests.harness.small import batch, loss, model, one_rank
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.cuda_streams import must_differ
 from yafsdp_fn.extras import registered_memory
-from yafsdp_fn.extras.registered_memory import Registered
+from yafsdp_fn.extras.registered_memory import registering
 
 CUDA = torch.device("cuda", 0)
 
@@ -68,10 +68,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_pool_is_registered_once_when_all_is_there_with_each_group_in_order(log: list[Any]) -> None:
     first, second = Group(Backend(log, "a")), Group(Backend(log, "b"))
-    registered = Registered(lambda: [first, first, second], CUDA)
+    registered = registering(lambda: [first, first, second], CUDA)
     assert log == [("connect", "a"), ("connect", "b")]  # a group with two names counts once
     log.clear()
-    with registered.memory():
+    with registered():
         log.append("allocates")
     pool = "pool of NCCL's"
     assert log == [
@@ -86,27 +86,27 @@ def test_a_pool_is_registered_once_when_all_is_there_with_each_group_in_order(lo
 def test_groups_that_come_later_register_what_is_allocated_then(log: list[Any]) -> None:
     """Those of units that are split over axes inside blocks, with the first state that has some."""
     groups = [Group(Backend(log, "a"))]
-    registered = Registered(lambda: groups, CUDA)
+    registered = registering(lambda: groups, CUDA)
     groups.append(Group(Backend(log, "b")))
     log.clear()
-    with registered.memory():
+    with registered():
         pass
     assert log[0] == ("connect", "b") and [each[1] for each in log[-2:]] == ["a", "b"]
 
 
 def test_a_torch_without_symmetric_windows_registers_plainly(log: list[Any]) -> None:
-    with Registered(lambda: [Group(Backend(log, "a", symmetric=False))], CUDA).memory():
+    with registering(lambda: [Group(Backend(log, "a", symmetric=False))], CUDA)():
         pass
     assert log[-1] == ("register", "a", "pool of NCCL's")
 
 
 def test_refusals_say_why(log: list[Any]) -> None:
     with pytest.raises(RuntimeError, match=r"Without of torch .* has no mem_allocator and no register_mem_pool"):
-        Registered(lambda: [Group(Without())], CUDA)
+        registering(lambda: [Group(Without())], CUDA)
     with pytest.raises(RuntimeError, match="NCCL cannot allocate on Old GPU"):
-        Registered(lambda: [Group(Backend(log, "a", alloc=False))], CUDA)
+        registering(lambda: [Group(Backend(log, "a", alloc=False))], CUDA)
     with pytest.raises(RuntimeError, match="this mesh is on cpu"):
-        Registered(list, torch.device("cpu"))
+        registering(list, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="one rank has no communicator"):
         ya.mesh(device="cpu", registered=True)
 
@@ -115,16 +115,17 @@ def test_a_second_mesh_keeps_the_pools_of_the_first(monkeypatch: pytest.MonkeyPa
     """Equal meshes share communicators, and with them the memory of states that exist."""
     used: list[str] = []
 
-    class Pools:
-        def __init__(self, groups: Sequence[Any], device: torch.device) -> None:
-            self.name = made.pop(0)
+    def registering(groups: Any, device: torch.device) -> Any:
+        name = made.pop(0)
 
-        def memory(self) -> contextlib.AbstractContextManager[None]:
-            used.append(self.name)
+        def memory() -> contextlib.AbstractContextManager[None]:
+            used.append(name)
             return contextlib.nullcontext()
 
+        return memory
+
     made = ["first", "second"]
-    monkeypatch.setattr(registered_memory, "Registered", Pools)
+    monkeypatch.setattr(registered_memory, "registering", registering)
     comms = Communicators(one_rank())
     comms.alone = False
     for _ in range(2):
@@ -183,11 +184,11 @@ def test_nccl_of_this_machine_registers_or_says_why_not() -> None:
     ya.mesh(device="cuda")
     group = torch.distributed.new_group([0], backend="nccl")
     try:
-        registered = Registered(lambda: [group], CUDA)
+        registered = registering(lambda: [group], CUDA)
     except RuntimeError as error:
         assert "leave registered out" in str(error)
         return
-    with registered.memory():
+    with registered():
         full = torch.ones(1 << 22, device=CUDA)
     out = torch.empty_like(full)
     torch.distributed.all_reduce(full, group=group)

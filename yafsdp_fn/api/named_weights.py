@@ -15,9 +15,9 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.sources import unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, join
 from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.whole_layers import whole_unit
 
 STOPPED = -1
 
@@ -91,19 +91,9 @@ def _compare(comms: Communicators, unit: int, name: str) -> None:
 def _unit(
     handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, list[Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    comms = handle.owner.comms
-    views = {}
-    for number, group, leaf in handle.check().group_leaves():
-        wholes = pinned.get(number)
-        if wholes is None:
-            index = layer if handle.entry.stacked(group) else 0
-            row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
-            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
-        if group.pinned:
-            pinned[number] = wholes
-        views[group.name] = group.of_layer(wholes, layer)
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(handle.entry.unflatten(views), is_leaf=is_low_rank)
-    del views, wholes
+    whole = whole_unit(handle, layer, pinned, dtype)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(whole, is_leaf=is_low_rank)
+    del whole
     for accessor in accessors:
         leaf = leaves.pop(0)
         yield join(name, dotted(accessor)), leaf.merged() if is_low_rank(leaf) else leaf

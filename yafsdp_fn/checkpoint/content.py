@@ -1,11 +1,10 @@
 """The content of a checkpoint: keys, slices of flat vectors, and the manifest of all that is no tensor."""
 
-import copy
 import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -35,9 +34,8 @@ from yafsdp_fn.util.schema import Limits, typed
 class ShardSlice:
     """A tensor of the whole shape, of which only `shard` is here, this rank's part of the last axis.
 
-    shard: [L here, n] or [n], without padding; shape: (L, N) or (N,); start: a
-    layers: of the rows of the shard, if there are layers
-    part: of a unit that is split over axes, the number of this rank's part, else None
+    shard: [L here, n] or [n], without padding; shape: (L, N) or (N,), or with the parts in front, if the unit is split
+        over axes; start: a
     """
 
     def __init__(self, shard: Tensor, entry: Entry, group: Group, ranks: Ranks) -> None:
@@ -45,57 +43,42 @@ class ShardSlice:
         self.group = group
         self.ranks = ranks
         self.dtype = shard.dtype
-        self.layers = group.here if entry.stacked(group) else None
-        self.shape = _shape_of(group, None if self.layers is None else len(group.units))
-        self.part: int | None = None
-        if group.axes:
-            subgroups = ranks.subgroups(across=group.over)
-            self.part = next(number for number, members in enumerate(subgroups) if ranks.rank in members)
-        numel = self.shape[-1]
+        self.shape = _shape_of(group, len(group.units) if entry.stacked(group) else None)
         n = shard.shape[-1]
+        numel = self.shape[-1]
         start = ranks.without(group.over).rank * n
         self.start = min(start, numel)
         self.shard = shard.narrow(-1, 0, min(start + n, numel) - self.start)
 
-    def over(self, memory: Tensor) -> "ShardSlice":
-        """Returns the same slice over `memory`, which has the shape of `shard`, on any device."""
-        found = copy.copy(self)
-        found.shard = memory
-        return found
-
-    def parts(self, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
+    def parts(self, *, saved: bool) -> dict[tuple[int, ...], Tensor]:
         """Returns the slice per run of neighbouring layers held here, or all of it without layers, by its offsets in
         the whole.
 
         saved: only what this stage saves
         """
+        group = self.group
         found: dict[tuple[int, ...], Tensor] = {}
-        if self.layers is not None:
-            layers = self.layers
-            rows = self.group.counted if saved else range(len(layers))
-            # neighbours are as far from their places in the list as the one before, as rows and as layers
-            runs = itertools.groupby(enumerate(rows), lambda each: (each[1] - each[0], layers[each[1]] - each[0]))
-            for _, run in runs:
+        if self.entry.stacked(group):
+            rows = enumerate(group.counted if saved else range(len(group.here)))
+            for _, run in itertools.groupby(rows, lambda each: group.here[each[1]] - each[0]):
                 own = [row for _, row in run]
-                found[layers[own[0]], self.start] = self.shard.narrow(0, own[0], len(own))
-        elif self.group.counted or not saved:
+                found[group.here[own[0]], self.start] = self.shard.narrow(0, own[0], len(own))
+        elif group.counted or not saved:
             found[(self.start,)] = self.shard
-        if self.part is None:
+        if not group.axes:
             return found
-        return {(self.part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
+        subgroups = self.ranks.subgroups(across=group.over)
+        part = next(number for number, members in enumerate(subgroups) if self.ranks.rank in members)
+        return {(part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
 
 
 Content = ShardSlice | Tensor
 """A slice of a flat vector, or a tensor that is the same on every rank."""
 
 
-def held(content: Content) -> Tensor:
-    """Returns this rank's part of a content; all of a plain tensor."""
-    return content.shard if isinstance(content, ShardSlice) else content
-
-
 def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
-    """Returns the same as slices, by their offsets in the whole tensor. saved: only what this stage saves"""
+    """Returns this rank's parts of a content, by their offsets in the whole tensor. saved: only what this stage
+    saves"""
     return content.parts(saved=saved) if isinstance(content, ShardSlice) else {(0,) * content.ndim: content}
 
 
@@ -126,7 +109,11 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
                 layers = node.entry.length if node.entry.stacked(group) else None
                 dtype = str(shard.dtype) if group.encodes is None else group.encodes.format.name
                 described[key] = {"dtype": dtype, "layers": layers, "leaves": leaves}
-                described[key] |= _cut_of(group)
+                if group.axes:  # as JSON has it
+                    cuts = [
+                        {name: list(cut) if isinstance(cut, tuple) else cut for name, cut in s} for s in group.splits
+                    ]
+                    described[key] |= {"axes": dict(group.axes), "splits": cuts}
                 if group.layout.align != ALIGN:
                     described[key]["align"] = group.layout.align
         elif isinstance(node, Tensor):
@@ -141,14 +128,6 @@ def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
     """Returns the shape in which a group is saved: [L, N], [N], or with the parts in front, if it is split."""
     parts = (math.prod(size for _, size in group.axes),) if group.axes else ()
     return *parts, *(() if layers is None else (layers,)), group.layout.numel
-
-
-def _cut_of(group: Group) -> Description:
-    """Returns what a description says of a unit that is split."""
-    if not group.axes:
-        return {}
-    splits = [{name: list(cut) if isinstance(cut, tuple) else cut for name, cut in split} for split in group.splits]
-    return {"axes": dict(group.axes), "splits": splits}  # as JSON has it
 
 
 class SavedLeaf(NamedTuple):
@@ -218,7 +197,7 @@ def recuts(
         leaves = []
         try:
             for name in wanted[key]["leaves"]:
-                at = there[handle_of(key), name].key
+                at = there[handle_of(key), name][0]
                 group = _group_of(saved[at], tensor.group)
                 leaves.append(SavedLeaf(at, group, saved[at].get("layers"), group.layout.names.index(name)))
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
@@ -251,32 +230,17 @@ def handle_of(key: str) -> str:
     return key.partition(":")[0]
 
 
-class LeafForm(NamedTuple):
-    """A leaf in a description: the key of its group, the dtype, the number of layers, and the whole shape of one."""
-
-    key: str
-    shape: Any
-    layers: int | None
-    dtype: str | None
-
-    def is_like(self, other: "LeafForm") -> bool:
-        """Returns whether dtype and shape agree, whether each layer is a unit or one unit has them all."""
-        return (self.dtype, self._stacked()) == (other.dtype, other._stacked())
-
-    def _stacked(self) -> Any:
-        return self.shape if self.layers is None or not isinstance(self.shape, list) else [self.layers, *self.shape]
-
-
-def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, str], LeafForm]:
-    """`(handle, leaf) -> its form`: leaves are found by name, whatever unit of their handle they are in. A tensor
-    outside of handles has the leaf ""."""
-    out: dict[tuple[str, str], LeafForm] = {}
+def _by_leaf(described: dict[str, Description], where: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Returns `(handle, leaf) -> (key, form)`, the key of its group, and its dtype and whole shape in words: leaves are
+    found by name, whatever unit of their handle they are in. A tensor outside of handles has the leaf ""."""
+    out: dict[tuple[str, str], tuple[str, str]] = {}
     for key, of in described.items():
+        layers = [] if of.get("layers") is None else [of["layers"]]
         for leaf, shape in of.get("leaves", {"": of.get("shape")}).items():
             at = handle_of(key), leaf
             if at in out:
-                raise CheckpointError(f"{where}: {key} and {out[at].key} both have {leaf or at[0]}")
-            out[at] = LeafForm(key, shape, of.get("layers"), of.get("dtype"))
+                raise CheckpointError(f"{where}: {key} and {out[at][0]} both have {leaf or at[0]}")
+            out[at] = key, f"{of.get('dtype')} {[*layers, *shape]}"
     return out
 
 
@@ -291,36 +255,22 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
     have = _by_leaf(saved, where)
     want = _by_leaf(wanted, where)
     handles = {handle for handle, _ in have}
-    for (handle, leaf), needs in want.items():
-        if handle not in handles:
-            text = f"{where}: this state has {needs.key}, the checkpoint has not; it holds {_some(saved)}"
-            raise CheckpointError(text + ANOTHER_OPTIMIZER * needs.key.startswith("opt_state"))
-        there = have.get((handle, leaf))
-        if there is None or not there.is_like(needs):
-            fields = needs._fields[1:]
-            field = next(name for name in fields if there is None or getattr(there, name) != getattr(needs, name))
-            at = f"{needs.key}{f', leaf {leaf}' if leaf else ''}"
-            raise CheckpointError(
-                f"{where}: {at}: the checkpoint has {_field(field, there)}, this state {_field(field, needs)}"
-            )
-    asked = {handle for handle, _ in want}
-    names = set()
-    for (handle, leaf), form in have.items():
-        if (handle, leaf) not in want:
-            names.add(f"{leaf} in {form.key}" if handle in asked else form.key)
-    if names:
-        text = f"{where}: the checkpoint holds {_some(names)}, which this state has not"
-        raise CheckpointError(text + ANOTHER_OPTIMIZER * all(name.startswith("opt_state") for name in names))
+    for (handle, leaf), (key, form) in want.items():
+        _, there = have.get((handle, leaf), (key, "nothing"))
+        if there != form:
+            at = f"{key}, leaf {leaf}" if leaf else key
+            text = f"{where}: {at}: the checkpoint has {there}, this state {form}"
+            if handle not in handles:
+                text += f"; it holds {_some(saved)}" + ANOTHER_OPTIMIZER * key.startswith("opt_state")
+            raise CheckpointError(text)
+    left = {at: key for at, (key, _) in have.items() if at not in want}
+    if left:
+        names = _some({f"{leaf} in {key}" if leaf else key for (_, leaf), key in left.items()})
+        text = f"{where}: the checkpoint holds {names}, which this state has not"
+        raise CheckpointError(text + ANOTHER_OPTIMIZER * all(key.startswith("opt_state") for key in left.values()))
 
 
-def _field(field: str, form: LeafForm | None) -> str:
-    if form is None:
-        return "nothing"
-    value = getattr(form, field)
-    return f"{field} {tuple(value) if isinstance(value, list) else value}"
-
-
-def _some(keys: Any, most: int = 6) -> str:
+def _some(keys: Iterable[str], most: int = 6) -> str:
     names = sorted(keys)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -398,7 +348,7 @@ def from_json(text: str, path: str) -> Manifest:
     except ValueError as error:
         raise CheckpointError(f"{path}{error}") from None
     for key, described in found.tensors.items():
-        leaves = described.get("leaves", {}) if isinstance(described, dict) else None
+        leaves = described.get("leaves", {"": described.get("shape")}) if isinstance(described, dict) else None
         if not isinstance(leaves, dict) or not all(isinstance(shape, list) for shape in leaves.values()):
             raise CheckpointError(f"{path}: tensors: {key[:200]}: expected its dtype and the shapes of its leaves")
     return found

@@ -35,6 +35,8 @@ from yafsdp_fn.util import disk
 from yafsdp_fn.util.disk import remove, replace, sync_folder
 from yafsdp_fn.util.torch_private import side_store
 
+Directory = str | os.PathLike[str]
+
 LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{8,18})(\.replaced)?")
 _PARTIAL = re.compile(r"step-\d{8,18}\.partial")
@@ -125,7 +127,7 @@ def _check(name: str) -> str:
     return f"{zlib.crc32(name.encode()):08x}"  # a flipped bit may turn one step into another
 
 
-def latest(directory: str | os.PathLike[str]) -> Path | None:
+def latest(directory: Directory) -> Path | None:
     """Returns the folder of the newest complete checkpoint in `directory`, or None. `load` looks closer: it reads every
     byte, and skips damaged checkpoints.
 
@@ -140,7 +142,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     return next(iter(_newest_first(root, complete(root))), None)
 
 
-def steps(directory: str | os.PathLike[str]) -> list[int]:
+def steps(directory: Directory) -> list[int]:
     """Returns the steps of the complete checkpoints in `directory`, in order.
 
     >>> ya.checkpoint.save(folder, state).name, ya.checkpoint.steps(folder)
@@ -149,7 +151,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     return sorted(complete(Path(directory)))
 
 
-def candidates(directory: str | os.PathLike[str], step: int | None) -> list[Path]:
+def candidates(directory: Directory, step: int | None) -> list[Path]:
     """Returns the folder of the checkpoint of `step`, or all, newest first. Raises CheckpointError if there is none."""
     root = Path(directory)
     found = complete(root)

@@ -9,11 +9,10 @@ and all ranks read what they need. `saver` does the same beside the next steps.
 
 import dataclasses
 import json
-import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint import tensors as files
 from yafsdp_fn.checkpoint.content import Content, Manifest, parts
-from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
+from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.tensors import CheckpointTensor, part_name
 from yafsdp_fn.communication.micro_shards import circumstances
 from yafsdp_fn.communication.ranks import Ranks
@@ -36,14 +35,12 @@ from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
 
-Directory = str | os.PathLike[str]
-
 
 class Job(NamedTuple):
-    """A checkpoint to write. tensors: by key, unchanged until it is written"""
+    """A checkpoint to write. parts: those that this rank could write, by name, unchanged until they are written"""
 
     root: Path
-    tensors: dict[str, Content]
+    parts: dict[str, Tensor]
     manifest: Manifest
     keep_last: int | None
     keep_every: int | None
@@ -63,18 +60,12 @@ class Job(NamedTuple):
 
     def _share(self, ranks: AllRanks, what: str) -> dict[str, Tensor]:
         """Returns the parts that this rank writes: of those that several ranks have, replicas say, one of them."""
-        mine = {
-            part_name(key, offsets): part
-            for key, tensor in self.tensors.items()
-            for offsets, part in parts(tensor, saved=True).items()
-            if part.numel()
-        }
         holders: dict[str, list[int]] = {}
-        for rank, names in enumerate(ranks.each(lambda: list(mine), what)):
+        for rank, names in enumerate(ranks.each(lambda: list(self.parts), what)):
             for name in names:
                 holders.setdefault(name, []).append(rank)
         turns = {name: who[number % len(who)] for number, (name, who) in enumerate(holders.items())}
-        return {name: part for name, part in mine.items() if turns[name] == ranks.rank}
+        return {name: part for name, part in self.parts.items() if turns[name] == ranks.rank}
 
 
 def save(
@@ -129,7 +120,12 @@ def prepare(
     comms = state.memory.comms
     here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
-    return Job(Path(directory), tensors, facts, keep_last, keep_every)
+    found: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            tensor = tensor.clone()  # an optimizer's count, say, has no buffer that the next step would wait for
+        found |= {part_name(key, at): part for at, part in parts(tensor, saved=True).items() if part.numel()}
+    return Job(Path(directory), found, facts, keep_last, keep_every)
 
 
 def reads(state: ShardedState) -> list[Buffer]:
@@ -137,9 +133,16 @@ def reads(state: ShardedState) -> list[Buffer]:
     return [(buffer, unit.id) for buffer in ("shard", "optimizer") for unit in state.memory.units]
 
 
-def writing(memory: StateMemory) -> AbstractContextManager[None]:
-    """Returns the context in which a load overwrites a state: it waits for all that uses its buffers."""
-    return memory.using(*Update(tuple(unit.id for unit in memory.units)).uses())
+@contextmanager
+def writing(memory: StateMemory) -> Iterator[None]:
+    """Overwrites a state: waits for all that uses its buffers. It is another state then, also after a failure: partly
+    overwritten."""
+    try:
+        with memory.using(*Update(tuple(unit.id for unit in memory.units)).uses()):
+            memory.begin_write()
+            yield
+    finally:
+        memory.end_write()
 
 
 def load(
@@ -209,13 +212,9 @@ def _load(
     memory = like.memory
     program = _program(facts.program, memory, where)
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
-    try:
-        with writing(memory):
-            memory.begin_write()  # also for a failure: `like` is partly overwritten
-            ranks.each(lambda: _fill(tensors, recuts, stored), reading)
-            memory.refresh(sorted(memory.held))
-    finally:
-        memory.end_write()
+    with writing(memory):
+        ranks.each(lambda: _fill(tensors, recuts, stored), reading)
+        memory.refresh(sorted(memory.held))
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state), facts.extra
 

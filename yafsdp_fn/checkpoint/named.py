@@ -16,7 +16,6 @@ def moments(path, layer):           # "layers.wq", 3 -> "optim.state.layers.3.wq
 """
 
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -31,8 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from yafsdp_fn.api.sharding import unshard
-from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, owned, ranks_of
+from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.in_format import InFormatState
 from yafsdp_fn.optim.partition import MaskedState, PartitionState
@@ -41,17 +39,17 @@ from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import Lazy, fill_group
-from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves, without_markers
+from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
-from yafsdp_fn.runtime.whole_layers import map_whole_layers
+from yafsdp_fn.runtime.whole_layers import whole_unit
 from yafsdp_fn.util.disk import sync_folder
 
 Name = Callable[[str, int | None], str]
 """A leaf's path in our tree, and its layer if it is in a stack -> the tensor's name in the checkpoint."""
 
 
-def load_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> Tree:
+def load_named(directory: Directory, params: Tree, name: Name) -> Tree:
     """Returns `params` with `ya.Lazy` leaves of the checkpoint's dtypes, for `ya.shard` or `ya.materialize`.
 
     params: `ya.Param` leaves and markers, as for `ya.init`; their shapes must be the checkpoint's
@@ -132,7 +130,7 @@ def _lazy(find: Callable[..., Theirs], path: str, leaf: Any, layered: bool) -> L
     return Lazy.in_place_of(leaf, layers[0].dtype, load)
 
 
-def save_named(directory: str | os.PathLike[str], params: Tree, name: Name) -> None:
+def save_named(directory: Directory, params: Tree, name: Name) -> None:
     """Writes the leaves of sharded `params` into `directory`, a new folder, by torch.distributed.checkpoint.
 
     Every rank calls it. Layers are gathered one at a time, and each rank keeps and writes some of them: its share of
@@ -180,26 +178,22 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
     units = itertools.count()
     out = dict[str, Tensor]()
     seen = set[str]()
-
-    def take(path: str, tree: Tree, layer: int | None) -> None:
-        mine = next(units) % ranks.count == ranks.rank
-        for key, leaf in named_leaves(tree):
-            full = name(join(path, key), layer)
-            if full in seen:
-                raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
-            seen.add(full)
-            if mine:
-                out[full] = leaf.detach().cpu().clone()
-
     for accessor, node in handles_and_leaves(params):
-        path = dotted(accessor)
         if not isinstance(node, Sharded):
-            raise TypeError(f"save_named: {path} is not sharded; it takes state.params, or a tree like it")
-        if node.entry.length is None:
-            take(path, without_markers(unshard(node)), None)
-        else:
-            layers = itertools.count()
-            map_whole_layers(lambda layer, path=path, layers=layers: take(path, layer, next(layers)), node)
+            raise TypeError(f"save_named: {dotted(accessor)} is not sharded; it takes state.params, or a tree like it")
+        if not isinstance(node.owner, StateMemory):
+            raise TypeError(f"save_named: {dotted(accessor)} has no weights here: {node.owner.why_not_whole()}")
+        length = node.entry.length
+        pinned: dict[int, list[Tensor]] = {}
+        for layer in range(1 if length is None else length):
+            mine = next(units) % ranks.count == ranks.rank
+            for key, leaf in named_leaves(whole_unit(node, layer, pinned)):
+                full = name(join(dotted(accessor), key), None if length is None else layer)
+                if full in seen:
+                    raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
+                seen.add(full)
+                if mine:
+                    out[full] = leaf.detach().cpu().clone()
     return out
 
 
@@ -208,7 +202,7 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
 MEAN, SQUARE, STEP = ".exp_avg", ".exp_avg_sq", ".step"
 
 
-def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> ShardedState:
+def load_moments(directory: Directory, state: ShardedState, name: Name) -> ShardedState:
     """Returns `state`, which is donated, with the moments and the count of Adam from a checkpoint.
 
     name: of a parameter in the saved optimizer, without `.exp_avg`, `.exp_avg_sq`, `.step`
@@ -261,13 +255,11 @@ def load_moments(directory: str | os.PathLike[str], state: ShardedState, name: N
             kept.count.fill_(count)
 
     with writing(memory):
-        memory.begin_write()  # also for a failure: the state is partly overwritten
         ranks.each(fill, f"reading {root}")
-    memory.end_write()
     return state.over(memory, state.opt_state)
 
 
-def save_moments(directory: str | os.PathLike[str], state: ShardedState, name: Name) -> None:
+def save_moments(directory: Directory, state: ShardedState, name: Name) -> None:
     """Writes the moments and the count of Adam into `directory`, a new folder, as `save_named` writes parameters.
 
     name: as for `load_moments`

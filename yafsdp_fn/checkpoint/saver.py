@@ -12,7 +12,7 @@ in the memory of the host, is reused by every save.
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn.checkpoint import io
-from yafsdp_fn.checkpoint.content import Content, ShardSlice, held
-from yafsdp_fn.checkpoint.folder import AllRanks
+from yafsdp_fn.checkpoint.folder import AllRanks, Directory
 from yafsdp_fn.communication.cuda_streams import begin_thread
-from yafsdp_fn.communication.store import new_group
+from yafsdp_fn.communication.groups import make_group
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 
@@ -43,7 +43,7 @@ class Saver:
     'step-00000000'
     """
 
-    def __init__(self, directory: io.Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
+    def __init__(self, directory: Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
         self._directory = directory
         self._keep = (keep_last, keep_every)
         self._group: ProcessGroup | None = None  # of the ranks that save, from the first time on
@@ -60,9 +60,9 @@ class Saver:
         self.wait()
         job = io.prepare(self._directory, state, extra, *self._keep)
         self._meet(state.mesh)
-        copies = {key: self._like(key, source) for key, source in job.tensors.items()}
-        copied = self._copy(state, [(copies[key], source) for key, source in job.tensors.items()])
-        job = job._replace(tensors=copies)
+        copies = {name: self._like(name, part) for name, part in job.parts.items()}
+        copied = self._copy(state, [(copies[name], part) for name, part in job.parts.items()])
+        job = job._replace(parts=copies)
         self._thread = threading.Thread(
             target=self._write, args=(job, copied, state.memory.comms.device), name="yafsdp-save"
         )
@@ -74,8 +74,7 @@ class Saver:
         if len(ranks) > 1 and (self._group is None or dist.get_process_group_ranks(self._group) != ranks):
             self._leave()
             timeout = timeout_of(default_group(), torch.device("cpu"))
-            some = len(ranks) < dist.get_world_size()  # as in communication/groups.py
-            self._group = new_group(ranks, timeout, "gloo", "save", use_local_synchronization=some)
+            self._group = make_group([ranks], timeout, "gloo", "save").process_group
 
     def _leave(self) -> None:
         # a group of only some ranks stays: torch names new groups by their count
@@ -84,23 +83,19 @@ class Saver:
         self._group = None
 
     @torch.no_grad()
-    def _copy(self, state: ShardedState, pairs: Sequence[tuple[Content, Content]]) -> Callable[[], None]:
-        """Copies each second tensor, or its slice, into the first; returns a function that waits for the end."""
+    def _copy(self, state: ShardedState, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """Copies each second tensor into the first; returns a function that waits for the end."""
         memory = state.memory
-        comms = state.memory.comms
+        comms = memory.comms
         done = torch.cuda.Event() if comms.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        shards = [(held(to), source.shard) for to, source in pairs if isinstance(source, ShardSlice)]
 
         def copy() -> None:
-            for to, shard in shards:
-                to.copy_(shard, non_blocking=True)
+            for to, part in pairs:
+                to.copy_(part, non_blocking=True)
             if done is not None:
                 done.record()
 
-        for to, source in pairs:  # an optimizer's count, say, has no buffer: it is copied before the next step begins
-            if not isinstance(source, ShardSlice):
-                held(to).copy_(source, non_blocking=True)
-        if not comms.streams:
+        if not comms.streams:  # one rank: with a stream of ours, every op of later steps would have events
             with memory.using(io.reads(state)):
                 copy()
             return done.synchronize if done is not None else lambda: None
@@ -108,8 +103,8 @@ class Saver:
         ready = comms.event()
         over = comms.event()
         ready.complete()
-        for _, shard in shards:
-            stream.mark_used(shard)
+        for _, part in pairs:
+            stream.mark_used(part)
         waits = [ready, *memory.board.use(over, "save", io.reads(state), ())]
         stream.submit(copy, waits, over, f"copy of step {state.step} for its checkpoint")
         return over.wait if done is None else done.synchronize
@@ -141,16 +136,15 @@ class Saver:
             self._thread.join()
         self._leave()
 
-    def _like(self, key: str, tensor: Content) -> Content:
-        """Returns a tensor, or a slice, for the copy, in memory that is kept."""
-        source = held(tensor)
-        memory = self._memory.get(key)
-        if memory is None or (memory.shape, memory.dtype) != (source.shape, source.dtype):
-            pin = source.device.type == "cuda"
-            memory = self._memory[key] = torch.empty(source.shape, dtype=source.dtype, pin_memory=pin)
-        return tensor.over(memory) if isinstance(tensor, ShardSlice) else memory
+    def _like(self, name: str, part: Tensor) -> Tensor:
+        """Returns memory for a copy, which is kept."""
+        memory = self._memory.get(name)
+        if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
+            memory = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
+            self._memory[name] = memory
+        return memory
 
-    def _write(self, job: io.Job, copied: Callable[[], None], device: torch.device) -> None:
+    def _write(self, job: io.Job, copied: Work, device: torch.device) -> None:
         begin_thread(device)
         with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

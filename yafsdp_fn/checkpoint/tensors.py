@@ -10,7 +10,8 @@ without gap or overlap, is checked here.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,12 +102,18 @@ class CheckpointTensor(NamedTuple):
                 common.copy_(self._read(part, tuple(there)))
 
     def _read(self, part: TensorPart, cut: tuple[slice, ...]) -> Tensor:
-        try:
-            with safe_open(part.file, framework="pt") as file:
-                found: Tensor = file.get_slice(part.name)[cut] if cut else file.get_tensor(part.name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{part.file}: {self.key} cannot be read: {error}") from error
+        with _opened(part.file, f": {self.key}") as file:
+            found: Tensor = file.get_slice(part.name)[cut] if cut else file.get_tensor(part.name)
         return found
+
+
+@contextmanager
+def _opened(path: Path, what: str = "") -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}{what} cannot be read: {error}") from error
 
 
 def scan(folder: Path) -> dict[str, CheckpointTensor]:
@@ -115,13 +122,9 @@ def scan(folder: Path) -> dict[str, CheckpointTensor]:
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         if path.is_symlink() or not path.is_file():
             raise CheckpointError(f"{path} is no file of this folder")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # it is no dict
-                    part = _part(path, name, file.get_slice(name))
-                    found.setdefault(name.rpartition("@")[0], []).append(part)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                found.setdefault(name.rpartition("@")[0], []).append(_part(path, name, file.get_slice(name)))
     return {key: CheckpointTensor(key, tuple(parts)) for key, parts in found.items()}
 
 

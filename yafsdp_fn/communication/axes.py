@@ -22,7 +22,7 @@ calls them between two graphs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -110,6 +110,11 @@ def axis_index(axis_name: str) -> int:
 #     others          [sum of `sent`, ...] -> [sum of `received`, ...]: `sent[k]` rows go to rank k, `received[k]` come
 
 REDUCTIONS = {"psum": dist.ReduceOp.SUM, "pmax": dist.ReduceOp.MAX}
+RUNS: dict[str, Callable[[RankGroup, Tensor, Tensor], None]] = {
+    "all_gather": lambda group, out, mine: group.all_gathers([out], [mine]),
+    "psum_scatter": lambda group, out, mine: group.reduce_scatters([out], [mine]),
+    "all_to_all": lambda group, out, mine: group.all_to_all(out, mine),
+}
 ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 """Adjoints of other names; that of an exchange has `sent` and `received` the other way round."""
 
@@ -138,26 +143,16 @@ def _collective(ranks: Any, x: Tensor, name: str, what: str, sent: Sizes = (), r
     if runs:
         parts = "" if not rows else f", rows to each rank {rows[0]}, from each {rows[1]}"
         with ranks.blocking(f"{what} over {name}{parts}"), torch.no_grad():
-            _communicate(ranks.along[name], what, out, mine, rows)
+            group = ranks.along[name]
+            if what in REDUCTIONS:
+                group.all_reduce(out, REDUCTIONS[what])
+            elif rows:
+                group.exchange(_flat_rows(out, received), _flat_rows(mine, sent))
+            else:
+                RUNS[what](group, out.view(-1), mine.view(-1))
     if ended is not None:
         ended()
     return out
-
-
-def _communicate(group: RankGroup, what: str, out: Tensor, mine: Tensor, rows: Rows) -> None:
-    """Fills `out` from all ranks' `mine`, contiguous; of a reduction it begins as a copy."""
-    if what in REDUCTIONS:
-        group.all_reduce(out, REDUCTIONS[what])
-        return
-    if what == "all_gather":
-        group.all_gathers([out.view(-1)], [mine.view(-1)])
-    elif what == "psum_scatter":
-        group.reduce_scatters([out.view(-1)], [mine.view(-1)])
-    elif what == "all_to_all":
-        group.all_to_all(out.view(-1), mine.view(-1))
-    else:
-        sent, received = rows
-        group.exchange(_flat_rows(out, received), _flat_rows(mine, sent))
 
 
 def _flat_rows(values: Tensor, sizes: Sizes) -> list[Tensor]:

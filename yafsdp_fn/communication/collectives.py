@@ -145,15 +145,16 @@ class GlooGroup(RankGroup):
         mine = [shard.reshape(-1) for shard in _alike(shards)]
         works: list[dist.Work] = []
         for piece in _pieces(mine, cut=False):
+            number = piece[0][0]
             if len(piece) == 1:
-                number = piece[0][0]
                 works += self._post([mine[number]] * len(self._peers), [rows[number][peer] for peer in self._peers])
                 continue
-            packed, *received = self._scratch_rows(0, self._ranks, piece, mine)
-            _copy(_cut(packed, piece), [mine[number] for number, _, _ in piece])
+            sizes = [last for _, _, last in piece]
+            packed, *received = self._scratch_rows(0, self._ranks, sum(sizes), mine[number].dtype)
+            torch.cat([mine[number] for number, _, _ in piece], out=packed)
             _wait(self._post([packed] * len(self._peers), received))
             for peer, row in zip(self._peers, received, strict=True):
-                _copy([rows[number][peer] for number, _, _ in piece], _cut(row, piece))
+                _copy([rows[number][peer] for number, _, _ in piece], torch.split(row, sizes))
         _copy([row[self._rank] for row in rows], mine)
         _wait(works)
 
@@ -164,7 +165,9 @@ class GlooGroup(RankGroup):
         for number, piece in enumerate(_pieces(outs, cut=True)):
             if len(in_flight) == 2:
                 in_flight.popleft()()
-            in_flight.append(self._reduce(outs, rows, piece, number % 2))
+            wholes = [rows[vector][:, first:last] for vector, first, last in piece]
+            targets = [outs[vector][first:last] for vector, first, last in piece]
+            in_flight.append(self._reduce(targets, wholes, number % 2))
         while in_flight:
             in_flight.popleft()()
 
@@ -191,25 +194,31 @@ class GlooGroup(RankGroup):
     def receive(self, tensor: Tensor, rank: int) -> None:
         self.process_group.recv([tensor], rank, _tag(tensor)).wait()
 
-    def _reduce(self, outs: list[Tensor], rows: list[Tensor], piece: Piece, half: int) -> Callable[[], None]:
+    def _reduce(self, targets: list[Tensor], wholes: list[Tensor], half: int) -> Callable[[], None]:
         """Posts the messages of one piece, using one half of the scratch; returns a function that waits for them and
-        adds up."""
-        peers = len(self._peers)
-        sent = [[rows[number][peer, first:last] for number, first, last in piece] for peer in self._peers]
-        received = self._scratch_rows(half, peers if len(piece) == 1 else 2 * peers, piece, outs)
-        for packed, parts in zip(received[peers:], sent, strict=False):
-            _copy(_cut(packed, piece), parts)
-        works = self._post(received[peers:] or [part for (part,) in sent], received[:peers])
+        adds up. targets [n] of `wholes` [R, n]: packed, if there are several"""
+        sizes = [target.numel() for target in targets]
+        alone = len(sizes) == 1
+        count = len(self._peers) + (0 if alone else self._ranks + 1)
+        scratch = self._scratch_rows(half, count, sum(sizes), wholes[0].dtype)
+        received = scratch[: len(self._peers)]
+        if alone:
+            sent = [*wholes[0].unbind()]
+            sum_here = targets[0]
+        else:
+            *sent, sum_here = scratch[len(self._peers) :]
+            for row, parts in zip(sent, zip(*wholes, strict=True), strict=True):
+                torch.cat(parts, out=row)
+        works = self._post([sent[peer] for peer in self._peers], received)
 
         def finish() -> None:
             _wait(works)
-            of_rank = {peer: _cut(row, piece) for peer, row in zip(self._peers, received, strict=False)}
-            of_rank[self._rank] = [rows[number][self._rank, first:last] for number, first, last in piece]
-            for i, (number, first, last) in enumerate(piece):
-                one, two, *others = [of_rank[rank][i] for rank in range(self._ranks)]
-                total = torch.add(one, two, out=outs[number][first:last])
-                for part in others:
-                    total.add_(part)
+            of_rank = {self._rank: sent[self._rank], **dict(zip(self._peers, received, strict=True))}
+            one, two, *others = [of_rank[rank] for rank in range(self._ranks)]
+            torch.add(one, two, out=sum_here)
+            for part in others:
+                sum_here.add_(part)
+            _copy(targets, torch.split(sum_here, sizes))
 
         return finish
 
@@ -222,10 +231,9 @@ class GlooGroup(RankGroup):
                     works.append(post([part], peer, _tag(part)))
         return works
 
-    def _scratch_rows(self, half: int, count: int, piece: Piece, like: list[Tensor]) -> list[Tensor]:
-        """Returns `count` vectors of the piece's length, in one half of the scratch."""
-        dtype = like[piece[0][0]].dtype
-        used = sum(last - first for _, first, last in piece) * dtype.itemsize
+    def _scratch_rows(self, half: int, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Returns `count` vectors of `numel` elements, in one half of the scratch."""
+        used = numel * dtype.itemsize
         row = -(-used // 64) * 64  # aligned for any dtype
         if self._scratch[half].numel() < count * row:
             with torch.inference_mode(False):  # streams run under it, and others could not write to what is made there
@@ -259,10 +267,6 @@ def _alike(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Returns vectors of several dtypes as bytes, so that a gather moves them together."""
     same = len({vector.dtype for vector in vectors}) == 1
     return vectors if same else [vector.view(torch.uint8) for vector in vectors]
-
-
-def _cut(packed: Tensor, piece: Piece) -> Sequence[Tensor]:
-    return torch.split(packed, [last - first for _, first, last in piece])
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -71,12 +71,12 @@ class Communicators(Groups):
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         staged = self.stages > 1
-        names = ["gather", "reduce"]
+        names = [] if self.alone else ["gather", "reduce"]
         if self.replicas > 1 or staged:
             names.append("replicate")
         if staged:
             names += ["send", "receive", "metrics"]
-        for name in () if self.alone else names:
+        for name in names:
             self.stream(name)
         if not self.alone and self.timeout is not None:
             with answers(self.timeout, "connecting to the store once more"):
@@ -151,9 +151,6 @@ class Communicators(Groups):
             "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
             "exchange": partial(group.exchange, [*torch.zeros_like(every)], [*every]),
         }
-        if not stream:
-            kinds[kind]()
-            return
         self._now(stream, kinds[kind], f"first {kind}")
 
     def connect(self, group: str, kind: str) -> None:
@@ -274,9 +271,10 @@ class Communicators(Groups):
         return "metrics" if self.stages > 1 else "reduce"
 
     def _now(self, stream: str, work: Callable[[], None], label: str) -> None:
-        """Runs work on a stream, and has the compute stream wait for it; on the CPU, this thread."""
+        """Runs work on a stream, or on that of computes (""), and has the compute stream wait for it; on the CPU, this
+        thread."""
         self.check()
-        if self.alone:
+        if self.alone or not stream:
             work()
             return
         before = self.event()
@@ -309,14 +307,13 @@ class Communicators(Groups):
         in the same order."""
         if self.alone:
             return True
-        with self._checks_consistency(what):
-            return agreement.same_on_all(text, self._control(in_stage))
+        with self._comparing_notes(what, in_stage) as group:
+            return agreement.same_on_all(text, group)
 
-    def _control(self, in_stage: bool) -> RankGroup:
-        return self.stage_control_group if in_stage else self.control_group
-
-    def _checks_consistency(self, what: str) -> AbstractContextManager[None]:
-        return self.blocking(what, "ranks could not compare notes")
+    @contextmanager
+    def _comparing_notes(self, what: str, in_stage: bool) -> Iterator[RankGroup]:
+        with self.blocking(what, "ranks could not compare notes"):
+            yield self.stage_control_group if in_stage else self.control_group
 
     def must_agree(self, what: str, parts: Mapping[str, str], position: str = "", *, in_stage: bool = False) -> None:
         """Raises RanksDisagree on every rank unless all pass the same `parts`; the message shows the first that
@@ -332,11 +329,12 @@ class Communicators(Groups):
         self, what: str, parts: Mapping[str, str], position: str = "", *, in_stage: bool = False
     ) -> str | None:
         """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
-        if self.same_on_all(repr(parts), position or f"comparing {what}", in_stage=in_stage):
+        position = position or f"comparing {what}"
+        if self.same_on_all(repr(parts), position, in_stage=in_stage):
             return None
         first = self.stage * (self.world // self.stages) if in_stage else 0
-        with self._checks_consistency(position or f"comparing {what}"):
-            found = agreement.first_difference(parts, self._control(in_stage), first)
+        with self._comparing_notes(position, in_stage) as group:
+            found = agreement.first_difference(parts, group, first)
         return f"ranks disagree on {what}; {found}"
 
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
@@ -344,8 +342,8 @@ class Communicators(Groups):
         every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())
         if self.alone:
             return every.copy_(mine)
-        with self._checks_consistency(what):
-            self._control(in_stage).all_gathers([every.view(-1)], [mine])
+        with self._comparing_notes(what, in_stage) as group:
+            group.all_gathers([every.view(-1)], [mine])
         return every
 
     def note_positions(self, error: BaseException) -> None:
@@ -381,7 +379,7 @@ class Communicators(Groups):
         try:
             yield
         except BaseException as error:
-            after = f"after {type(error).__name__} in {look().where}"
+            after = f"after {type(error).__name__} in {look()}"
             self.steps.failed = True
             raise
         finally:
@@ -443,10 +441,17 @@ class Communicators(Groups):
         if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
             self.steps.lost = f"this rank failed, and stages are never at one place ({position})"
-            self._abandon()
+            if self.device.type == "cuda":
+                self._abort_groups()
+            for stream in self.streams.values():
+                stream.abandon()
             return
         if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
-            self._say(position, error)
+            # the exception is raised only when the others have been waited for
+            what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
+            seconds = self.abort_timeout.total_seconds()
+            text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
+            print(text, file=sys.stderr, flush=True)
         self.drain()
         if broken:
             self.note_positions(error)
@@ -460,20 +465,6 @@ class Communicators(Groups):
             self.steps.lost = f"communication failed ({position})"
         elif not together:
             self.steps.lost = f"this rank failed alone, or elsewhere than the others ({position})"
-
-    def _say(self, position: str, error: BaseException) -> None:
-        """Prints what failed, since the exception is raised only when the others have been waited for."""
-        what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
-        seconds = self.abort_timeout.total_seconds()
-        text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
-        print(text, file=sys.stderr, flush=True)
-
-    def _abandon(self) -> None:
-        """Stops waiting for work under way."""
-        if self.device.type == "cuda":
-            self._abort_groups()
-        for stream in self.streams.values():
-            stream.abandon()
 
     def close(self) -> None:
         """Ends the streams' threads and destroys the groups."""

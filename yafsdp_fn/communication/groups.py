@@ -194,15 +194,15 @@ class Groups(MeshRanks):
             if axis.size > 1:
                 along = self._in_copies(self.subgroups(along=(name,)))
                 self.along[name] = self._new(along, f"along {name}", moves_units=False)
-        self.control_group = self.stage_control_group = _group(everyone, self.timeout, control, "control")
+        self.control_group = self.stage_control_group = make_group(everyone, self.timeout, control, "control")
         if self.stages > 1 and self.along:
             of_stages = self.grid.flatten(1).tolist()
-            self.stage_control_group = _group(of_stages, self.timeout, control, "control of a stage")
-        self.abort_group = _group(everyone, self.abort_timeout, control, "abort")
+            self.stage_control_group = make_group(of_stages, self.timeout, control, "control of a stage")
+        self.abort_group = make_group(everyone, self.abort_timeout, control, "abort")
 
     def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> RankGroup:
         """Makes `groups`, each of global ranks, and returns that of this rank."""
-        made = _group(groups, *self._how, name)
+        made = make_group(groups, *self._how, name)
         (self.groups if moves_units else self._others).append(made)
         return made
 
@@ -262,7 +262,7 @@ class Groups(MeshRanks):
                 dist.destroy_process_group(group.process_group)
 
 
-def _group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> RankGroup:
+def make_group(groups: list[list[int]], timeout: timedelta | None, backend: str, name: str) -> RankGroup:
     """Makes all of `groups`, each of global ranks, and returns the one with this rank."""
     # torch numbers groups, so all ranks make all of them in one order. If the mesh is only a part of the ranks, the
     # others take no part, and names are made of the members and the number of groups that each is in

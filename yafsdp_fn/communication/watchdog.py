@@ -60,13 +60,16 @@ PendingLabels = list[tuple[str]]
 
 
 class RankPosition(NamedTuple):
-    """A rank's position: `where` in words, a new object for each visit of it; the number of its op in its
-    stage's program, a `Program`."""
+    """A rank's position: `where` in words, a new object for each visit of it; the number of its op in its stage's
+    program, a `Program`; its stage, which is named where there are several."""
 
     where: str
     number: int = -1
     program: Any = None
-    stage: int = 0
+    stage: int | None = None
+
+    def __str__(self) -> str:
+        return self.where if self.stage is None else f"{self.where}, stage {self.stage}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,16 +107,14 @@ class PeerStatus:
         if now - self._read_at < 0.9 * self._period:
             return ""
         self._read_at = now
-        self.silent = {}
         for rank, before in self.posts.items():
             # which returns what is there: to get a missing key would wait for it
             post = RankStatus(*json.loads(self._store.compare_set(f"rank {rank}", "", json.dumps(UNKNOWN))))
             if post.beat != before.beat:
                 self.posts[rank] = post
                 self._heard_at[rank] = now
-            age = now - self._heard_at[rank]
-            if age > self.patience and post.beat != ENDS:
-                self.silent[rank] = age
+        ages = {rank: now - at for rank, at in self._heard_at.items() if self.posts[rank].beat != ENDS}
+        self.silent = {rank: age for rank, age in ages.items() if age > self.patience}
         return table(self.posts, self.silent) if now - self._since > self.patience else ""
 
 
@@ -131,11 +132,8 @@ class Watchdog:
         self._patience = seconds / 2
         # ---- this rank
         self._position = RankPosition(comms.steps.after)
-        self._waits: dict[Hashable, str] = {}
         self._labels: PendingLabels = []  # of its own communication, kept, so that no other has the id of one
-        self._since: dict[Hashable, float] = {
-            None: time.monotonic()
-        }  # first of its position, then of what it waits for
+        self._since: dict[Hashable, float] = {}  # of its position, and of what it waits for
         self._post = UNKNOWN
         self._shown: str | None = None  # its position when it showed the table
         self._aborts = comms.device.type != "cpu"
@@ -156,7 +154,8 @@ class Watchdog:
     # ---- for the thread that steps
 
     def ask(self) -> str:
-        """Returns the table, after a failure. If the last one is old, it takes some beats to find out who is silent."""
+        """Returns the table, after a failure. A recent one shows for what ranks waited, which now they do not; else it
+        takes some beats to find out who is silent."""
         limit = 2 * PeerStatus(None, self._comms.world, self._beat).patience + 5
         if self._made_at < time.monotonic() - STALL * self._beat:
             self._known.clear()
@@ -165,7 +164,7 @@ class Watchdog:
             if self._known.wait(self._beat):
                 return self._table
         why = self._lost or f"does not answer for {limit:.0f} s; {KEEPER} is probably frozen"
-        own = table({self._rank: self._status(time.monotonic())}, {})
+        own = table({self._rank: self._post}, {})
         return f"  where others are is not known: the store of the process group {why}\n{own}"
 
     def close(self) -> None:
@@ -198,36 +197,35 @@ class Watchdog:
             self._end_late()
 
     def _look(self) -> None:
-        """Records this rank's position and status."""
+        """Records this rank's position and status. A rank that stands still says its op and line, too."""
         now = time.monotonic()
+        thread = self._steps.thread
         position = RankPosition(self._steps.after)
         for look in self._steps.looks[-1:]:
             position = look()
         labels = self._comms.under_way()
         names: dict[Hashable, str] = {id(label): label[0] for label in labels}
-        own = where.collective(self._steps.thread)
+        own = where.collective(thread)
         if own:
             names[own] = own
         at = id(position.where), position.number
         self._since = {key: self._since.get(key, now) for key in (at, *names)}
-        self._position, self._labels, self._waits = position, labels, names
-        self._post = self._status(now)
-
-    def _status(self, now: float) -> RankStatus:
-        """Describes the position. A rank that stands still says its op and line, too."""
-        position = self._position
-        at, *waits = self._since.values()
-        seconds = now - at
-        waited = now - min(waits, default=now)
-        names = ", ".join(self._waits.values())
-        found = RankStatus(self._post.beat + 1, position.where, seconds, names, waited, shown=self._shown is not None)
-        if not self._is_stalled(max(seconds, waited)):
-            return found
-        found = found._replace(line=where.line(self._steps.thread))
-        if position.program is None:
-            return found
-        op = f"op {position.number} of {len(position.program.stages[position.stage])}"
-        return found._replace(where=f"{op}, {position.where}", program=position.program.fingerprint())
+        self._position, self._labels = position, labels
+        # in words
+        seconds = now - self._since[at]
+        waited = now - min(map(self._since.__getitem__, names), default=now)
+        text = str(position)
+        line = ""
+        program = ""
+        if self._is_stalled(max(seconds, waited)):
+            line = where.line(thread)
+            if position.program is not None:
+                ops = position.program.stages[position.stage or 0]
+                text = f"op {position.number} of {len(ops)}, {text}"
+                program = position.program.fingerprint()
+        shown = self._shown is not None
+        waits = ", ".join(names.values())
+        self._post = RankStatus(self._post.beat + 1, text, seconds, waits, waited, program, line, shown)
 
     def _is_stalled(self, seconds: float) -> bool:
         return seconds > STALL * self._beat

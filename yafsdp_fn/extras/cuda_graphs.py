@@ -5,13 +5,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import CellType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime.protocols import Outs
@@ -40,9 +41,7 @@ def function_key(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
     if type(value) in CONSTANT:  # the usual case, and quick
         return type(value), value
     if isinstance(value, Tensor):
-        raise NotCapturable(
-            f"uses a tensor of shape {tuple(value.shape)} that is not an argument: pass it as one, in xs, or in consts"
-        )
+        raise NotCapturable(_no_argument(value))
     if isinstance(value, FunctionType):
         if any(value is outer for outer in inside):
             return "itself"
@@ -69,6 +68,10 @@ def function_key(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
     return type(value), value
 
 
+def _no_argument(tensor: Tensor) -> str:
+    return f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or in consts"
+
+
 # ---- Recomputed visits as work on static memory, which can be captured and replayed.
 #
 #     work(tensors) -> outs        beside its arguments it reads weight slots and writes gradient slots: these stay
@@ -78,6 +81,10 @@ def function_key(value: Any, inside: tuple[Any, ...] = ()) -> Hashable:
 
 VisitWork = Callable[[Sequence[Tensor]], Outs]
 """One run of a block: arguments -> outputs, or gradients; besides, it reads and writes only slots."""
+
+
+Replay = Callable[[BlockCall, Sequence[Tensor]], Outs]
+"""Runs a graph: a call, and its arguments -> outputs, or gradients."""
 
 
 def _slots(visit: Any, op: ComputeOp) -> list[Tensor]:
@@ -119,21 +126,9 @@ NO_WAY_BACK = (
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
-class Capture(Protocol):
-    """Captures work: `CudaCapture`, or a test's double."""
-
-    device: torch.device
-
-    def warm(self, work: Callable[[], Outs]) -> Outs:
-        """Runs `work` on the stream where it would be captured."""
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Captures `work` without running it; returns what replays it. Any exception means that it cannot be
-        captured."""
-
-
 class CudaCapture:
-    """CUDA graphs on one stream and in one memory pool. Replays never overlap, so graphs may share memory."""
+    """Captures work as CUDA graphs on one stream and in one memory pool. Replays never overlap, so graphs may share
+    memory."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
@@ -143,6 +138,7 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, work: Callable[[], Outs]) -> Outs:
+        """Runs `work` on the stream where it would be captured."""
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -150,7 +146,9 @@ class CudaCapture:
         current.wait_stream(self._stream)  # the stream waits for this one before each use: freed memory is safe
         return outs
 
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+    def record(self, work: Work) -> Work:
+        """Captures `work` without running it; returns what replays it. Any exception means that it cannot be
+        captured."""
         graph = torch.cuda.CUDAGraph()
         # not by `torch.cuda.graph`, which waits for the whole device first, a message of another stage included, and
         # gives cached memory back
@@ -161,16 +159,17 @@ class CudaCapture:
                 work()
             finally:
                 graph.capture_end()  # after an error it raises as well, and that error is its context
-        replay: Callable[[], None] = graph.replay
+        replay: Work = graph.replay
         return replay
 
 
 class Graphs:
-    """The graphs of one step function, by key: implements `Replays` (runtime/protocols.py)."""
+    """The graphs of one step function, by key: implements `Replays` (runtime/protocols.py).
+    capture: a `CudaCapture`, or its double"""
 
-    def __init__(self, capture: Capture, limit: int = LIMIT) -> None:
+    def __init__(self, capture: Any, limit: int = LIMIT) -> None:
         self.capture, self._limit = capture, limit
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Replay | Outs] = OrderedDict()  # first what its outputs are like
         self._refused: OrderedDict[Hashable, str] = OrderedDict()  # by code
         self._buffers: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         self._told: set[str] = set()
@@ -230,23 +229,24 @@ class Graphs:
         with seeded(call.seed, self.capture.device):
             try:
                 if key not in self._entries:
-                    return self._warm(call, key, self._look(work, tensors, memory) if pure else work, tensors)
+                    if pure:
+                        self._look(work, tensors, memory)
+                    return self._warm(call, key, work, tensors)
                 self._entries.move_to_end(key)
                 entry = self._entries[key]
-                if entry.replay is None:
-                    self._record(call, entry, work, tensors)
+                if isinstance(entry, list):
+                    entry = self._entries[key] = self._record(call, entry, work, tensors)
             except NotCapturable as reason:  # nothing with effects has run
                 self._refuse(call, code, key, reason)
                 return work(tensors)
-            return entry.run(call, tensors)
+            return entry(call, tensors)
 
     def __len__(self) -> int:
         """Returns the number of graphs."""
-        return sum(entry.replay is not None for entry in self._entries.values())
+        return sum(map(callable, self._entries.values()))
 
-    def _look(self, work: VisitWork, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> VisitWork:
-        """Returns `work`, if a run of it has shown nothing that a replay could not repeat; else raises
-        NotCapturable."""
+    def _look(self, work: VisitWork, tensors: Sequence[Tensor], memory: Sequence[Tensor]) -> None:
+        """Raises NotCapturable if a run of `work` shows something that a replay could not repeat."""
         look = _Inspector(self.capture.device, (*tensors, *memory))
         try:
             with not_compiled(), look:
@@ -255,21 +255,19 @@ class Graphs:
             raise NotCapturable(f"cannot be looked at ({type(error).__name__}: {error})") from error
         if look.found is not None:
             raise NotCapturable(look.found)
-        return work
 
     def _warm(self, call: BlockCall, key: Hashable, work: VisitWork, tensors: Sequence[Tensor]) -> Outs:
-        outs = self.capture.warm(lambda: work(tensors))
-        self._entries[key] = _Entry([None if out is None else torch.empty_like(out, device="meta") for out in outs])
+        outs: Outs = self.capture.warm(lambda: work(tensors))
+        self._entries[key] = [None if out is None else torch.empty_like(out, device="meta") for out in outs]
         if len(self._entries) > self._limit:
             self._entries.popitem(last=False)
-            self._tell(
-                call, NotCapturable(f"is one of more than {self._limit} kinds of visit: some are captured in vain")
-            )
+            self._tell(call, f"is one of more than {self._limit} kinds of visit: some are captured in vain")
         return outs
 
-    def _record(self, call: BlockCall, entry: "_Entry", work: VisitWork, tensors: Sequence[Tensor]) -> None:
+    def _record(self, call: BlockCall, outs: Outs, work: VisitWork, tensors: Sequence[Tensor]) -> Replay:
+        """Captures work; returns what runs its graph. outs: tensors on "meta", like its outputs"""
         inputs = [self._buffer(("in", number), tensor) for number, tensor in enumerate(tensors)]
-        outputs = [None if out is None else self._buffer(("out", n), out) for n, out in enumerate(entry.outs)]
+        outputs = [None if out is None else self._buffer(("out", n), out) for n, out in enumerate(outs)]
 
         def again() -> None:
             for buffer, out in zip(outputs, work(inputs), strict=True):
@@ -286,7 +284,16 @@ class Graphs:
             if not RECOVERS:
                 raise RuntimeError(f"{call.name}: {NO_WAY_BACK}") from error
             raise NotCapturable(f"cannot be captured ({type(error).__name__}: {error})") from error
-        entry.inputs, entry.outputs, entry.replay = inputs, outputs, replay
+        structure = call.structure  # of the outputs, which the capture has made
+
+        def run(call: BlockCall, tensors: Sequence[Tensor]) -> Outs:
+            call.structure = structure
+            for buffer, tensor in zip(inputs, tensors, strict=True):
+                buffer.copy_(tensor)
+            replay()
+            return [None if buffer is None else buffer.clone() for buffer in outputs]
+
+        return run
 
     def _buffer(self, name: tuple[str, int], like: Tensor) -> Tensor:
         """Returns static memory, shared by graphs: each is replayed between the copies in and out."""
@@ -303,32 +310,11 @@ class Graphs:
             self._refused.popitem(last=False)
         self._tell(call, reason)
 
-    def _tell(self, call: BlockCall, reason: NotCapturable) -> None:
+    def _tell(self, call: BlockCall, reason: object) -> None:
         text = f"{call.name.partition('[')[0]}: not captured: the block {reason}"
         if text not in self._told and len(self._told) < self._limit:
             self._told.add(text)
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
-class _Entry:
-    """Warmed-up work, with its graph once captured. outs: tensors on "meta", like its outputs"""
-
-    def __init__(self, outs: Outs) -> None:
-        self.outs = outs
-        self.inputs: list[Tensor] = []
-        self.outputs: Outs = []
-        self.structure: Any = None
-        self.replay: Callable[[], None] | None = None
-
-    def run(self, call: BlockCall, tensors: Sequence[Tensor]) -> Outs:
-        assert self.replay is not None
-        if self.structure is None:
-            self.structure = call.structure  # `call` was captured just now
-        call.structure = self.structure
-        for buffer, tensor in zip(self.inputs, tensors, strict=True):
-            buffer.copy_(tensor)
-        self.replay()
-        return [None if buffer is None else buffer.clone() for buffer in self.outputs]
 
 
 class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -351,10 +337,7 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func is torch.ops.aten.lift_fresh.default  # a new constant
         for tensor in () if made else given:
             if tensor.numel() and address_of(tensor) not in self._known:
-                self._find(
-                    f"uses a tensor of shape {tuple(tensor.shape)} that is not an argument: pass it as one, in xs, or "
-                    "in consts"
-                )
+                self._find(_no_argument(tensor))
         if func is torch.ops.aten._local_scalar_dense.default and given[0].device.type == self._device.type:
             self._find("reads a value on the host (.item(), float(), if), which a graph would keep for good")
         if func in COPIES and {x.device.type for x in (*given, *outs)} > {self._device.type}:

@@ -13,7 +13,7 @@ activations, which go along these axes, are not registered.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -30,49 +30,47 @@ def register(comms: Communicators) -> None:
     """
     if comms.alone:
         raise RuntimeError("mesh(registered=True): one rank has no communicator to register memory with")
-    comms.allocate_in(Registered(lambda: [group.process_group for group in comms.groups], comms.device).memory)
+    comms.allocate_in(registering(lambda: [group.process_group for group in comms.groups], comms.device))
 
 
-class Registered:
-    """The memory that communicators have registered.
+def registering(
+    groups: Callable[[], Sequence[ProcessGroup]], device: torch.device
+) -> Callable[[], AbstractContextManager[None]]:
+    """Returns what makes a context that registers what this thread allocates on the device inside.
 
-    Pools live as long as this, that is, as the communicators: they keep the memory of dropped states. Raises
-    RuntimeError if a backend cannot register memory, saying why. groups: returns those that there are
+    groups: returns those that there are. Pools live as long as what is returned, that is, as the communicators: they
+        keep the memory of dropped states. Raises RuntimeError if a backend cannot register memory, saying why
     """
+    if device.type != "cuda":
+        raise RuntimeError(f"mesh(registered=True): NCCL registers memory of CUDA devices, this mesh is on {device}")
+    backends: dict[ProcessGroup, Any] = {}
+    pools: list[torch.cuda.MemPool] = []
 
-    def __init__(self, groups: Callable[[], Sequence[ProcessGroup]], device: torch.device) -> None:
-        if device.type != "cuda":
-            raise RuntimeError(
-                f"mesh(registered=True): NCCL registers memory of CUDA devices, this mesh is on {device}"
-            )
-        self._device, self._groups = device, groups
-        self._backends: dict[ProcessGroup, Any] = {}
-        self._pools: list[torch.cuda.MemPool] = []
-        self._meet()
-
-    def _meet(self) -> None:
+    def meet() -> None:
         """Connects the groups that have come."""
-        for group in self._groups():
-            if group not in self._backends:
-                backend = backend_of(group, self._device)
-                _must_register(backend, self._device)
-                backend.eager_connect_single_device(self._device)  # it must have its communicator, made at first use
-                self._backends[group] = backend
+        for group in groups():
+            if group not in backends:
+                backend = backend_of(group, device)
+                _must_register(backend, device)
+                backend.eager_connect_single_device(device)  # it must have its communicator, made at first use
+                backends[group] = backend
 
     @contextmanager
-    def memory(self) -> Iterator[None]:
-        """Registers what this thread allocates on the device inside."""
-        self._meet()
-        backends = [*self._backends.values()]
-        pool = torch.cuda.MemPool(backends[0].mem_allocator)
-        with torch.cuda.use_mem_pool(pool, self._device):
+    def memory() -> Iterator[None]:
+        meet()
+        there = [*backends.values()]
+        pool = torch.cuda.MemPool(there[0].mem_allocator)
+        with torch.cuda.use_mem_pool(pool, device):
             yield
-        self._pools.append(pool)
-        for backend in backends:
+        pools.append(pool)
+        for backend in there:
             try:
                 backend.register_mem_pool(pool, True)
             except TypeError:  # before torch had symmetric windows
                 backend.register_mem_pool(pool)
+
+    meet()
+    return memory
 
 
 def _must_register(backend: Any, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as torch_pytree
 
 from yafsdp_fn.api.scan import apply, run_block
@@ -216,12 +217,12 @@ class Functionalized:
         key = device, dtype, converted
         if key in self._skeletons:
             return self._skeletons[key]
-        root, real = placed(self._base, device, dtype, self._places.own if converted else {})
+        root = placed(self._base, device, dtype, self._places.own if converted else {})
         visits = self._places.visits
         own = {name: places[""] for name, places in visits.items() if "" in places}
         visited = [_Visited(name, root.get_submodule(name), visits[name]) for name in visits if name not in own]
         made = _Skeleton(root, _Visited("", root, own), visited)
-        if real:
+        if not any(isinstance(buffer, FakeTensor) for buffer in root.buffers()):  # else a trace ends with its tensors
             self._skeletons[key] = made
         return made
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.nn.low_rank import LowRank, is_low_rank
 from yafsdp_fn.params.initializers import uniform, zeros
-from yafsdp_fn.params.layout import TreeLayout, cut_of, push_frozen, tree_layout
-from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.layout import cut_of, push_frozen, tree_layout
+from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
-from yafsdp_fn.params.tree import Frozen, Param, Tree, Unit, dotted, is_marker, join, without_markers
+from yafsdp_fn.params.tree import Frozen, Param, Tree, Unit, dotted, in_stack, is_marker, join, without_markers
 from yafsdp_fn.util.foreign_names import with_hints
 
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -81,9 +81,9 @@ def lora(
     if found := handles(params):
         name = found[0].entry.name or "params"
         raise TypeError(f"lora: {name} is sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")
-    layout, leaves = tree_layout(params)
+    layout, _ = tree_layout(params)
     factor = 1.0 if alpha is None else alpha / rank
-    chosen = _chosen(params, layout, leaves, where)
+    chosen = _chosen(params, where)
 
     def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
         *length, outs, ins = leaf.shape
@@ -129,23 +129,23 @@ def merge_lora(tree: Tree) -> Tree:
         return optree.tree_map(lambda node: node.merged() if is_low_rank(node) else node, whole, is_leaf=is_low_rank)
 
 
-def _chosen(params: Tree, layout: TreeLayout, leaves: list[list[Any]], where: LeafRule | None) -> set[str]:
+def _chosen(params: Tree, where: LeafRule | None) -> set[str]:
     """Returns the paths of the matrices that get an adapter."""
-    for accessor, node in zip(*optree.tree_flatten_with_accessor(params, is_leaf=is_low_rank)[:2], strict=True):
-        if is_low_rank(node):
-            raise ValueError(f"lora: {dotted(accessor)} has an adapter already; ya.merge_lora adds it to its weight")
     found: dict[str, Any] = {}
     chosen: list[str] = []
-    for entry, own in zip(layout.entries, leaves, strict=True):
-        for group in entry.groups:
-            for path, position, param in zip(group.layout.names, group.leaves, entry.params(group), strict=True):
-                found[path], matrix = own[position], len(param.shape) == 2
-                if not (entry.length is not None and matrix if where is None else where(path, param)):
-                    continue
-                if not matrix:
-                    shape = param.shape
-                    raise ValueError(f"lora: where chose {path}, of shape {shape}; an adapter needs a matrix [out, in]")
-                chosen.append(path)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(params, is_leaf=is_low_rank)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        path = dotted(accessor)
+        if is_low_rank(leaf):
+            raise ValueError(f"lora: {path} has an adapter already; ya.merge_lora adds it to its weight")
+        param = plain_param(accessor, leaf)
+        found[path], matrix = leaf, len(param.shape) == 2
+        if not (in_stack(accessor) and matrix if where is None else where(path, param)):
+            continue
+        if not matrix:
+            shape = param.shape
+            raise ValueError(f"lora: where chose {path}, of shape {shape}; an adapter needs a matrix [out, in]")
+        chosen.append(path)
     if not chosen:
         raise ValueError(f"lora: no matrix was chosen; where says which of {', '.join(list(found)[:6])} and so on")
     for path in chosen:

@@ -87,21 +87,17 @@ def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.M
 
 def placed(
     skeleton: nn.Module, device: torch.device, dtype: torch.dtype, own: Mapping[str, torch.dtype | None]
-) -> tuple[nn.Module, bool]:
-    """Returns a skeleton for weights of `dtype`, or of their own, on `device`, with its buffers there, and whether they
-    are real tensors."""
-    made, real = _copy(skeleton, {}), True
+) -> nn.Module:
+    """Returns a skeleton for weights of `dtype`, or of their own, on `device`, with its buffers there."""
+    made = _copy(skeleton, {})
     for path, part in made.named_modules():
         parameters: dict[str, Any] = part._parameters
         for key, param in parameters.items():
             if param is not None:
                 name = join(path, key)
                 parameters[key] = Absent.of(param, name, device, own.get(name) or dtype)
-        for key, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[key] = moved = buffer.to(device)
-                real &= type(moved) is type(buffer)
-    return made, real
+        part._buffers.update((key, buffer.to(device)) for key, buffer in part._buffers.items() if buffer is not None)
+    return made
 
 
 @contextmanager
@@ -119,10 +115,9 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
         made.get_submodule(owner)._parameters[key] = weight
     yield made
     for part, buffers in before.items():
-        was, now = vars(part), vars(copies[part])
         written = {key for key, *_ in buffers ^ _buffers(copies[part])}
         if not may_note:
-            written.update([key for key in now.keys() - OWN if now[key] is not was.get(key)])
+            written |= {key for key, now in vars(copies[part]).items() if now is not vars(part).get(key)} - OWN
         if written:
             path = next(path for path, other in module.named_modules() if other is part)
             raise RuntimeError(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.communication.groups import MeshRanks, device_of
 from yafsdp_fn.communication.micro_shards import micro_shards_of, microbatches_on
 from yafsdp_fn.communication.ranks import Axis
-from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
+from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Frozen, Tree, dotted, named_leaves, shape_of
 from yafsdp_fn.runtime.memory import Shards
 from yafsdp_fn.runtime.reductions import Mean
@@ -55,6 +55,7 @@ class Arguments:
     """The arguments of one call: which are differentiated, and how the rest is cut into microbatches.
 
     nodes: the differentiated arguments' handles, frozen subtrees, and plain tensors
+    rest: the arguments that are not differentiated, positional and keyword
     constants: handles of one state among the rest, if nothing sharded is differentiated: a base under adapters, say
     microbatches: their number, as asked for or as the mesh requires: see `microbatches_on`
     """
@@ -75,7 +76,7 @@ class Arguments:
                 raise ValueError(f"argnums={number}: the function was called with {len(args)} positional arguments")
         rest = [None if number in argnums else arg for number, arg in enumerate(args)]
         self._fun, self._argnums = fun, argnums
-        self._rest: Any = (rest, kwargs)
+        self.rest: Any = (rest, kwargs)
         differentiated: Any = [args[number] for number in argnums]
         self.nodes: list[Any]
         self.nodes, self.spec = optree.tree_flatten(differentiated, is_leaf=lambda n: isinstance(n, Sharded | Frozen))
@@ -87,7 +88,7 @@ class Arguments:
                     "or ya.materialize makes of it"
                 )
         # whose ranks cut the batch
-        others = [] if any(map(is_sharded, self.nodes)) else handles(self._rest)
+        others = [] if any(map(is_sharded, self.nodes)) else handles(self.rest)
         self.constants = [node for node in others if node.owner is others[0].owner]
         given = next(filter(is_sharded, [*self.nodes, *self.constants]), None)
         comms = None if given is None else given.owner.comms
@@ -95,17 +96,11 @@ class Arguments:
         self.microbatches = microbatches_on(comms, microbatches) if self._copied else microbatches or 1
         self._microbatch: Callable[[int], Any] | None = None
         if self.microbatches > 1:
-            self._microbatch = split_batch(self._rest, self.microbatches, "microbatches", "microbatches", argument_name)
-
-    @property
-    def rest(self) -> Any:
-        """The arguments that are not differentiated, positional and keyword."""
-        return self._rest
+            self._microbatch = split_batch(self.rest, self.microbatches, "microbatches", "microbatches", argument_name)
 
     def check_rest(self) -> None:
         """Raises TypeError for a tensor that nothing can be learnt from: asked before the first call."""
-        accessors, leaves, _ = optree.tree_flatten_with_accessor(self._rest, is_leaf=is_sharded)
-        for accessor, leaf in zip(accessors, leaves, strict=True):
+        for accessor, leaf in handles_and_leaves(self.rest):
             if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.is_inference()):
                 raise TypeError(
                     f"{argument_name(accessor)} was made on the meta device, where it has no values, or under "
@@ -131,22 +126,25 @@ class Arguments:
             else:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
         # the rest, or the microbatch's part of it
-        whole = self._rest if self._microbatch is None else self._microbatch(microbatch)
-        if self._copied:  # kernels may round differently by alignment, and parts begin anywhere
-            whole = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, whole, is_leaf=is_sharded)
-        if self.constants and runner is not None:
-            owner = self.constants[0].owner
-            own = lambda node: node.run_by(runner) if is_sharded(node) and node.owner is owner else node  # noqa: E731
-            whole = optree.tree_map(own, whole, is_leaf=is_sharded)
+        whole = self.rest if self._microbatch is None else self._microbatch(microbatch)
+        if self._copied or self.constants:
+            whole = optree.tree_map(lambda node: self._given(node, runner), whole, is_leaf=is_sharded)
         try:
             return self.on(nodes, whole)
         except Exception as error:
             _note_missing_rows(error, whole)
             raise
 
+    def _given(self, node: Any, runner: Runner | None) -> Any:
+        """Returns a leaf of the rest as the function gets it."""
+        if isinstance(node, Tensor) and self._copied:
+            return node.clone()  # kernels may round differently by alignment, and parts begin anywhere
+        own = runner is not None and is_sharded(node) and any(node.owner is of.owner for of in self.constants)
+        return node.run_by(runner) if own else node
+
     def on(self, nodes: Sequence[Any], whole: Any = None) -> Any:
         """Calls the function on `nodes` for the differentiated arguments, and the rest or a part of it."""
-        rest, kwargs = self._rest if whole is None else whole
+        rest, kwargs = self.rest if whole is None else whole
         rest = list(rest)
         for number, arg in zip(self._argnums, optree.tree_unflatten(self.spec, nodes), strict=True):
             rest[number] = arg
@@ -186,9 +184,8 @@ def argument_name(accessor: optree.PyTreeAccessor) -> str:
 
 def _note_missing_rows(error: Exception, rest: Any) -> None:
     """Adds to an error which arguments have no rows: most modules cannot do without, and torch names no argument."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(rest, is_leaf=is_sharded)
-    named = zip(accessors, leaves, strict=True)
-    if empty := [argument_name(accessor) for accessor, leaf in named if _is_cut(leaf) and not len(leaf)]:
+    found = handles_and_leaves(rest)
+    if empty := [argument_name(accessor) for accessor, leaf in found if _is_cut(leaf) and not len(leaf)]:
         error.add_note(
             f"{' and '.join(empty)}: no rows on this rank, in this microbatch. Does the loss take that? If not, give "
             "each rank and microbatch some, with targets or weights that do not count"

@@ -57,11 +57,6 @@ def environment() -> dict[str, str]:
     }
 
 
-def speed() -> dict[str, str]:
-    """Describes settings that may differ, but slow all ranks down to the slowest, or change last bits."""
-    return {"torch.get_num_threads()": str(torch.get_num_threads())}
-
-
 def _version() -> str:
     try:
         return metadata.version("yafsdp_fn")
@@ -84,21 +79,19 @@ def function(fun: Callable[..., Any]) -> str:
 
 
 def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> None:
-    """Compares settings before the first step of `fun` and `tx` on a mesh. All ranks call it; one small collective if
-    equal.
+    """Compares settings before the first step of `fun` and `tx` on a mesh. All ranks call it.
 
     Raises RanksDisagree for another optimizer: nothing would show it, and replicas and shards would drift apart. Warns
     of another function, and of settings that may differ: each rank's part of a loss counts as it is.
     """
     if comms.alone:
         return
-    # one collective tells whether all is equal; only where it is not, ranks say what
-    must = {} if tx is None else optimizer(tx)
-    may = {"the function": function(fun), **speed()}
-    if not comms.same_on_all(repr((must, may)), "comparing optimizers and losses"):
-        comms.must_agree("the optimizer", must)
-        if (differs := comms.difference("what they run", may)) is not None:
-            warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
+    if tx is not None:
+        comms.must_agree("the optimizer", optimizer(tx))
+    # threads may differ, but slow all ranks down to the slowest, or change last bits
+    may = {"the function": function(fun), "torch.get_num_threads()": str(torch.get_num_threads())}
+    if (differs := comms.difference("what they run", may)) is not None:
+        warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
 
 
 def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, batch_axes: Collection[str]) -> None:

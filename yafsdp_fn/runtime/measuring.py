@@ -1,12 +1,10 @@
 """Measures one run of a body on fake tensors: outputs, FLOPs, and the memory of its forward and backward."""
 
-import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
@@ -52,8 +51,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._born.update((memory_key(tensor), None) for tensor in tensors)
 
     def adopt(self, tensor: Tensor) -> None:
-        """Counts the memory of `tensor`, which was made elsewhere, for as long as it lives."""
-        self._note(memory_key(tensor), tensor.untyped_storage())
+        """Counts the memory of `tensor` from now on, for as long as it lives."""
+        key = memory_key(tensor)
+        size = tensor.untyped_storage().nbytes()
+
+        def died(_: Any) -> None:
+            self.bytes -= size
+            del self._born[key]
+
+        self._born[key] = _Allocation(weakref.ref(tensor.untyped_storage(), died), size, self.mark)
+        self.bytes += size
 
     def saw(self, tensor: Tensor) -> bool:
         """Returns whether an operation has made the memory of `tensor`."""
@@ -78,21 +85,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # views allocate nothing, even of unknown memory: a batch of real tensors
             schema = getattr(func, "_schema", None)  # operators of higher order have none
             if schema is None or not any(value.alias_info for value in schema.returns):
-                for leaf in optree.tree_leaves(out):
-                    if isinstance(leaf, Tensor) and memory_key(leaf) not in self._born:
-                        self._note(memory_key(leaf), leaf.untyped_storage())
+                for leaf in tensors_in(out):
+                    if memory_key(leaf) not in self._born:
+                        self.adopt(leaf)
             self.peak = max(self.peak, self.bytes)
         return out
-
-    def _note(self, number: int, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-
-        def died(_: Any) -> None:
-            self.bytes -= size
-            del self._born[number]
-
-        self._born[number] = _Allocation(weakref.ref(storage, died), size, self.mark)
-        self.bytes += size
 
 
 # ---- Runs a body once on fake tensors: its outputs, FLOPs, and the memory of its forward and of its backward.
@@ -102,13 +99,14 @@ class BodyCosts(NamedTuple):
     """The measurements of one run of a body.
 
     structure: of its outputs; outs: these, detached; shares: for each the number of the input that it shares memory
-    with, or None; saved: whether its graph saves each input, and each output; collectives, adjoints: as of a `Visit`
+    with, or None; saved: numbers of those that its graph saves, of inputs and then outputs; collectives, adjoints: as
+    of a `Visit`
     """
 
     structure: Any
     outs: list[Tensor]
     shares: list[int | None]
-    saved: tuple[list[bool], list[bool]]
+    saved: list[int]
     cost: Cost
     collectives: Collectives
     adjoints: Collectives
@@ -168,14 +166,13 @@ class _TracedDestination(Destination):
 
 Noted = Sequence[tuple[AxisCollective, bool]]
 """Collectives that a block has called, and whether each has a backward."""
-Weights = list[list[Tensor]]
-"""The leaves of each unit of a call."""
 
 
-def _own(
-    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]
-) -> tuple[Weights, list[Tensor]]:
-    """Returns weights and arguments of a run beside the step."""
+def measure(
+    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
+) -> BodyCosts:
+    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
+    # weights and arguments, which are there already
     device = placement.comms.device
     weights = [
         [
@@ -184,83 +181,28 @@ def _own(
         ]
         for unit in call.units
     ]
-    return weights, [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
-
-
-# ---- a run
-
-
-def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any]) -> BodyCosts:
-    """Runs `call` as `measure` does, without counting: in a fifth of the time. Its backward runs only where the block
-    communicates."""
-    # forward
-    weights, inputs = _own(call, trained, track, placement)
-    with noting(placement.comms) as called:
-        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
-    saved = saved_by(outs)
-    # backward
-    roots = [out for out in outs if out.requires_grad]
-    wanted = [x for x in (*inputs, *itertools.chain.from_iterable(weights)) if x.requires_grad]
-    with noting(placement.comms) as back:
-        if called and roots and wanted:
-            grads = [torch.ones_like(root) for root in roots]
-            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-    carry = sum(x.numel() * x.element_size() for x in call.tensors)
-    return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
-
-
-def _numbered(inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Returns memory -> the first of the inputs that has it."""
-    return {memory_key(x): number for number, x in reversed(list(enumerate(inputs)))}
-
-
-def _found(
-    call: BlockCall,
-    inputs: Sequence[Tensor],
-    outs: Sequence[Tensor],
-    saved: Set[int],
-    cost: Cost,
-    called: Noted,
-    back: Noted,
-) -> BodyCosts:
-    passed = _numbered(inputs)
-    return BodyCosts(
-        call.structure,
-        [out.detach().requires_grad_(out.requires_grad) for out in outs],
-        [passed.get(memory_key(out)) for out in outs],
-        ([memory_key(x) in saved for x in inputs], [memory_key(out) in saved for out in outs]),
-        cost,
-        tuple(call for call, _ in called),
-        tuple(call for call, _ in back),
-    )
-
-
-def measure(
-    call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
-) -> BodyCosts:
-    """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
-    # weights and arguments, which are there already
-    weights, inputs = _own(call, trained, track, placement)
+    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     leaves = [leaf for unit in weights for leaf in unit]
     lives = LiveBytes([*leaves, *inputs])
-    destinations: list[_TracedDestination] = []
+    destinations: list[tuple[Tensor, _TracedDestination]] = []
     for unit, of_unit in zip(call.units, weights, strict=True):
         for leaf in of_unit:
             if leaf.requires_grad and leaf.numel() >= linear.LARGE:
-                destinations.append(_TracedDestination(lives, leaf, placement.wire_dtype(unit)))
-                setattr(leaf, DESTINATION, destinations[-1])
+                to = _TracedDestination(lives, leaf, placement.wire_dtype(unit))
+                setattr(leaf, DESTINATION, to)
+                destinations.append((leaf, to))
+    slots = [held for _, to in destinations for held in to._held]
     # forward
-    slots = [held for to in destinations for held in to._held]
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
-    passed = _numbered(inputs)
-    own = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in passed}
+    there = list(map(memory_key, inputs))
+    own = sum({memory_key(x): x.untyped_storage().nbytes() for x in outs if memory_key(x) not in there}.values())
     saved = saved_by(outs)
     last_flops = forward.since(saved)
     top = lives.peak
-    inner = lives.bytes - sum(own.values())  # only the graph keeps the rest alive
-    carry = sum(x.numel() * x.element_size() for x in call.tensors)
+    inner = lives.bytes - own  # only the graph keeps the rest alive
+    carry = sum(x.nbytes for x in call.tensors)
     # backward
     roots = [out for out in outs if out.requires_grad]
     wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
@@ -269,19 +211,18 @@ def measure(
     lives.ignore(grads)
     task = AutogradRun()
     task.begins_with(roots)
-    for leaf in leaves:
-        to = getattr(leaf, DESTINATION, None)
-        if to is not None and not leaf._backward_hooks:  # a hook is to see the gradient
+    for leaf, to in destinations:
+        if not leaf._backward_hooks:  # a hook is to see the gradient
             to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
         found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
-        inputs_wanted = sum(x.requires_grad for x in inputs)
-        fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
+        of_weights = found[sum(x.requires_grad for x in inputs) :]
+        fresh = sum(grad.nbytes for grad in of_weights if grad is not None)
         bwd_moved = backward.moved()
-        del found
+        del found, of_weights
     # what the backward of products leaves, or needs
-    scratch = {to.scratch_dtype for to in destinations if to.scratch_dtype is not None}
-    factors = {of if isinstance(of, int) else id(of): nbytes for to in destinations for of, nbytes in to.factors}
+    scratch = {to.scratch_dtype for _, to in destinations if to.scratch_dtype is not None}
+    factors = {of if isinstance(of, int) else id(of): nbytes for _, to in destinations for of, nbytes in to.factors}
     cost = Cost(
         flops=matmul,
         last_flops=last_flops,
@@ -292,13 +233,21 @@ def measure(
         bwd_attention_flops=backward.attention,
         inner_bytes=inner,
         peak_bytes=top,
-        bwd_peak_bytes=lives.peak - sum(own.values()),
-        between_bytes=sum(factors.values()) + fresh + sum(to.formed for to in destinations),
+        bwd_peak_bytes=lives.peak - own,
+        between_bytes=sum(factors.values()) + fresh + sum(to.formed for _, to in destinations),
         scratch_bytes=sum(placement.largest_leaf(dtype) * dtype.itemsize for dtype in scratch),
         moved=moved,
         bwd_moved=bwd_moved,
     )
-    return _found(call, inputs, outs, saved, cost, called, back)
+    return BodyCosts(
+        call.structure,
+        [out.detach().requires_grad_(out.requires_grad) for out in outs],
+        [there.index(memory_key(out)) if memory_key(out) in there else None for out in outs],
+        [at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
+        cost,
+        tuple(call for call, _ in called),
+        tuple(call for call, _ in back),
+    )
 
 
 @contextmanager

@@ -6,19 +6,21 @@ moved_by(work)       what `work` moves
 in_pieces(...)       says, inside a run, what eager torch moves beyond one kernel that stands for several
 """
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Moved
 from yafsdp_fn.util.torch_private import diagonal_of, memory_key, run_autograd, transforms_active
 
@@ -148,8 +150,8 @@ ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
 
 
 class _Kernel(NamedTuple):
-    """A kernel that is no product. reads: of each input the kernel that wrote it (None: a product, or it is older),
-    its number and bytes. writes: storages and bytes"""
+    """A kernel that is no product. reads: of each input the kernel that wrote it (None: a product, or it is older), the
+    version of its memory, and its bytes. writes: storages and bytes"""
 
     reads: tuple[tuple[int | None, int, int], ...]
     writes: tuple[tuple[weakref.ref[Any], int], ...]
@@ -172,13 +174,13 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # bytes and kernels: of products, and of all others
         self._products = self._product_kernels = 0
         self._kernels: list[_Kernel] = []
-        self._writer: dict[int, int] = {}  # memory -> the kernel that wrote it last
-        self._version: dict[int, int] = {}  # memory -> what tells its content from what was there before
-        self._deaths: dict[int, weakref.ref[Any]] = {}
-        self._serial = 0
-        self._escaped: set[int] = set()  # kernels whose results a product or attention has read
-        self._apart: tuple[int, int] = (0, 0)
-        self._made: dict[int, int] = {}  # memory -> FLOPs of products until it was written
+        self._escaped = set[int]()  # kernels whose results a product or attention has read
+        self._apart = (0, 0)
+        # by memory, while it lives
+        self._writer: Any = WeakIdKeyDictionary()  # the kernel that wrote it last
+        self._version: Any = WeakIdKeyDictionary()  # what tells its content from what was there before
+        self._made: Any = WeakIdKeyDictionary()  # FLOPs of products until it was written
+        self._versions = itertools.count()
 
     def __enter__(self) -> "Counter":
         _counting.append(self)
@@ -205,77 +207,54 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for writer, _, _ in kernel.reads:
                 if writer is not None:
                     root[of(number)] = of(writer)
-        # fused: what a group reads from outside, once, and writes for others
+        # fused: what a group reads from outside, once, and writes for others; eager: what each kernel reads and writes
+        outside: dict[tuple[int, int], int] = {}
         fused = 0
-        outside: set[tuple[int, int]] = set()
+        eager = 0
         for number, kernel in enumerate(self._kernels):
-            for writer, key, nbytes in kernel.reads:
-                if writer is None and (of(number), key) not in outside:
-                    outside.add((of(number), key))
+            for writer, version, nbytes in kernel.reads:
+                eager += nbytes
+                if writer is None:
+                    outside.setdefault((of(number), version), nbytes)
+            for storage, nbytes in kernel.writes:
+                eager += nbytes
+                if storage() is not None or number in self._escaped:
                     fused += nbytes
-            fused += sum(nbytes for storage, nbytes in kernel.writes if storage() is not None)
-        fused += sum(
-            nbytes
-            for number, kernel in enumerate(self._kernels)
-            for storage, nbytes in kernel.writes
-            if storage() is None and number in self._escaped
-        )
-        # eager: what each kernel reads and writes
-        eager = sum(
-            sum(nbytes for _, _, nbytes in kernel.reads) + sum(nbytes for _, nbytes in kernel.writes)
-            for kernel in self._kernels
-        )
-        groups = len({of(number) for number in range(len(self._kernels))})
+        fused += sum(outside.values())
         count = len(self._kernels)
+        groups = len(set(map(of, range(count))))
         return Moved(self._products, self._product_kernels, eager, count, fused, groups, *self._apart)
 
     def since(self, saved: Collection[int]) -> int:
         """FLOPs of the products that came after the last that is saved was written."""
-        return self.matmul - max((flops for key, flops in self._made.items() if key in saved), default=self.matmul)
+        written = [flops for memory, flops in self._made.items() if memory._cdata in saved]
+        return self.matmul - max(written, default=self.matmul)
 
     def in_pieces(self, nbytes: int, kernels: int) -> None:
         """Counts the bytes that several kernels move beyond the one that stands for them here."""
         self._apart = (self._apart[0] + nbytes, self._apart[1] + kernels)
 
-    def _next(self) -> int:
-        self._serial += 1
-        return self._serial
-
-    def _watch(self, x: Tensor) -> None:
-        """Forgets the memory of `x` when it is freed: another tensor may get its address."""
-        key = memory_key(x)
-
-        def died(_: Any) -> None:
-            for of in (self._writer, self._version, self._deaths, self._made):
-                of.pop(key, None)
-
-        if key not in self._deaths:
-            self._deaths[key] = weakref.ref(x.untyped_storage(), died)
-
     # ---- counting
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any, product: bool) -> None:
-        # operations that move nothing
         schema = getattr(func, "_schema", None)
-        for leaf in optree.tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._watch(leaf)
+        given = tensors_in((args, kwargs))
+        made = tensors_in(out)
         if schema is None or schema.name in ALLOCATING:
-            return
-        leaves: list[Any] = optree.tree_leaves((args, kwargs))  # type: ignore[arg-type]
-        given = [x for x in leaves if isinstance(x, Tensor)]
-        made = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
+            return  # it moves nothing
         if not schema.is_mutable and {memory_key(x) for x in made} <= {memory_key(x) for x in given}:
             return  # a view, or nothing at all
+        for x in made:
+            self._made[x.untyped_storage()] = self.matmul
         # a product is never fused with others
-        self._made.update((memory_key(x), self.matmul) for x in made)
         if product:
             self._products += sum(map(_bytes_of, [*given, *made]))
             self._product_kernels += 1
-            self._escaped.update(self._writer[key] for x in given if (key := memory_key(x)) in self._writer)
+            writers = [self._writer.get(x.untyped_storage()) for x in given]
+            self._escaped.update(writer for writer in writers if writer is not None)
             for x in made:
-                self._writer.pop(memory_key(x), None)
-                self._version[memory_key(x)] = self._next()
+                self._writer[x.untyped_storage()] = None
+                self._version[x.untyped_storage()] = next(self._versions)
             return
         if any(memory_key(x) in self._ignored for x in made):
             return
@@ -283,12 +262,15 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most = sum(map(_bytes_of, given[1:] if schema.name in ADDING else made))
         reads = []
         for at, x in enumerate(given):
-            nbytes = min(_bytes_of(x), most) if schema.name in (*BY_ROWS, *ADDING) and at == 0 else _bytes_of(x)
-            key = memory_key(x)
-            reads.append((self._writer.get(key), self._version.setdefault(key, self._next()), nbytes))
+            memory = x.untyped_storage()
+            nbytes = _bytes_of(x)
+            if at == 0 and schema.name in (*BY_ROWS, *ADDING):
+                nbytes = min(nbytes, most)
+            reads.append((self._writer.get(memory), self._version.setdefault(memory, next(self._versions)), nbytes))
         writes = [(weakref.ref(x.untyped_storage()), min(most, _bytes_of(x))) for x in made]
+        for x in made:
+            self._writer[x.untyped_storage()] = len(self._kernels)
         self._kernels.append(_Kernel(tuple(reads), tuple(writes)))
-        self._writer.update((memory_key(x), len(self._kernels) - 1) for x in made)
 
     @property
     def attention(self) -> int:

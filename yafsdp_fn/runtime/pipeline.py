@@ -8,7 +8,6 @@ there when it ends (stage_io.py). A plain step has a single segment, for which n
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import optree
@@ -52,51 +51,41 @@ class Later:
     def __init__(self, slots: Collection[int]) -> None:
         self._slots = slots
         self.grad_slots: Sequence[GradSlot] = ()  # none is known yet
-        self._targets: GradTargets = ()
-        self._writes: list[Callable[[], None]] = []
+        self._targets: list[GradTarget] = []
+        self._by_unit: GradTargets = ()
+        # what writes a gradient, of which factors, and their versions
+        self._writes: list[tuple[Callable[..., None], list[Tensor], list[int]]] = []
         self._fresh: Sequence[Tensor | None] = ()
 
     def open(self, targets: GradTargets, task: AutogradRun) -> None:
         """Starts keeping the products that are gradients of leaves, in `task`."""
-        self._targets = targets
-        keep = partial(_keep_factors, self._writes, self._slots)
-        for found, direct in self._all():
-            found.later, found.task = keep, task if direct else None
+        self._by_unit = targets
+        self._targets = [target for unit in targets for target in unit if target is not None]
+        for found, direct in self._targets:
+            found.later, found.task = self._leave, task if direct else None
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""
-        self._fresh = [None if grad is None else _own(grad, self._slots) for grad in fresh]
-        for found, _ in self._all():
+        self._fresh = [None if grad is None else self._own(grad) for grad in fresh]
+        for found, _ in self._targets:
             found.later = found.task = None
 
     def write(self, target: ToSlots) -> None:
         """Runs the second half: writes the gradients to `target`."""
-        target.open(self._targets, AutogradRun())
-        for write in self._writes:
-            write()
+        target.open(self._by_unit, AutogradRun())
+        for write, factors, versions in self._writes:
+            for factor, before in zip(factors, versions, strict=True):
+                if factor._version != before:
+                    raise _factor_written(factor)
+            write(*factors)
         target.close(self._fresh)
 
-    def _all(self) -> list[GradTarget]:
-        return [target for unit in self._targets for target in unit if target is not None]
+    def _leave(self, write: Callable[..., None], *given: Tensor) -> None:
+        factors = [self._own(factor) for factor in given]
+        self._writes.append((write, factors, [factor._version for factor in factors]))
 
-
-def _keep_factors(
-    writes: list[Callable[[], None]], slots: Collection[int], write: Callable[..., None], *given: Tensor
-) -> None:
-    factors = [_own(factor, slots) for factor in given]
-    versions = [factor._version for factor in factors]
-
-    def later() -> None:
-        for factor, before in zip(factors, versions, strict=True):
-            if factor._version != before:
-                raise _factor_written(factor)
-        write(*factors)
-
-    writes.append(later)
-
-
-def _own(kept: Tensor, slots: Collection[int]) -> Tensor:
-    return kept.clone() if kept.untyped_storage().data_ptr() in slots else kept
+    def _own(self, kept: Tensor) -> Tensor:
+        return kept.clone() if kept.untyped_storage().data_ptr() in self._slots else kept
 
 
 def _factor_written(factor: Tensor) -> RuntimeError:
@@ -119,7 +108,6 @@ class StageSession(Session):
         self.crossing = verified.crossing
         self.slots.activations.reserve(self.crossing, verified.program)
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
-        self._seen_at = "", ""  # the position, and with its stage
 
     def calls(self) -> Iterator[Call]:
         split = self.crossing.split
@@ -197,10 +185,7 @@ class StageSession(Session):
             self.end_compute()
 
     def rank_position(self) -> RankPosition:
-        stage = self.memory.comms.stage
-        if self._seen_at[0] is not self.position:  # as long as it is the same, it must be the same object
-            self._seen_at = self.position, f"{self.position}, stage {stage}"
-        return RankPosition(self._seen_at[1], self._cursor, self.verified.all_stages, stage)
+        return super().rank_position()._replace(stage=self.memory.comms.stage)
 
 
 # ---- One call of the loss: its visits, here and elsewhere.
@@ -318,7 +303,9 @@ class StageResults:
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):
             here = has_loss if home is None else call.segment == home
             if here or (home is None and not is_reduction(node)):
-                self._nodes[call.microbatch][at] = optree.tree_map(_detached, node)
+                self._nodes[call.microbatch][at] = optree.tree_map(
+                    lambda x: x.detach() if isinstance(x, Tensor) else x, node
+                )
         if has_loss:
             self.losses[call.microbatch] = Mean(mean.total.detach(), mean.weight)
         return has_loss
@@ -331,10 +318,6 @@ class StageResults:
 def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a flow that have a gradient."""
     return [x for x, piece in zip(tensors, crossing.pieces(Message(flow)), strict=True) if piece.grad]
-
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
 
 
 # ---- All stages of a pipeline compute on one batch, each its own visits: ranks at one place in their stages must be

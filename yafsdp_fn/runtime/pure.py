@@ -71,7 +71,7 @@ class Rematerialised(torch.autograd.Function):
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         with forward_derivatives():
             pairs = zip(ctx.saved_tensors, tangents, strict=True)
-            outs = ctx.f(*[_primal(arg) if along is None else _dual(_primal(arg), along) for arg, along in pairs])
+            outs = ctx.f(*[_primal(arg) if along is None else make_dual(_primal(arg), along) for arg, along in pairs])  # type: ignore[no-untyped-call]
             return tuple(_tangent(out) if is_smooth(out) else None for out in outs)
 
     @staticmethod
@@ -97,10 +97,6 @@ def _tangent(out: Tensor) -> Tensor:
     """Returns the tangent of an output; zeros without one, such as of counts in floating point: torch takes no None."""
     primal, tangent = unpack_dual(out)  # type: ignore[no-untyped-call]
     return torch.zeros_like(primal) if tangent is None else tangent
-
-
-def _dual(tensor: Tensor, tangent: Tensor) -> Tensor:
-    return make_dual(tensor, tangent)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # ---- reverse mode
@@ -218,16 +214,17 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
     # derivatives that would be wrong, or lost, are refused
     if in_step() and recorded():
         raise RuntimeError(RECORDED_IN_A_STEP)
+    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
-    if tracked and _comms(call).stages > 1:
+    if tracked and comms.stages > 1:
         for _, row in call.of_unit.values():
             row.rows.check()  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
-    if ranks_around() is None and (axes := _comms(call).axes):
-        raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(axes))}")
+    if ranks_around() is None and comms.axes:
+        raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(comms.axes))}")
     shards = _shards(call) if tracked else [shard.detach() for shard in _shards(call)]
-    if (transformed or (tracked and any(x.requires_grad for x in shards))) and _comms(call).deterministic:
+    if comms.deterministic and (transformed or (tracked and any(x.requires_grad for x in shards))):
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
     step = in_step()  # asked here: the backward runs `run` outside the step's context
 
@@ -263,11 +260,6 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
 def _content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
     """Returns what tells whether `leaves` have been written to. compare: their bits"""
     return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
-
-
-def _comms(call: BlockCall) -> Ranks:
-    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
-    return comms
 
 
 def _shards(call: BlockCall) -> list[Tensor]:

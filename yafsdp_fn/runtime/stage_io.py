@@ -22,7 +22,7 @@ from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
-from yafsdp_fn.runtime.tracer import Result, Traced, traced
+from yafsdp_fn.runtime.tracer import Result, Tracer, traced
 from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
 
@@ -108,7 +108,7 @@ class Crossing:
     None where every stage does, and the node without values; loss: the segment that makes the total
     """
 
-    def __init__(self, trace: Trace, found: Traced) -> None:
+    def __init__(self, trace: Trace, found: Tracer) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
         # what stands for visits that are elsewhere
@@ -185,16 +185,12 @@ def shapes(tree: Any) -> Hashable:
 
 
 def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut.
-
-    What visits cost is measured in the first step alone: later ones, on batches of other shapes, are to begin soon.
-    """
-    first = programs.peek(memory, arguments.microbatches) is None
-    found = traced(arguments, memory, every=not programs.trains, counts=first)
-    if found.by_value:
+    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
+    found = traced(arguments, memory, every=not programs.trains)
+    if found.beside.by_value:
         raise RuntimeError(
-            f"{found.by_value[0]} beside the visits, of what one has made: how many random numbers it draws depends on "
-            "values, which other stages do not have. Draw them inside of a visit (ya.apply)"
+            f"{found.beside.by_value[0]} beside the visits, of what one has made: how many random numbers it draws "
+            "depends on values, which other stages do not have. Draw them inside of a visit (ya.apply)"
         )
     if programs.trains:
         _check(found)
@@ -205,7 +201,7 @@ def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -
     return Crossing(cut(trace._replace(mesh=memory.mesh_axes), memory.assignment), found)
 
 
-def _check(found: Traced) -> None:
+def _check(found: Tracer) -> None:
     """Raises, on all ranks alike, for a loss that no cut into stages can run."""
     if found.untracked:
         raise RuntimeError(
@@ -217,9 +213,9 @@ def _check(found: Traced) -> None:
             "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
             "the sum would lack the others'. Visit them (ya.apply, ya.scan)"
         )
-    if found.rewritten:
+    if rewritten := found.rewritten():
         raise RuntimeError(
-            f"{found.rewritten[0]}: an argument is written in place after the visit took it; another stage would take "
+            f"{rewritten[0]}: an argument is written in place after the visit took it; another stage would take "
             "what is there in the end. Work on a copy"
         )
     if not found.total.requires_grad:

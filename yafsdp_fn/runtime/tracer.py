@@ -20,7 +20,7 @@ from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.graph_walks import saved_by
-from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting, outline
+from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.visit import BlockCall, movable
@@ -61,10 +61,8 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 
     def number(self, tensor: Tensor) -> int:
         """Returns a number of `tensor`, its own."""
-        if tensor not in self._numbers:
-            self._numbers[tensor] = self._count
-            self._count += 1
-        found: int = self._numbers[tensor]
+        found: int = self._numbers.setdefault(tensor, self._count)
+        self._count = max(self._count, found + 1)
         return found
 
     def comes_from(self, tensor: Tensor, made: Made) -> None:
@@ -119,20 +117,30 @@ class Result(NamedTuple):
 
 
 class Tracer:
-    """A session that only records.
+    """A session that only records, and then what is known of the call.
 
+    results: of each visit, without values; trace: of the call; out: the loss's result; total: its total; made: by
+        which visits each tensor of `out` was made
     rule: attention's; beside: records the operations of the loss between visits
+    untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
+        only); reached: the gradient of the loss reaches visits
     """
 
     closed = False
+    trace: Trace
+    out: Any
+    total: Tensor
+    made: dict[int, Made]
+    reads_leaves = False
+    reached = True
 
-    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool, counts: bool) -> None:
-        self.placement, self.mode, self._every, self._counts = placement.abstract(), mode, every, counts
+    def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
+        self.placement, self.mode, self._every = placement.abstract(), mode, every
         # visits
         self.visits: list[Visit] = []
-        self.untracked: list[str] = []  # visits without grad
+        self.untracked: list[str] = []
         self.rule = AttentionRule()
-        self.results: list[Result] = []  # of visits with grad
+        self.results: list[Result] = []
         self._seen: dict[Any, BodyCosts] = {}
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
@@ -151,7 +159,6 @@ class Tracer:
         # collectives over axes inside blocks
         self.called: list[tuple[AxisCollective, bool]] = []  # by the loss since the last visit, see `noting`
         self.between: list[Between] = []
-        self.reached = True  # visits, by the gradient of the loss
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
@@ -163,12 +170,9 @@ class Tracer:
         signature = (call.signature, shapes, layouts, track)
         self.beside.paused = True
         self._end_beside()
-        self.end_between()
+        self._end_between()
         if signature not in self._seen:
-            if self._counts:
-                self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
-            else:
-                self._seen[signature] = outline(call, trained, track, self.placement)
+            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
         found = self._seen[signature]
         # outputs of its own
         call.structure = found.structure
@@ -186,13 +190,16 @@ class Tracer:
             ]
             # of the carry, what an offload would move
             passed = {number for number in found.shares if number is not None}
-            moved = [call.tensors[k] for k in movable(call.tensors[: call.carry_length], passed)]
-            carries = dict.fromkeys(self._values[memory_key(x)][0] for x in moved if memory_key(x) in self._values)
-            cost = found.cost._replace(takes=_once(takes), gives=_once(gives), carries=tuple(carries))
-            cost = cost._replace(arguments=tuple(self._arguments(call.tensors)))
+            moved = [memory_key(call.tensors[k]) for k in movable(call.tensors[: call.carry_length], passed)]
+            cost = found.cost._replace(
+                takes=_once(takes),
+                gives=_once(gives),
+                carries=tuple(dict.fromkeys(self._values[key][0] for key in moved if key in self._values)),
+                arguments=tuple(self._arguments(call.tensors)),
+            )
             # what its graph keeps, and what is made of its outputs
-            saved = zip((*call.tensors, *fresh), [*found.saved[0], *found.saved[1]], strict=True)
-            self._saved.append(self._numbered(memory_key(x) for x, here in saved if here))
+            both = [*call.tensors, *fresh]
+            self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
             self._saved_beside |= self._numbered(saved_by(call.tensors))
             for out in fresh:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
@@ -219,10 +226,9 @@ class Tracer:
         for place, x in enumerate(tensors):
             made = tuple(sorted(self.beside.made(x)))
             if made:
-                nbytes = x.numel() * x.element_size()
                 dtype = str(x.dtype).removeprefix("torch.")
-                number, grad_bytes = self.beside.number(x), nbytes * x.requires_grad
-                yield Argument(place, number, made, nbytes, grad_bytes, tuple(x.shape), dtype)
+                number, grad_bytes = self.beside.number(x), x.nbytes * x.requires_grad
+                yield Argument(place, number, made, x.nbytes, grad_bytes, tuple(x.shape), dtype)
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
@@ -230,8 +236,7 @@ class Tracer:
             number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else next(self._count)
             self._values[memory_key(tensor)] = number, memory  # with its graph, which a step would hold
         number, memory = self._values[memory_key(tensor)]
-        grad = tensor.numel() * tensor.element_size() if tensor.requires_grad else 0
-        return Value(number, memory.untyped_storage().nbytes(), grad)
+        return Value(number, memory.untyped_storage().nbytes(), tensor.nbytes * tensor.requires_grad)
 
     def _end_beside(self) -> None:
         """Ends the operations of the loss since the last visit."""
@@ -240,7 +245,7 @@ class Tracer:
             most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
             self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
 
-    def end_between(self) -> None:
+    def _end_between(self) -> None:
         """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
         come: a step has none for what its gradient does not reach."""
         if self.called:
@@ -250,24 +255,15 @@ class Tracer:
 
     # ---- the end of the loss
 
-    def reads_leaves(self, total: Tensor) -> bool:
-        """Returns whether `total` depends on sharded leaves other than through visits."""
-        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
-        if not total.requires_grad or not leaves:
-            return False
-        self.beside.paused = True  # not part of the step
-        found = torch.autograd.grad(total, leaves, retain_graph=True, allow_unused=True)
-        self.beside.paused = False
-        return any(grad is not None for grad in found)
-
-    def rewritten(self) -> list[str]:
-        """Returns visits with an argument that was written in place afterwards."""
-        alive = [(given(), version, name) for given, version, name in self._given]
-        return [name for x, version, name in alive if x is not None and x._version != version]
-
-    def finish(self, total: Tensor) -> tuple[Visit, ...]:
-        """Returns the visits, once the loss is known: its backward, up to the visits' outputs, counts as operations
-        after the last."""
+    def end(self, out: Any, microbatches: int) -> None:
+        """Ends the trace, once the loss has returned `out`: its backward, up to the visits' outputs, counts as
+        operations after the last."""
+        self._end_between()
+        self.out = out
+        self.total = total = _total(out)
+        self.made = {id(x): self.beside.made(x) for x in tensors_in(out)}
+        if self.placement.comms.stages > 1:
+            self.reads_leaves = self._reaches([leaf for leaf in self.leaves if leaf.requires_grad])
         # memory that the loss still holds, by the visit after which it was made
         after = Counter[int]()
         for memory, nbytes, mark in self.beside.alive():
@@ -280,9 +276,33 @@ class Tracer:
             found = torch.autograd.grad(total, wanted, allow_unused=True)
             self.reached = any(grad is not None for grad in found)
         self._end_beside()
-        return tuple(
+        visits = tuple(
             v._replace(cost=v.cost._replace(beside_bytes=after[v.id], unsaved=self._unsaved(v))) for v in self.visits
         )
+        self.trace = Trace(
+            self.placement.units,
+            visits,
+            chained_order(visits, microbatches),
+            self.placement.mesh_axes,
+            microbatches,
+            precision=self.placement.precision.names,
+            loss_of=tuple(sorted(self.beside.made(total))) if self.reached else (),
+            between=tuple(self.between),
+        )
+
+    def _reaches(self, leaves: Sequence[Tensor]) -> bool:
+        """Returns whether the total depends on `leaves` other than through visits."""
+        if not self.total.requires_grad or not leaves:
+            return False
+        self.beside.paused = True  # not part of the step
+        found = torch.autograd.grad(self.total, leaves, retain_graph=True, allow_unused=True)
+        self.beside.paused = False
+        return any(grad is not None for grad in found)
+
+    def rewritten(self) -> list[str]:
+        """Returns visits with an argument that was written in place afterwards."""
+        alive = [(given(), version, name) for given, version, name in self._given]
+        return [name for x, version, name in alive if x is not None and x._version != version]
 
     def _unsaved(self, visit: Visit) -> tuple[int, ...]:
         """Returns the numbers of values that neither the graph of a visit saves nor, of what it gives, the loss."""
@@ -307,51 +327,24 @@ def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensor
     return traced(arguments, placement, mode).trace
 
 
-class Traced(NamedTuple):
-    """A trace with the tensors of the loss.
-
-    results: of each visit, without values; out: the loss's result; total: its
-    total; made: by which visits each tensor of it was made
-
-    untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
-    only); rewritten: visits with an argument that was written in place later; by_value: see `Beside`
-    """
-
-    trace: Trace
-    results: list[Result]
-    out: Any
-    total: Tensor
-    made: dict[int, Made]
-    untracked: list[str]
-    reads_leaves: bool
-    rewritten: list[str]
-    by_value: list[str]
-
-
 def traced(
     arguments: Arguments,
     placement: Placement[Any],
     mode: FakeTensorMode | None = None,
     *,
     every: bool = False,
-    counts: bool = True,
-) -> Traced:
-    """Traces with the tensors of the loss.
+) -> Tracer:
+    """Traces one call, with the tensors of the loss.
 
-    every: visits without grad are part of it, as in an evaluation; counts: what visits cost is measured, which takes
-    four fifths of the time
+    every: visits without grad are part of it, as in an evaluation
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = Tracer(placement, mode, every, counts)
+    tracer = Tracer(placement, mode, every)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             with acting_over(tracer.placement.comms), noting(tracer.placement.comms) as tracer.called:
                 out = arguments.call(0, tracer, True)
-                tracer.end_between()
-            total = _total(out)
-            made = {id(x): tracer.beside.made(x) for x in tensors_in(out)}
-            reads = placement.comms.stages > 1 and tracer.reads_leaves(total)
-            visits = tracer.finish(total)
+            tracer.end(out, arguments.microbatches)
     except Exception as error:
         if mixes_traces(error):
             raise RuntimeError(errors.kept_from_trace("a tensor")) from error
@@ -365,27 +358,7 @@ def traced(
         ) from error
     finally:
         mode.__class__ = EndedTrace  # a subclass from the start would miss torch's rules for operators of higher order
-    trace = Trace(
-        tracer.placement.units,
-        visits,
-        chained_order(visits, arguments.microbatches),
-        tracer.placement.mesh_axes,
-        arguments.microbatches,
-        precision=placement.precision.names,
-        loss_of=tuple(sorted(tracer.beside.made(total))) if tracer.reached else (),
-        between=tuple(tracer.between),
-    )
-    return Traced(
-        trace,
-        tracer.results,
-        out,
-        total,
-        made,
-        untracked=tracer.untracked,
-        reads_leaves=reads,
-        rewritten=tracer.rewritten(),
-        by_value=tracer.beside.by_value,
-    )
+    return tracer
 
 
 def not_compiled() -> AbstractContextManager[Any]:

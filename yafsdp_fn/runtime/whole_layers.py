@@ -1,91 +1,35 @@
-"""Whole layers, one after the other, without autograd; the next one is gathered while this one is used."""
+"""Whole layers, one after the other, without autograd."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.flat import gather_into
-from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
-from yafsdp_fn.params.sources import shard_at_home
+from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
-from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.runtime.memory import StateMemory
 
-# ---- Iterates over whole layers without autograd: the gather of the next overlaps with the use of this one.
 
+def whole_unit(handle: Sharded, layer: int, pinned: dict[int, list[Tensor]], dtype: torch.dtype | None = None) -> Tree:
+    """Returns the whole weights of one layer of a stack, or of a single unit, in memory of their own. Collective.
 
-def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[list[Tree]]:
-    """Yields, for each layer, the whole weights of every stack in the dtype of its leaves. They are valid until the
-    next one.
-
-    stacks: of the state of `memory`, of equal length. Two buffers alternate, as in a scan.
+    pinned: keeps, by group, what is gathered for all layers at once; dtype: leaves are converted to it before they
+        travel; None: they stay as they are
     """
-    length = stacks[0].entry.length
-    assert length is not None
-    comms = memory.comms
-    call = object()  # names the buffers of this call on the scoreboard
-    parts = [(stack, group, leaf) for stack in stacks for _, group, leaf in stack.group_leaves()]
-
-    def buffer(_: Sharded, group: Group, leaf: Tensor) -> Tensor:
-        return leaf.new_empty(group.shard_numel(comms) * comms.ranks)
-
-    # what is pinned is gathered once, and is in both
-    even = [buffer(*part) for part in parts]
-    odd = [flat if part[1].pinned else buffer(*part) for flat, part in zip(even, parts, strict=True)]
-    buffers = [even, odd]
-
-    def start(layer: int) -> None:
-        # pinned units come with layer 0 and stay
-        starting = [
-            (*part, 0 if part[1].pinned else layer, flat)
-            for part, flat in zip(parts, buffers[layer % 2], strict=True)
-            if layer == 0 or not part[1].pinned
-        ]
-        # what is gathered: a frozen leaf's gradient is an expanded scalar, whose copy has no owner once it is submitted
-        jobs = [(flat, shard_at_home(*part).contiguous()) for *part, flat in starting]
-        if comms.ranks == comms.stages == 1:
-            for out, shard in jobs:
-                out.copy_(shard)
-            return
-        homes = [group.home(index) for _, group, _, index, _ in starting]
-        shards: list[Buffer] = [("shard", group.unit(layer)) for _, group, *_ in starting]
-        label = f"gather of {'+'.join(stack.entry.name for stack in stacks)}[{layer}] (map_whole_layers)"
-
-        def work() -> None:
-            if comms.stages > 1:
-                for (_, shard), home in zip(jobs, homes, strict=True):
-                    comms.stages_group.broadcast(shard, home)
-            gather_into(comms, *map(list, zip(*jobs, strict=True)))
-
-        # in its place among the uses of buffers
-        ready = comms.event()  # leaves that are not the state's own were made on the compute stream
-        ready.complete()
-        stream = comms.streams["gather"]
-        for _, shard in jobs:
-            stream.mark_used(shard)
-        event = comms.event()
-        waits = [ready, *memory.board.use(event, "gather", shards, [("layer", call, layer % 2)])]
-        stream.submit(work, waits, event, label)
-
-    comms.check()
-    start(0)
-    try:
-        for layer in range(length):
-            if layer + 1 < length:
-                start(layer + 1)
-            with memory.using([("layer", call, layer % 2)]):
-                flats = zip(parts, buffers[layer % 2], strict=True)
-                views = iter([group.of_layer(group.leaves_of(flat, comms), layer) for (_, group, _), flat in flats])
-                yield [
-                    stack.entry.unflatten({g.name: next(views) for _, g, _ in stack.group_leaves()}) for stack in stacks
-                ]
-    finally:
-        with memory.using([], [("layer", call, 0), ("layer", call, 1)]):  # a gather ahead may still write to a buffer
-            memory.board.forget(("layer", call, 0), ("layer", call, 1))
+    comms = handle.owner.comms
+    views = {}
+    for number, group, leaf in handle.check().group_leaves():
+        wholes = pinned.get(number)
+        if wholes is None:
+            index = layer if handle.entry.stacked(group) else 0
+            row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
+            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
+        if group.pinned:
+            pinned[number] = wholes
+        views[group.name] = group.of_layer(wholes, layer)
+    return handle.entry.unflatten(views)
 
 
 # ---- results of a layer
@@ -94,40 +38,16 @@ def whole_layers(memory: StateMemory, stacks: Sequence[Sharded]) -> Iterator[lis
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     groups = [group for _, group, _ in stack.group_leaves()]
-    names = stack.entry.unflatten({g.name: [f"{g.name}/{i}" for i in range(len(g.leaves))] for g in groups})
-    if optree.tree_structure(tree) != optree.tree_structure(names):
+    positions = stack.entry.unflatten({group.name: group.leaves for group in groups})
+    if optree.tree_structure(tree) != optree.tree_structure(positions):
         return None
-    found = dict(zip(optree.tree_leaves(names), optree.tree_leaves(tree), strict=True))
-    per_group = [[found[f"{g.name}/{i}"] for i in range(len(g.leaves))] for g in groups]
+    found = dict(zip(optree.tree_leaves(positions), optree.tree_leaves(tree), strict=True))
+    per_group = [[found[position] for position in group.leaves] for group in groups]
     for group, leaves in zip(groups, per_group, strict=True):
         for leaf, shape in zip(leaves, group.layer_shapes, strict=True):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
                 return None
     return per_group
-
-
-def empty_stack(stack: Sharded, first: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Returns zeros: a shard [L, n] per group ([n] if pinned), in the dtype of the function's result."""
-    return [
-        torch.zeros(leaf.shape, dtype=leaves[0].dtype, device=leaf.device)
-        for (_, _, leaf), leaves in zip(stack.group_leaves(), first, strict=True)
-    ]
-
-
-def write_layer(shard: Tensor, group: Group, ranks: Ranks, layer: int, leaves: Sequence[Tensor]) -> None:
-    """Writes this rank's part of one layer's whole `leaves` into `shard`, [L, n] or [n]; its gaps stay. Skips layers of
-    other stages."""
-    if (0 if group.pinned else layer) not in group.here:
-        return
-    row, first = (shard, layer) if group.pinned else (shard[group.here.index(layer)], 0)
-    leaves = [group.local_slice(number, leaf, ranks) for number, leaf in enumerate(leaves)]
-    # in a pinned unit a leaf is that of all layers
-    for piece in group.pieces(row.numel(), ranks):
-        flat = leaves[piece.leaf].reshape(-1)
-        skip = first * flat.numel() - piece.origin  # where the layer begins, seen from the beginning of the piece
-        a, b = max(skip, 0), min(skip + flat.numel(), piece.stop - piece.start)
-        if a < b:
-            row[piece.start + a : piece.start + b].copy_(flat[a - skip : b - skip])
 
 
 # ---- map_whole_layers: maps a function over whole layers, outside autograd. For exports, statistics, optimizers of
@@ -144,8 +64,6 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
 
     stack: a sharded stack, or plain tensors with a leading axis L; rest: more of the same length; sharded ones must be
         stacks of the same state, such as gradients or moments
-    f: must copy what it keeps of its arguments; later layers overwrite them
-
     Every rank calls `f` for every layer, those of other stages too. If it returns a tree like the layer, the result is
     a stack like `stack`: each rank keeps its shard. Anything else is stacked on a new axis [L, ...], the same on every
     rank (None stays None).
@@ -157,24 +75,38 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     True
     """
     must_be_function(f, "map_whole_layers(f, stack)")
-    for tree in (stack, *rest):
+    trees = (stack, *rest)
+    for tree in trees:
         _must_be_stack(tree)
-    if not isinstance(stack, Sharded):
-        if any(isinstance(other, Sharded) for other in rest):
+    # are they stacks of one state, as long as each other?
+    sharded = [tree for tree in trees if isinstance(tree, Sharded)]
+    for tree in sharded:
+        if not isinstance(stack, Sharded):
             raise TypeError(
                 "map_whole_layers: the first stack is plain, another is sharded; unshard that one, or shard this"
             )
-        columns = [plain_layers(tree) for tree in (stack, *rest)]
-        if len({len(rows) for rows in columns}) > 1:
-            raise ValueError(
-                f"map_whole_layers: stacks of different length: {', '.join(str(len(rows)) for rows in columns)}"
+        if tree.check().entry.length is None:
+            raise TypeError(
+                f"map_whole_layers over {tree.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
             )
-        return stacked([f(*layers) for layers in zip(*columns, strict=True)])
-    memory = stack.owner
-    if not isinstance(memory, StateMemory):
-        raise TypeError(f"map_whole_layers: {stack.entry.name!r} has no whole layers here: {memory.why_not_whole()}")
-    with memory.comms.guarded(f"map_whole_layers of {stack.entry.name}"):
-        return _sharded(f, memory, stack, rest)
+        if tree.owner is not stack.owner or tree.entry.length != stack.entry.length:
+            what = f"{tree.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
+            raise ValueError(f"map_whole_layers: {what}")
+    lengths, layers = zip(*map(_layers, trees), strict=True)
+    if len(set(lengths)) > 1:
+        raise ValueError(f"map_whole_layers: stacks of different length: {', '.join(map(str, lengths))}")
+    if isinstance(stack, Sharded):
+        return _sharded(f, stack, layers)
+    return stacked([f(*[give(layer) for give in layers]) for layer in range(lengths[0])])
+
+
+def _layers(tree: Tree) -> tuple[int, Callable[[int], Tree]]:
+    """Returns the number of layers of a stack, and what gives each of them whole."""
+    if not isinstance(tree, Sharded):
+        rows = plain_layers(tree)
+        return len(rows), rows.__getitem__
+    pinned: dict[int, list[Tensor]] = {}
+    return tree.entry.length or 0, lambda layer: whole_unit(tree, layer, pinned)
 
 
 def _must_be_stack(tree: Tree) -> None:
@@ -192,41 +124,41 @@ def _must_be_stack(tree: Tree) -> None:
             )
 
 
-def _sharded(f: Callable[..., Tree], memory: StateMemory, stack: Sharded, rest: tuple[Tree, ...]) -> Tree:
-    # are they stacks of one state, as long as each other?
-    stacks = [tree for tree in (stack, *rest) if isinstance(tree, Sharded)]
-    for other in stacks:
-        if other.check().entry.length is None:
-            raise TypeError(
-                f"map_whole_layers over {other.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
-            )
-        if other.owner is not memory or other.entry.length != stack.entry.length:
-            what = f"{other.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
-            raise ValueError(f"map_whole_layers: {what}")
-    for tree in rest:
-        lengths = set() if isinstance(tree, Sharded) else {leaf.shape[0] for leaf in optree.tree_leaves(tree)}
-        if lengths - {stack.entry.length}:
-            raise ValueError(
-                f"map_whole_layers: {stack.entry.name!r} has length {stack.entry.length}, another {lengths}"
-            )
-    # results like a layer go into shards, others are collected
-    plain = [None if isinstance(tree, Sharded) else plain_layers(tree) for tree in rest]
+def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[int], Tree]]) -> Tree:
+    """Returns a stack like `stack` where `f` returns trees like a layer; else its results, stacked."""
+    memory, name = stack.owner, stack.entry.name
+    if not isinstance(memory, StateMemory):
+        raise TypeError(f"map_whole_layers: {name!r} has no whole layers here: {memory.why_not_whole()}")
     kept: list[Tensor] | None = None
+    pinned: dict[int, list[list[Tensor]]] = {}  # leaves of every layer that share a unit, by group
     outs: list[Tree] = []
-    for layer, whole in enumerate(whole_layers(memory, stacks)):
-        given = iter(whole[1:])
-        others = [next(given) if rows is None else rows[layer] for rows in plain]
-        out = f(whole[0], *others)
+    for layer in range(stack.entry.length or 0):
+        with memory.comms.guarded(f"map_whole_layers of {name}[{layer}]"):
+            out = f(*[give(layer) for give in layers])
         leaves = like_layer(stack, out)
         if leaves is None:
             outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
             continue
-        kept = empty_stack(stack, leaves) if kept is None else kept
-        for (_, group, _), shard, of_group in zip(stack.group_leaves(), kept, leaves, strict=True):
-            write_layer(shard, group, memory.comms, layer, of_group)
-    if kept is not None and outs:
+        if kept is None:  # a shard of zeros per group, in the dtype of the function's result
+            found = zip(stack.leaves, leaves, strict=True)
+            kept = [torch.zeros_like(shard, dtype=of_group[0].dtype) for shard, of_group in found]
+        for number, ((_, group, _), shard) in enumerate(zip(stack.group_leaves(), kept, strict=True)):
+            if group.pinned:
+                pinned.setdefault(number, []).append(leaves[number])
+            elif layer in group.here:
+                parts = [group.local_slice(at, leaf, memory.comms) for at, leaf in enumerate(leaves[number])]
+                sources = [lambda _, part=part: part for part in parts]
+                rank = memory.comms.without(group.over).rank
+                fill(shard[group.here.index(layer)], group.layout, rank, sources, layer)
+    if kept is None:
+        return stacked(outs)
+    if outs:
         raise ValueError("map_whole_layers: f returned a tree like the layer for some layers and another for others")
-    return Sharded(tuple(kept), stack.context) if kept is not None else stacked(outs)
+    for number, of_layers in pinned.items():
+        _, group, _ = stack.group_leaves()[number]
+        shared = [lambda layer, at=at, given=of_layers: given[layer or 0][at] for at in range(len(group.leaves))]
+        fill_group(kept[number], stack.entry, group, memory.comms, shared)
+    return Sharded(tuple(kept), stack.context)
 
 
 def plain_layers(tree: Tree) -> list[Tree]:

@@ -16,7 +16,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from yafsdp_fn import schedules as s
-from yafsdp_fn.runtime import measuring, programs, tracer
+from yafsdp_fn.runtime import programs
 
 E, ROWS, PARTS, STEPS = 64, 1 << 9, 2, 200
 CARRY = E * ROWS * 4
@@ -110,28 +110,19 @@ def test_shapes_of_batches_are_forgotten(pools: dict[int, Pool]) -> None:
         assert not there and kept == 2 and losses[0] == losses[-1]
 
 
-def measured(_: Any) -> tuple[list[int], list[float]]:
-    """How many visits have been measured after steps on three lengths, and their losses."""
+def of_three_lengths(_: Any) -> list[float]:
+    """The losses of steps on three lengths."""
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
     step = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b())
     state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(2), stages=units)
-    counts, losses, calls = list[int](), list[float](), list[Any]()
-
-    def counted(*given: Any) -> Any:
-        calls.append(given)
-        return measuring.measure(*given)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracer, "measure", counted)
-        for rows in (2, 3, 4):
-            state, metrics = step(state, torch.ones(rows, E))
-            counts.append(len(calls))
-            losses.append(float(metrics["loss"]))
-    return counts, losses
+    losses = list[float]()
+    for rows in (2, 3, 4):
+        state, metrics = step(state, torch.ones(rows, E))
+        losses.append(float(metrics["loss"]))
+    return losses
 
 
-def test_visits_are_measured_in_the_first_step_alone(pools: dict[int, Pool]) -> None:
-    for counts, losses in pools[2].run(measured):
-        assert counts[0] > 0 and counts == [counts[0]] * 3
+def test_every_length_has_a_program_of_its_own(pools: dict[int, Pool]) -> None:
+    for losses in pools[2].run(of_three_lengths):
         assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)
