@@ -10,6 +10,7 @@ A stage calls the whole loss for each of its segments and microbatches; visits o
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.util.mesh_axes import round_up
+from yafsdp_fn.util.schema import Natural
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """The kind of a compute. A backward is one, or two: the gradients of its arguments, "inputs", and then those of its
@@ -55,8 +56,8 @@ class Flow(NamedTuple):
 
     source: int
     target: int
-    nbytes: int
-    grad_bytes: int
+    nbytes: Natural
+    grad_bytes: Natural
 
 
 class Call(NamedTuple):

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Message, Split
 from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.util.schema import Limits, Natural, Positive
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
 #
@@ -23,6 +24,8 @@ known, which clips it, or skips a step that is not finite, and is told."""
 
 
 Collectives = tuple[AxisCollective, ...]
+Parts = Annotated[int, Limits(1, 2**10)]
+"""What is asked of a trace from elsewhere counts up to these."""
 
 
 # ---- Units, visits, computes.
@@ -33,9 +36,9 @@ class Encoding(NamedTuple):
     `block_bytes` bytes; nbytes: of the padded flat vector"""
 
     name: str
-    block: int
-    block_bytes: int
-    nbytes: int
+    block: Parts
+    block_bytes: Natural
+    nbytes: Natural
 
 
 class UnitSpec(NamedTuple):
@@ -57,18 +60,18 @@ class UnitSpec(NamedTuple):
     name: str
     # where it is in the model
     stack: str | None
-    layer: int
+    layer: Natural
     # its size, on this mesh
-    numel: int
-    gather_bytes: int
-    reduce_bytes: int
+    numel: Natural
+    gather_bytes: Natural
+    reduce_bytes: Natural
     trainable: bool
-    sum_bytes: int = 0
+    sum_bytes: Natural = 0
     over: tuple[str, ...] = ()
     # what it travels in
     gathered_as: Encoding | None = None
     reduced_as: Encoding | None = None
-    state_block: int = 1
+    state_block: Positive = 1
 
     @property
     def align(self) -> int:
@@ -165,8 +168,8 @@ class Lent(NamedTuple):
     """
 
     unit: int
-    parts: int
-    leaves: tuple[tuple[int, tuple[int, ...], int, int], ...] = ()
+    parts: Parts
+    leaves: tuple[tuple[Natural, tuple[Natural, ...], Natural, Natural], ...] = ()
 
 
 class Trace(NamedTuple):
@@ -189,8 +192,8 @@ class Trace(NamedTuple):
     units: tuple[UnitSpec, ...]
     visits: tuple[Visit, ...]
     order: tuple[Compute, ...]
-    mesh: tuple[tuple[str, int], ...]
-    microbatches: int
+    mesh: tuple[tuple[str, Positive], ...]
+    microbatches: Positive
     # the optimizer, and how gradients are added
     update_when: UpdateWhen = "never"
     precision: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ typed(Search, [1])                          # Search(seed=1, moves=0)
 """
 
 import functools
+import math
 import reprlib
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -29,7 +30,12 @@ class Limits(NamedTuple):
     """The limits of a number, in an annotation: `Annotated[int, Limits(1, 8)]`."""
 
     low: float
-    high: float
+    high: float = math.inf
+
+
+Natural = Annotated[int, Limits(0)]
+Positive = Annotated[int, Limits(1)]
+"""Numbers that count what there may be none of, and what there is at least one of."""
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -67,7 +73,9 @@ def typed(kind: Any, value: Any) -> Any:
 def _limited(found: Any, notes: tuple[Any, ...]) -> Any:
     for limits in notes:
         if isinstance(limits, Limits) and not limits.low <= found <= limits.high:
-            raise _expected(f"{limits.low:,} to {limits.high:,}", found)
+            unbounded = limits.high == math.inf
+            within = f"a number of at least {limits.low:,}" if unbounded else f"{limits.low:,} to {limits.high:,}"
+            raise _expected(within, found)
     return found
 
 
