@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, units_of, written
 from yafsdp_fn.program.events import StageEvent, play
-from yafsdp_fn.program.ops import AllReduce, Forward, Gather, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.ops import AllReduce, Forward, Gather, MessageOp, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.proof.stages import calls_of
@@ -140,7 +140,7 @@ class _StageCalls:
     def messages(self) -> Iterator[tuple[int, str]]:
         """Sends and receives, each with the call that it is before: what is issued inside of one is after it."""
         for op, (at, inside) in zip(self.program.ops, self.at, strict=True):
-            if isinstance(op, Send | Receive):
+            if isinstance(op, MessageOp):
                 flow = self.split.flows[op.flow]
                 end = flow.target if isinstance(op, Receive) != op.back else flow.source
                 word = f"{'SEND' if isinstance(op, Send) else 'RECV'}_{'B' if op.back else 'F'}"

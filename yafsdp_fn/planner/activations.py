@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.program.ops import Backward, Forward, Update
+from yafsdp_fn.program.ops import Backward, ComputeOp, Forward, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util.mesh_axes import padded_numel
@@ -76,7 +76,7 @@ def peak_of(program: Program) -> Peak:
     for number, op in enumerate(program.ops):
         if isinstance(op, Update):
             update(number, op.units)
-        if not isinstance(op, Forward | Backward):
+        if not isinstance(op, ComputeOp):
             continue
         m = op.microbatch
         visit = op.visit

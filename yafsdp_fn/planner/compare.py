@@ -16,7 +16,7 @@ from typing import NamedTuple
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.planner.simulate import proved
-from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.program.ops import ComputeOp
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules import remat
@@ -178,7 +178,7 @@ class Comparison(NamedTuple):
         one = self.timelines[first]
         two = self.timelines[second]
         late = self.late(first, second)
-        computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, Forward | Backward)}
+        computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, ComputeOp)}
         if not late or not computes <= late.keys():
             return
         parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
-from yafsdp_fn.program.ops import AllReduce, Gather, Receive, Reduce, Send
+from yafsdp_fn.program.ops import AllReduce, Gather, MessageOp, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
@@ -37,7 +37,7 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
     """
     trace = program.trace
     split = program.trace.split
-    messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
+    messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, MessageOp)}
     peers = len({stage for ends in messages for stage in ends} - {trace.stage})
     sources = {op.source for op in program.ops if isinstance(op, Gather)}
     for cut in dict.fromkeys([ranks, *(ranks.without(unit.over) for unit in trace.units)]):

@@ -27,7 +27,7 @@ from yafsdp_fn.planner.space import (
     last,
     layers,
 )
-from yafsdp_fn.planner.synthesize import Report, Synthesis, Synthesized
+from yafsdp_fn.planner.synthesize import Report, Synthesized, synthesis
 from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
@@ -214,7 +214,7 @@ def search(
     for choice in (best, *others):
         if found[choice] is step and (choice.point.order is not None) == several:
             alike.append(choice.point)
-    writing = Synthesis(step, alike, where, budget, seed)
+    writing = synthesis(step, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 

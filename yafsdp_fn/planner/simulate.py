@@ -10,7 +10,19 @@ from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import EventTime, StageEvent, play
-from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
+from yafsdp_fn.program.ops import (
+    OPS,
+    AllReduce,
+    Backward,
+    ComputeOp,
+    Forward,
+    MessageOp,
+    Norm,
+    Op,
+    Receive,
+    Send,
+    Update,
+)
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace, arguments
@@ -114,7 +126,7 @@ def _of_stage(
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
         if number in durations:
             cost: tuple[Phase, ...] = (Phase("compute" if op.stream == "compute" else "memory", durations[number]),)
-        elif isinstance(op, Forward | Backward):
+        elif isinstance(op, ComputeOp):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
                 each = costs.collectives(op, recompute)
@@ -153,7 +165,7 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
         if isinstance(task.op, Update) and number > norms.get(task.stage, number):
             waits += norms.values()
         partner = None
-        if isinstance(task.op, Send | Receive):
+        if isinstance(task.op, MessageOp):
             partner = ends[task.op.message][Receive if isinstance(task.op, Send) else Send]
         out.append(task._replace(waits=tuple(dict.fromkeys(waits)), partner=partner))
     return out

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
-from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
+from yafsdp_fn.program.ops import ComputeOp, MessageOp, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Message, Split
 from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, inside_of, padded_numel
 from yafsdp_fn.util.schema import Limits, Natural, Positive
@@ -305,9 +305,9 @@ class Trace(NamedTuple):
     def messages_of(self, op: Any) -> tuple[tuple[Message, int], ...]:
         """Returns `(message, carry slot)` of what `op` takes and gives, sends or receives, between segments of a
         pipeline."""
-        if isinstance(op, Send | Receive):
+        if isinstance(op, MessageOp):
             return ((op.message, op.carry_slot),)
-        if not isinstance(op, Forward | Backward) or self.split is None:
+        if not isinstance(op, ComputeOp) or self.split is None:
             return ()
         of = kind_of(op), op.visit, op.microbatch
         return tuple(zip((*self.split.takes(*of), *self.split.gives(*of)), (*op.takes, *op.gives), strict=False))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.events import StageEvent, play
-from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
+from yafsdp_fn.program.ops import ComputeOp, MessageOp, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, Message, Split
 from yafsdp_fn.proof.errors import Refused
@@ -22,7 +22,7 @@ from yafsdp_fn.proof.stages import in_words
 # for the one before it, as it does where the host synchronises the device. Nothing may wait for what its
 # stage does later. Which carry slots messages are in is decided by `_Slots`, below.
 
-Item = Call | Send | Receive
+Item = Call | MessageOp
 """An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
 
 SPAN = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
@@ -269,7 +269,7 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
         if op.stream == "compute":
             ops += late
             late.clear()
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             of = kind_of(op), op.visit, op.microbatch
             taken = tuple(slots.taken[message] for message in split.takes(*of))
             given = tuple(slots.given[message] for message in split.gives(*of))
@@ -298,7 +298,7 @@ def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator
     call = done = 0
     for op in ops:
         inside = done > 0
-        done += isinstance(op, Forward | Backward)
+        done += isinstance(op, ComputeOp)
         ends = done > 0 and done == len(split.visits(calls[call].segment))
         yield InCall(op, call, inside, ends)
         if ends:
