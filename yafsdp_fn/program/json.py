@@ -101,9 +101,9 @@ def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:
 def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
     inside = inside_of([name for name, _ in trace.mesh])
     for call in calls:
-        if call.axis not in inside:
+        if call.axis not in inside or call.nbytes < 0:
             axes = ", ".join(inside) or "none"
-            yield f"{where}: {call.kind} over {call.axis!r}; axes are {axes}"
+            yield f"{where}: {call.kind} over {call.axis!r} of {call.nbytes} bytes; axes are {axes}"
 
 
 def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:

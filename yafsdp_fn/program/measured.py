@@ -9,8 +9,7 @@ into stages takes the arguments, which travel.
 
 from typing import NamedTuple
 
-from yafsdp_fn.program.split import Argument, in_carry_slot
-from yafsdp_fn.util.schema import Positive
+from yafsdp_fn.program.split import Argument, Positive, in_carry_slot
 
 # ---- One visit.
 

@@ -7,14 +7,18 @@
 A stage calls the whole loss for each of its segments and microbatches; visits of other segments are elsewhere.
 """
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from yafsdp_fn.util.mesh_axes import round_up
-from yafsdp_fn.util.schema import Natural
+from yafsdp_fn.util.schema import Limits
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """The kind of a compute. A backward is one, or two: the gradients of its arguments, "inputs", and then those of its
 weights."""
+
+Natural = Annotated[int, Limits(0)]
+Positive = Annotated[int, Limits(1)]
+"""Numbers that count what there may be none of, and what there is at least one of."""
 
 LINE = 16
 """The alignment of the tensors in a message, in bytes."""

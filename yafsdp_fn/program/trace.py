@@ -1,14 +1,14 @@
 """The trace: the visits of a loss function in order. A schedule is built from nothing else."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import ComputeOp, MessageOp, kind_of, weight_slots
-from yafsdp_fn.program.split import Kind, Message, Split
+from yafsdp_fn.program.split import Kind, Message, Natural, Positive, Split
 from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, inside_of, padded_numel
-from yafsdp_fn.util.schema import Limits, Natural, Positive
+from yafsdp_fn.util.schema import Limits
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
 #
@@ -152,6 +152,14 @@ def shortened(rows: Sequence[str]) -> list[str]:
     if len(rows) <= SHOWN:
         return list(rows)
     return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as lines: the first column is aligned to the left, the others to the right."""
+    lines = [*rows]
+    width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    justified = [[first.ljust(width[0]), *map(str.rjust, cells, width[1:])] for first, *cells in lines]
+    return ["  ".join(cells).rstrip() for cells in justified]
 
 
 # ---- The step.
@@ -419,11 +427,11 @@ def _table(trace: Trace) -> str:
         if forward:
             costs = [f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB"]
         rows.append([f"{visit.id} {visit.name}", *ids, f"{sum(unit.numel for unit in units):,}", size, *costs])
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])]).rstrip() for cells in rows]
     # computes
     several = trace.microbatches > 1
     order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * several for now in trace.order]
     count = f"; {len(order)} computes" + ", as visit of microbatch" * several
     shown = order if len(order) <= 8 else [*order[:5], "...", *order[-3:]]
-    return "\n".join([head, *shortened(lines), "order: " + ", ".join(shown) + count, f"updates: {trace.update_when}"])
+    return "\n".join(
+        [head, *shortened(columns(rows)), "order: " + ", ".join(shown) + count, f"updates: {trace.update_when}"]
+    )

@@ -5,8 +5,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.util.schema import Natural
-
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
 # nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, and so inside of a node:
 # local ranks = shard (or local) x expert x context x tensor.
@@ -48,7 +46,7 @@ class AxisCollective(NamedTuple):
 
     axis: str
     kind: str
-    nbytes: Natural
+    nbytes: int
 
 
 def subgroups(

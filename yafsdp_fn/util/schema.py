@@ -33,11 +33,6 @@ class Limits(NamedTuple):
     high: float = math.inf
 
 
-Natural = Annotated[int, Limits(0)]
-Positive = Annotated[int, Limits(1)]
-"""Numbers that count what there may be none of, and what there is at least one of."""
-
-
 def typed(kind: Any, value: Any) -> Any:
     """Converts `value` to a `kind`: int, float, str, bool, X | None, Literal, tuple[X, ...], tuple[X, Y], dict (whose
     content is not looked at), any of these with its limits, or a NamedTuple of these, which is a list of its fields in
@@ -73,9 +68,8 @@ def typed(kind: Any, value: Any) -> Any:
 def _limited(found: Any, notes: tuple[Any, ...]) -> Any:
     for limits in notes:
         if isinstance(limits, Limits) and not limits.low <= found <= limits.high:
-            unbounded = limits.high == math.inf
-            within = f"a number of at least {limits.low:,}" if unbounded else f"{limits.low:,} to {limits.high:,}"
-            raise _expected(within, found)
+            most = "or more" if limits.high == math.inf else f"to {limits.high:,}"
+            raise _expected(f"{limits.low:,} {most}", found)
     return found
 
 
