@@ -103,10 +103,9 @@ class Costs:
                 return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), group)
             case ops.AllReduce():
                 return tuple(itertools.chain.from_iterable(map(self._all_reduce, units)))
-            case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
+            case ops.Send(flow) | ops.Receive(flow):
                 assert trace.split is not None
-                of = trace.split.flows[flow]
-                return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
+                return cluster.message(trace.split.bytes_of(op.message), link(trace, cluster, flow))
             case ops.Stash():
                 return through_memory(cluster, sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units))
             case ops.Norm():

@@ -342,8 +342,8 @@ class Program:
                     for u in units:
                         shards = (u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)) // trace.ranks_of(u)
                         sent["all-reduce"] += shards * (replicas - 1) // replicas
-                case ops.Send(flow, back=back) if split:
-                    sent["message"] += split.flows[flow].grad_bytes if back else split.flows[flow].nbytes
+                case ops.Send() if split:
+                    sent["message"] += split.bytes_of(op.message)
                 case ops.Exchange(ids):
                     sent["exchange"] += lent_bytes(trace, ids)
         return sent

@@ -173,6 +173,11 @@ class Split(NamedTuple):
         source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
         return (target, source) if back else (source, target)
 
+    def bytes_of(self, message: Message) -> int:
+        """Returns the bytes of a message."""
+        flow = self.flows[message.flow]
+        return flow.grad_bytes if message.back else flow.nbytes
+
     def crosses(self, message: Message) -> bool:
         """Tells whether a message goes to another stage."""
         source, target = self.ends(message.flow, message.back)

@@ -224,8 +224,7 @@ class _Slots:
         self.messages.append([])
 
     def _kind(self, message: Message, leaves: bool) -> Kind:
-        flow = self.split.flows[message.flow]
-        return leaves, flow.grad_bytes if message.back else flow.nbytes
+        return leaves, self.split.bytes_of(message)
 
     def _fill(self, message: Message, leaves: bool) -> int:
         free = self.free.setdefault(self._kind(message, leaves), deque())

@@ -104,8 +104,7 @@ def _nbytes(op: Any, trace: Trace) -> int | None:
         case Offload() | Fetch():
             return trace.visits[op.visit].cost.carry_slot_bytes
         case Send() | Receive() if trace.split is not None:
-            flow = trace.split.flows[op.flow]
-            return flow.grad_bytes if op.back else flow.nbytes
+            return trace.split.bytes_of(op.message)
         case Gather() | Stash():
             return sum(trace.units[unit].gather_bytes for unit in op.units)
         case Reduce() | AllReduce():
