@@ -7,7 +7,6 @@ Design        a synthesized program: the configurations of its stages, and the o
 Changes       random changes of a configuration
 """
 
-import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -35,7 +34,7 @@ Numbers = frozenset[int]
 class StageConfig(NamedTuple):
     """Arguments of `build` for a stage, with a set where builders have a number.
 
-    recomputed: visits; offloaded: those of them whose carries wait on the host, fetched `ahead`
+    recomputed: visits; offloaded: those of them whose carries wait on the host
     resident: units with a weight slot of their own; others take turns in `width` slots, those of one size together if
         `by_size`
     own_grads: units with a gradient slot of their own, beside those that are `deferred`: reduced once a step
@@ -46,7 +45,6 @@ class StageConfig(NamedTuple):
     resident: Numbers
     own_grads: Numbers
     offloaded: Numbers = frozenset()
-    ahead: int = 1
     width: int = 2
     by_size: bool = False
     deferred: Numbers = frozenset()
@@ -82,7 +80,7 @@ class StageConfig(NamedTuple):
             return self.recomputed
 
         offloaded = self.offloaded & self.recomputed
-        offload = remat.offload(lambda _: offloaded, recompute=recomputed, ahead=self.ahead)
+        offload = remat.offload(lambda _: offloaded, recompute=recomputed)
         return build(
             trace,
             _slots(trace, self.resident, self.width, lambda unit: unit.gather_bytes * self.by_size),
@@ -175,14 +173,15 @@ def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterato
 
 def _several(numbers: Iterable[int], names: list[str]) -> str:
     """Names; of three neighbours and more the first and the last."""
-    places = enumerate(sorted(numbers))
-    runs = []
-    for _, run_of_places in itertools.groupby(places, key=lambda each: each[1] - each[0]):
-        runs.append([number for _, number in run_of_places])
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     shown = []
     for run in runs[:6]:
-        ends = names[run[0]], names[run[-1]]
-        shown.append(" to ".join(ends) if len(run) > 2 else ", ".join(ends[: len(run)]))
+        shown.append(f"{names[run[0]]} to {names[run[-1]]}" if len(run) > 2 else ", ".join(names[n] for n in run))
     more = sum(map(len, runs[6:]))
     return ", ".join(shown) + f" and {more} more" * (more > 0)
 
@@ -197,13 +196,14 @@ class Changes:
     def __init__(self, trace: Trace, cluster: Cluster, rng: random.Random) -> None:
         self.rng = rng
         costs = Costs(trace, cluster)
+        layers = remat.layer_visits(trace)
         price: dict[int, float] = {}
-        for v in remat.layer_visits(trace):
-            twice, once = (costs.seconds(Backward(v, (), ()), recompute) for recompute in (True, False))
-            price[v] = (twice - once) / max(trace.visits[v].cost.inner_bytes, 1)
-        self.layers = sorted(price, key=lambda v: (price[v], v))
+        for v in layers:
+            backward = Backward(v, (), ())
+            again = costs.seconds(backward, recompute=True) - costs.seconds(backward)
+            price[v] = again / max(trace.visits[v].cost.inner_bytes, 1)
+        self.layers = sorted(layers, key=price.__getitem__)
         self.units = sorted({unit for visit in trace.visits for unit in visit.units})
-        layers = sorted(price)
         sets = {"resident": self.units, "own_grads": self.units, "recomputed": layers}
         if trace.microbatches > 1:
             sets["deferred"] = self.units
@@ -211,9 +211,10 @@ class Changes:
             sets["secondary"] = self.units
         if trace.split is None:
             sets["offloaded"] = layers
-        others = ["prefetch", "width", "by_size"] + ["update"] * (trace.update_when != "never")
         self.fields: dict[str, list[int]] = {field: numbers for field, numbers in sets.items() if numbers}
-        self.fields |= {field: [] for field in others}
+        self.fields |= {"prefetch": [], "width": [], "by_size": []}
+        if trace.update_when != "never":
+            self.fields["update"] = []
 
     def of(self, config: StageConfig) -> StageConfig:
         """Makes one to three changes; a change that takes memory is often paid for by one that frees some."""

@@ -84,8 +84,7 @@ class Synthesized:
     @property
     def stages(self) -> Assignment | None:
         """The argument of `ya.init` and `ya.shard`, where it has pipeline stages."""
-        order = self.design.point.order
-        return None if order is None else order.assignment(self.search.trace)
+        return self.design.point.assignment(self.search.trace)
 
     def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Synthesized":
         """Continues the search for `moves` more. k and then m moves give the same program as k + m at once."""
