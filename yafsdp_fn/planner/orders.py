@@ -11,9 +11,10 @@ simulated from the rows that come out of it (synthesize.py).
 import heapq
 import itertools
 import math
+import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import Costs
@@ -125,19 +126,27 @@ class Simulator:
         m = calls.microbatches
         count = len(calls.homes)
         self.size = count * m
+        # of each line
+        seconds = [*calls.forward, *calls.inputs, *calls.weights]
+        between = map(operator.sub, calls.between, calls.held)
+        takes = [*calls.held, *between, *map(operator.neg, calls.between)]
         gaps = [calls.message * (a != b) for a, b in itertools.pairwise(calls.homes)]
-        others = count - 1
         nothing = [0] * count
-        between = [after - before for before, after in zip(calls.held, calls.between, strict=True)]
-        self.seconds: list[float] = self._repeated([*calls.forward, *calls.inputs, *calls.weights])
-        self.takes: list[float] = self._repeated([*calls.held, *between, *(-nbytes for nbytes in calls.between)])
-        self.delay: list[float] = self._repeated([0.0, *gaps, *gaps, 0.0, *nothing])
-        self.source: list[int] = self._repeated([0, *[-m] * others, *[m] * others, 0, *nothing])
+        delay = [0.0, *gaps, *gaps, 0.0, *nothing]
+        others = count - 1
+        source = [0, *[-m] * others, *[m] * others, 0, *nothing]
+        # of each call
+        self.seconds: list[float] = []
+        self.takes: list[float] = []
+        self.delay: list[float] = []
+        self.source: list[int] = []
+        for line in range(3 * count):
+            self.seconds += [seconds[line]] * m
+            self.takes += [takes[line]] * m
+            self.delay += [delay[line]] * m
+            self.source += [source[line]] * m
         self.ends: list[float] = []
         self.causes: list[int] = []
-
-    def _repeated(self, of_lines: Iterable[Any]) -> list[Any]:
-        return [value for value in of_lines for _ in range(self.calls.microbatches)]
 
     def codes(self, rows: Rows) -> list[list[int]]:
         """Returns rows as codes. A whole backward is its first half, which takes as long as both."""
@@ -343,13 +352,12 @@ class Search:
         calls = self.calls
         count = len(self.calls.homes)
         left = [(count - s) * calls.stages / count for s in range(count)]  # of the way to the loss, in stages
-        early = [s / count for s in range(count)]
-        signs = [(0.0, 0.0)] if count <= calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
-        options = itertools.product((2.0, 1.0, math.inf), (0, 1), (0.2, 0.4), signs)
-        for slope, more, patience, (forward, backward) in options:
+        signs = (-1.0, 1.0) if count > calls.stages else (0.0,)
+        options = itertools.product((2.0, 1.0, math.inf), (0, 1), (0.2, 0.4), signs, signs)
+        for slope, more, patience, forward, backward in options:
             caps = [max(1.0, slope * stages + more) for stages in left]
-            likes = [1.0 + forward * part for part in early]
-            likes += [10.0 + backward * part for part in early]
+            likes = [1.0 + forward * s / count for s in range(count)]
+            likes += [10.0 + backward * s / count for s in range(count)]
             yield _Rules(caps, patience, likes)
 
     def _moved(self) -> list[list[int]] | None:

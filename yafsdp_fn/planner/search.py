@@ -327,8 +327,10 @@ class Sweep:
         found = min((self._filled(point, n) for n in numbers), key=by_seconds)
         while step > 1:
             step //= 2
-            near = [n for n in (found.point.remat - step, found.point.remat + step) if least <= n <= self.layers]
-            found = min((found, *(self._filled(point, n) for n in near)), key=by_seconds)
+            best = found.point.remat
+            for n in (best - step, best + step):
+                if least <= n <= self.layers:
+                    found = min(found, self._filled(point, n), key=by_seconds)
         return found
 
     def _filled(self, point: Point, recomputed: int) -> Choice:
@@ -358,10 +360,10 @@ class Sweep:
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     """Returns the parts of the first stage and the last in a step of few microbatches."""
-    most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
-    few = order._replace(microbatches=min(order.microbatches, most))
-    whole = few.whole(trace, mesh)
-    rows = few.rows(whole)
+    if order.name != "gpipe":
+        order = order._replace(microbatches=min(order.microbatches, UNDER_WAY * order.stages))
+    whole = order.whole(trace, mesh)
+    rows = order.rows(whole)
     return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 import random
 import time
 from bisect import bisect_left
@@ -181,7 +182,9 @@ class StepSynthesis(Synthesis):
     def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int) -> None:
         super().__init__(trace, points, cluster, budget, seed)
         self.changes = Changes(self.whole, cluster, self.rng)
-        self.measured = functools.cache(self._measured)
+        self.measured = functools.cache(
+            lambda config: outcome_of(lambda: config.program(self.whole), cluster, budget),
+        )
         self.config = self.now = self.first = StageConfig.of(points[0], self.whole)
         self.outcome = self.measured(self.first)
         self.now_s = self.outcome.seconds
@@ -222,9 +225,6 @@ class StepSynthesis(Synthesis):
             said.append(f"{words}: {saves}")
         return Design(self.points[0], (best,)), found, tuple(said)
 
-    def _measured(self, config: StageConfig) -> Outcome:
-        return outcome_of(lambda: config.program(self.whole), self.cluster, self.budget)
-
     def _fits(self, config: StageConfig) -> bool:
         try:
             return max(peaks_of(config.program(self.whole))) <= self.budget
@@ -237,9 +237,9 @@ class StepSynthesis(Synthesis):
         round."""
         layers = self.changes.layers
         others = frozenset(unit.id for unit in self.whole.units if unit.stack is None)
-        orders = [("deferred", "resident"), ("resident", "deferred")]
+        orders: list[tuple[str, ...]] = [("deferred", "resident"), ("resident", "deferred")]
         if self.whole.microbatches == 1:
-            orders = [("resident",)]  # type: ignore[list-item]
+            orders = [("resident",)]
         turns = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 4))
         for own, by_size, (prefetch, width) in itertools.product((others, frozenset[int]()), (False, True), turns):
             plain = self.first._replace(
@@ -250,15 +250,13 @@ class StepSynthesis(Synthesis):
                 by_size=by_size,
                 prefetch=prefetch,
             )
-            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(len(layers) + 1)]
-            if not self._fits(lists[-1]):
-                continue
-            few = bisect_left(lists, True, hi=len(layers), key=self._fits)
             most = len(layers)
+            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(most + 1)]
+            if not self._fits(lists[most]):
+                continue
+            few = bisect_left(lists, True, hi=most, key=self._fits)
             counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
-            for count, fields in itertools.product(sorted(counts), orders):
-                if count > most:
-                    continue
+            for count, fields in itertools.product(sorted(counts.intersection(range(most + 1))), orders):
                 config = lists[count]
                 for field in fields:
                     config = self._filled(config, field)
@@ -267,10 +265,13 @@ class StepSynthesis(Synthesis):
     def _filled(self, config: StageConfig, field: str) -> StageConfig:
         """Adds as many units to a set as fit, small and late ones first."""
         size = "gather_bytes" if field == "resident" else "reduce_bytes"
-        chosen = getattr(config, field)
-        rest = [unit for unit in reversed(self.changes.units) if unit not in chosen]
+        rest = [*reversed(self.changes.units)]
         rest.sort(key=lambda unit: getattr(self.whole.units[unit], size))
-        filled = [config._replace(**{field: chosen.union(rest[:count])}) for count in range(len(rest) + 1)]
+        filled = [config]
+        for unit in rest:
+            chosen = getattr(filled[-1], field)
+            if unit not in chosen:
+                filled.append(filled[-1]._replace(**{field: chosen | {unit}}))
         return filled[bisect_left(filled, True, lo=1, key=lambda each: not self._fits(each)) - 1]
 
 
@@ -404,11 +405,13 @@ class PipelineSynthesis(Synthesis):
         """Begins a search for orders of the cut's configurations within `room`."""
         calls = self._calls(cut.whole, cut.design.configs)
         parts = [1 / room[home] for home in calls.homes]  # memory in parts of the room of its stage
-        held = tuple(nbytes * part for nbytes, part in zip(calls.held, parts, strict=True))
-        between = tuple(nbytes * part for nbytes, part in zip(calls.between, parts, strict=True))
+        calls = calls._replace(
+            held=tuple(map(operator.mul, calls.held, parts)),
+            between=tuple(map(operator.mul, calls.between, parts)),
+        )
         seed = self.rng.randrange(2**32)
         cut.room = room
-        cut.search = Search(calls._replace(held=held, between=between), 1.0, starts=[cut.design.rows], seed=seed)
+        cut.search = Search(calls, 1.0, starts=[cut.design.rows], seed=seed)
 
     def _reorder(self, cut: CutCandidate) -> None:
         search = cut.search
