@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.planner.orders import CallGraph, Search, evaluate
+from yafsdp_fn.planner.orders import CallGraph, Rows, Search, Simulator
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.split import Argument, Call, Flow, Split
 from yafsdp_fn.program.trace import UnitSpec, Visit
@@ -145,7 +145,41 @@ def simulated(calls: CallGraph, split: Split, order: Sequence[Sequence[Call]]) -
     timeline = simulate(program, cluster)
     spans = [[(span.start, span.end) for span in stage.on("compute")] for stage in timeline.by_stage]
     longest = max(stage[-1][1] - stage[0][0] for stage in spans)
-    return program, 1 - max(map(calls.work, range(calls.stages))) / longest
+    return program, 1 - busiest(calls) / longest
+
+
+# ---- Bubbles of orders.
+
+
+def busiest(calls: CallGraph) -> float:
+    """Seconds in which the calls of the stage that has most of them run."""
+    seconds = [0.0] * calls.stages
+    for home, *parts in zip(calls.homes, calls.forward, calls.inputs, calls.weights, strict=True):
+        seconds[home] += sum(parts)
+    return calls.microbatches * max(seconds)
+
+
+def span(simulator: Simulator, row: Sequence[int]) -> float:
+    """Seconds from the first call of a row to its last."""
+    begin = simulator.ends[row[0]] - simulator.seconds[row[0]]
+    return simulator.ends[row[-1]] - begin
+
+
+class ShortestSpan(Search):
+    """Looks for the order whose longest span is shortest."""
+
+    def length(self, row: Sequence[int]) -> float:
+        return span(self.simulator, row)
+
+
+def bubble(calls: CallGraph, rows: Rows, unawaited: Sequence[Call] = ()) -> float:
+    """The bubble of an order. unawaited: calls that begin without the message from another segment"""
+    simulator = Simulator(calls)
+    codes = simulator.codes(rows)
+    for call in unawaited:
+        simulator.source[simulator.code(call)] = 0
+    simulator.run(codes)
+    return 1 - busiest(calls) / max(span(simulator, row) for row in codes)
 
 
 # ---- The paper's table.
@@ -165,14 +199,14 @@ def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]
     others = [Call("backward", s, number) for s in last for number in range(m) if number % p]
     h1, h2 = pipelines.zero_bubble_calls(loop, m), zero_bubble_2(loop, m)
     found = {
-        "1F1B": evaluate(calls, pipelines.one_f_one_b_calls(loop, m)).bubble(calls),
-        "1F1B_I": evaluate(of_several, interleaved).bubble(of_several),
-        "1F1B_I*": evaluate(of_several, interleaved, unawaited=others).bubble(of_several),
-        "ZB_H1": evaluate(calls, h1).bubble(calls),
-        "ZB_H2": evaluate(calls, h2).bubble(calls),
+        "1F1B": bubble(calls, pipelines.one_f_one_b_calls(loop, m)),
+        "1F1B_I": bubble(of_several, interleaved),
+        "1F1B_I*": bubble(of_several, interleaved, others),
+        "ZB_H1": bubble(calls, h1),
+        "ZB_H2": bubble(calls, h2),
     }
     for name, memory in (("ZB_1p", p), ("ZB_2p", 2 * p)):
-        search = Search(calls, memory, starts=[h1, h2], span=True)
+        search = ShortestSpan(calls, memory, starts=[h1, h2])
         search.run(moves)
-        found[name] = evaluate(calls, search.rows).bubble(calls)
+        found[name] = bubble(calls, search.rows)
     return {name: (getattr(row, f"bubble_{name.rstrip('*')}"), bubble) for name, bubble in found.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.marks import nightly
-from tests.planner.bubbles import calls_of, published, rows, simulated, split_of, trace_of, zero_bubble_2
+from tests.planner.bubbles import bubble, calls_of, published, rows, simulated, split_of, trace_of, zero_bubble_2
 from yafsdp_fn.planner import bound
 from yafsdp_fn.planner.orders import Search, evaluate
 from yafsdp_fn.schedules import pipelines
@@ -27,8 +27,8 @@ def test_a_run_of_calls_is_the_simulation_of_their_program(name: str) -> None:
     split = split_of(4, per_stage, v=v) if not v else split_of(4, v=True)
     calls = calls_of(row, split)
     run = evaluate(calls, order(split, 9))
-    _, bubble = simulated(calls, split, order(split, 9))
-    assert bubble == pytest.approx(run.bubble(calls), abs=1e-9)
+    _, in_simulation = simulated(calls, split, order(split, 9))
+    assert in_simulation == pytest.approx(bubble(calls, order(split, 9)), abs=1e-9)
     assert bound(*trace_of(calls, split)).seconds <= run.seconds * (1 + 1e-9)
 
 

@@ -14,7 +14,7 @@ from yafsdp_fn.planner import Found, Synthesized, predict_memory, search, simula
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.planner.space import Order, Point, arrangements
-from yafsdp_fn.planner.stage_config import Changes, StageConfig, _several
+from yafsdp_fn.planner.stage_config import Changes, Design, StageConfig, _several
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
 
@@ -79,6 +79,17 @@ def test_it_says_that_no_move_was_better() -> None:
     same = dataclasses.replace(one, step_s=one.builder_s)
     said = str(same).splitlines()[0]
     assert said.endswith(f"nothing shorter than {one.point} ({one.builder_s:.4g} s) was found"), said
+
+
+def test_what_was_written_says_on_which_mesh_it_runs() -> None:
+    """A pipeline may be written on the mesh of a runner-up."""
+    trace = traced()
+    found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=0)
+    assert found.synthesized is not None
+    other = Point("hsdp", (("replicate", 4), ("shard", 4)), remat=CONFIG.layers)
+    moved = dataclasses.replace(found, synthesized=dataclasses.replace(found.synthesized, design=Design(other)))
+    assert moved.mesh == {"replicate": 4} != found.mesh
+    assert moved(other.whole(trace)) == other.program(trace)
 
 
 def expect_right(made: Synthesized) -> None:

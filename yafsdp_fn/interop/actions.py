@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Op, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Op, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, Kind, Message, Split
 from yafsdp_fn.program.trace import Trace, writes_of
@@ -123,7 +123,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.split):
         if (gathers and isinstance(op, Gather | Stash)) or (reductions and isinstance(op, Reduce | AllReduce)):
             continue
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             visit = trace.visits[op.visit]
             if gathers and op.slots:
                 op = op._replace(slots=tuple(slots[unit] for unit in visit.units))

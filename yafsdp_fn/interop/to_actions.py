@@ -13,6 +13,7 @@ for each stage:
 """
 
 import csv
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -21,7 +22,7 @@ from typing import Literal, NamedTuple
 
 from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, units_of, written
 from yafsdp_fn.program.events import StageEvent, play
-from yafsdp_fn.program.ops import AllReduce, Forward, Gather, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.ops import AllReduce, Forward, Gather, MessageOp, Receive, Reduce, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.proof.stages import calls_of
@@ -96,82 +97,89 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
 
 def _check_neighbours(split: Split) -> None:
     """Checks that each segment takes what the one before it has made, and nothing else."""
-    expected = [(source, source + 1) for source in range(len(split.homes) - 1)]
+    expected = [*itertools.pairwise(range(len(split.homes)))]
     found = [(flow.source, flow.target) for flow in split.flows]
-    if found != expected or not all(flow.grad_bytes for flow in split.flows):
-        odd = next((each for each in found if each not in expected), None)
-        why = f"segment {odd[1]} takes something of segment {odd[0]}" if odd else "a gradient stops between segments"
+    why = (
+        ""
+        if found == expected and all(flow.grad_bytes for flow in split.flows)
+        else "a gradient stops between segments"
+    )
+    for source, target in reversed(found):
+        if target != source + 1:
+            why = f"segment {target} takes something of segment {source}"
+    if why:
         raise ValueError(f"to_actions: {why}; torch's runtime sends from each segment to the next, and gradients back")
 
 
 class _StageCalls:
-    """The calls of one stage, and the place of its ops among them: an op is before call `k`, or inside of it."""
+    """The calls of one stage, and its ops with their places among them.
+
+    units: of each of its segments; own: segment -> its calls, by number
+    """
 
     def __init__(self, split: Split, number: int, program: Program, taken: list[int]) -> None:
-        self.split, self.program, self.taken = split, program, taken
+        self.split = split
+        self.program = program
+        self.taken = taken
         calls = calls_of(split, number, program)
         self.calls = [call._replace(microbatch=taken.index(call.microbatch)) for call in calls]
-        self.own: dict[int, list[int]] = defaultdict(list)  # segment -> its calls, by number
+        self.ops = [*in_calls(program.ops, self.calls, split)]
+        self.own: dict[int, list[int]] = defaultdict(list)
         for at, call in enumerate(self.calls):
             self.own[call.segment].append(at)
-        self.at = [(each.call, each.inside) for each in in_calls(program.ops, self.calls, split)]
-
-    def units(self, segment: int) -> tuple[int, ...]:
-        return units_of(self.program.trace, segment)
+        self.units = {segment: units_of(program.trace, segment) for segment in self.own}
 
     def row(self) -> Iterator[str]:
-        """Returns the actions in order: sends, reductions and frees, gathers, receives."""
-        before: list[list[str]] = [[] for _ in range(len(self.calls) + 1)]
-        for segment, at in self.reductions.items():
-            before[at].append(f"{segment}{REDUCTION}")
+        """Yields the actions in order: sends, reductions and frees, gathers, receives."""
+        weights: defaultdict[int, list[str]] = defaultdict(list)
+        for segment, at in self._reductions():
+            weights[at].append(f"{segment}{REDUCTION}")
         for segment, _, end in self.stays:
-            before[end].append(f"{segment}RESHARD")
+            weights[end].append(f"{segment}RESHARD")
         for segment, first, _ in self.stays:
-            before[first].append(f"{segment}UNSHARD")
-        crossing = defaultdict(list)
-        for at, message in self.messages():
-            crossing[at].append(message)
-        for at, weights in enumerate(before):
-            messages = crossing[at]
-            sent = max((n + 1 for n, message in enumerate(messages) if "SEND" in message), default=0)
-            yield from (*messages[:sent], *weights, *messages[sent:])
+            weights[first].append(f"{segment}UNSHARD")
+        messages: defaultdict[int, list[str]] = defaultdict(list)
+        for at, message in self._messages():
+            messages[at].append(message)
+        for at in range(len(self.calls) + 1):
+            sent = max((n + 1 for n, message in enumerate(messages[at]) if "SEND" in message), default=0)
+            yield from (*messages[at][:sent], *weights[at], *messages[at][sent:])
             yield from map(written, self.calls[at : at + 1])
 
-    def messages(self) -> Iterator[tuple[int, str]]:
-        """Sends and receives, each with the call that it is before: what is issued inside of one is after it."""
-        for op, (at, inside) in zip(self.program.ops, self.at, strict=True):
-            if isinstance(op, Send | Receive):
+    def _messages(self) -> Iterator[tuple[int, str]]:
+        """Yields sends and receives, each with the call that it is before: what is issued inside of one is after it."""
+        for op, at, inside, _ in self.ops:
+            if isinstance(op, MessageOp):
                 flow = self.split.flows[op.flow]
-                end = flow.target if isinstance(op, Receive) != op.back else flow.source
-                word = f"{'SEND' if isinstance(op, Send) else 'RECV'}_{'B' if op.back else 'F'}"
+                receives = isinstance(op, Receive)
+                end = flow.target if receives != op.back else flow.source
+                word = ("RECV" if receives else "SEND") + ("_B" if op.back else "_F")
                 yield at + inside, f"{end}{word}{self.taken.index(op.microbatch)}"
 
-    @property
-    def reductions(self) -> dict[int, int]:
-        """Segment -> the call before which its gradients are reduced: after the last reduction of its units."""
+    def _reductions(self) -> Iterator[tuple[int, int]]:
+        """Yields segments, each with the call before which its gradients are reduced: after the last reduction of its
+        units."""
         last: dict[int, int] = {}  # unit -> call
-        for op, (at, inside) in zip(self.program.ops, self.at, strict=True):
+        for op, at, inside, _ in self.ops:
             if isinstance(op, Reduce):
                 last |= dict.fromkeys(op.units, at + inside)
-        found: dict[int, int] = {}
-        for segment in self.own:
-            places = [last[unit] for unit in self.units(segment) if unit in last]
+        for segment, units in self.units.items():
+            places = [last[unit] for unit in units if unit in last]
             if places:
-                found[segment] = max(places)
-        return found
+                yield segment, max(places)
 
-    def gathered(self) -> dict[int, int]:
+    def _gathered(self) -> dict[int, int]:
         """Call -> the call before which the first of the gathers that it reads is issued: one of an earlier call goes
         on beside it."""
         found: dict[int, int] = {}
         for number, reader in readers(self.program.ops).items():
             if reader is not None:
-                found.setdefault(self.at[reader][0], self.at[number][0])
+                found.setdefault(self.ops[reader].call, self.ops[number].call)
         return found
 
     def streams(self, segment: int) -> bool:
         """Tells whether units of the segment share slots, so that it is never there as a whole."""
-        own = self.units(segment)
+        own = self.units[segment]
         weights_of = self.program.trace.weights_of
         slots = {slot for op in self.program.ops for unit, slot in weights_of(op) if unit in own}
         return len(slots) < len(own)
@@ -179,18 +187,21 @@ class _StageCalls:
     @cached_property
     def stays(self) -> list[tuple[int, int, int]]:
         """`(segment, first, end)` of all times for which weights are there, in the order in which they come."""
-        gathered = self.gathered()
+        gathered = self._gathered()
         found: list[tuple[int, int, int]] = []
         for segment, calls in self.own.items():
-            streams, end = self.streams(segment), 0
+            streams = self.streams(segment)
+            first = end = 0
             for number, at in enumerate(calls):
                 # a segment that is streamed stays as long as nothing else is computed
-                anew = at in gathered and not (streams and number and calls[number - 1] == at - 1)
-                if number == 0 or anew:
-                    found.append((segment, max(end, min(gathered.get(at, at), at)), at + 1))
-                else:
-                    found[-1] = (*found[-1][:2], at + 1)
-                end = found[-1][2]
+                goes_on = streams and at == end
+                anew = number == 0 or (at in gathered and not goes_on)
+                if anew:
+                    if number:
+                        found.append((segment, first, end))
+                    first = max(end, min(gathered.get(at, at), at))
+                end = at + 1
+            found.append((segment, first, end))
         return sorted(found, key=lambda stay: stay[1])
 
 
@@ -216,14 +227,16 @@ def _of_communication(stages: Sequence[_StageCalls], rows: Sequence[Sequence[str
     slots = [str(len(stage.program.slot_bytes())) for stage in stages]
     yield f"slots, of weights {', '.join(slots)} on the stages: torch allocates what it gathers"
     for number, stage in enumerate(stages):
-        ours, theirs = stage.program.count(Gather), sum(len(stage.units(segment)) for segment, *_ in stage.stays)
+        ours = stage.program.count(Gather)
+        theirs = sum(len(stage.units[segment]) for segment, *_ in stage.stays)
         if any(map(stage.streams, stage.own)) or ours != theirs:
             yield (
                 f"gathers unit by unit on stage {number}, {ours} in all: UNSHARD is of a whole segment, which "
                 f"comes to {theirs} units"
             )
         times = Counter(unit for op in stage.program.ops if isinstance(op, Reduce) for unit in op.units)
-        if (most := max(times.values(), default=0)) > 1:
+        most = max(times.values(), default=0)
+        if most > 1:
             yield f"reductions in each microbatch on stage {number}, up to {most} of a unit: REDUCE_GRAD is there once"
     yield from _crossing(rows)
 

@@ -99,13 +99,16 @@ def calibrate(
     node = int(os.environ.get("LOCAL_WORLD_SIZE", default)) if per_node is None else per_node
     if node < 1 or (world > node and world % node):
         raise ValueError(f"calibrate: {world} ranks do not fill nodes of per_node={node}; give a divisor of {world}")
-    x, up = (torch.randn(of, sizes.width, dtype=sizes.dtype, device=kind) for of in (sizes.rows, 2 * sizes.width))
-    out, *back = x @ up.t(), torch.empty_like(up), torch.empty_like(x)
+    x = torch.randn(sizes.rows, sizes.width, dtype=sizes.dtype, device=kind)
+    up = torch.randn(2 * sizes.width, sizes.width, dtype=sizes.dtype, device=kind)
+    out = x @ up.t()
+    grad_up = torch.empty_like(up)
+    grad_x = torch.empty_like(x)
 
     def products() -> None:
         torch.mm(x, up.t(), out=out)
-        torch.mm(out.t(), x, out=back[0])
-        torch.mm(out, up, out=back[1])
+        torch.mm(out.t(), x, out=grad_up)
+        torch.mm(out, up, out=grad_x)
 
     q = torch.randn(1, HEADS, sizes.sequence, HEAD_DIM, dtype=sizes.dtype, device=kind, requires_grad=True)
 
@@ -124,15 +127,14 @@ def calibrate(
         if kind == "cuda":
             pinned = torch.empty_like(source, device="cpu", pin_memory=True)
             to_host = _seconds(partial(pinned.copy_, source, non_blocking=True), kind)
-    counted = 3 * (sum(each.nbytes for each in (x, up, out)) / memory + latency)  # as costs have it, beside the FLOPs
+    counted = 3 * ((x.nbytes + up.nbytes + out.nbytes) / memory + latency)  # as costs have it, beside the FLOPs
     inside = inside or Link(0.0, memory / 2)
-    hops, local, nodes = world - 1, min(node, world), max(1, world // node)
-    node_latency = inside.seconds / max(1, local - 1)
-    network = inside if between is None else between
-    # a ring over nodes has hops of both kinds
-    outside = (
-        node_latency if nodes == 1 else max(0.0, network.seconds - (hops - nodes + 1) * node_latency) / (nodes - 1)
-    )
+    network = between or inside
+    local = min(node, world)
+    nodes = max(1, world // node)
+    node_latency = network_latency = inside.seconds / max(1, local - 1)
+    if nodes > 1:  # a ring over nodes has hops of both kinds
+        network_latency = max(0.0, network.seconds - (world - nodes) * node_latency) / (nodes - 1)
     figures = {
         "matmul_flops": 6 * x.numel() * len(up) / max(three - counted, three / 2),
         "attention_flops": attention_flops(q, q, q, "first") * 7 / 2 / attention,
@@ -141,13 +143,16 @@ def calibrate(
         "node_bandwidth": inside.bandwidth,
         "network_bandwidth": network.bandwidth,
         "node_latency": node_latency,
-        "network_latency": outside,
+        "network_latency": network_latency,
         "host_bandwidth": sizes.copied / to_host,
         "contention": contention[0],
         "link_contention": contention[1],
         "kernel_latency": latency,
     }
-    agreed: dict[str, Any] = {key: _slowest(key, value) for key, value in _everywhere(figures, world).items()}
+    every: list[Any] = [figures] * world
+    if world > 1:
+        dist.all_gather_object(every, figures)
+    agreed: dict[str, Any] = {key: _slowest(key, [theirs[key] for theirs in every]) for key in figures}
     agreed["memory_bytes"] = int(agreed["memory_bytes"])
     return Cluster(name=name, gpus_per_node=node, host_computes=kind == "cpu", **agreed)
 
@@ -158,9 +163,10 @@ def _kernels(sizes: Sizes, kind: str) -> tuple[float, float]:
 
     found = list[tuple[float, Moved]]()
     for rows in (1, sizes.moved):
-        x, gain = (torch.ones(n, sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True) for n in (rows, 1))
+        x = torch.ones(rows, sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True)
+        gain = torch.ones(sizes.width, dtype=sizes.dtype, device=kind, requires_grad=True)
 
-        def gate(x: Tensor = x, gain: Tensor = gain[0]) -> None:
+        def gate(x: Tensor = x, gain: Tensor = gain) -> None:
             normed = F.rms_norm(x, gain.shape, gain)
             torch.autograd.grad(x + F.silu(normed) * normed, (x, gain), x)
 
@@ -195,7 +201,8 @@ def _links(
 
 def _both(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]:
     """A gather and a reduction of so many bytes."""
-    ranks, of = group.size(), group_of(group)
+    ranks = group.size()
+    of = group_of(group)
     size = max(1, int(nbytes) // ranks // 4)
     full = torch.empty(ranks * size, device=kind)
     shard = torch.ones(size, device=kind)
@@ -208,7 +215,8 @@ def _both(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]:
 
 
 def _link(group: ProcessGroup, sizes: Sizes, kind: str) -> Link:
-    short, long = (_seconds(_both(group, nbytes, kind), kind, group) / 2 for nbytes in (sizes.small, sizes.large))
+    short = _seconds(_both(group, sizes.small, kind), kind, group) / 2
+    long = _seconds(_both(group, sizes.large, kind), kind, group) / 2
     per_byte = max(long - short, 0.01 * long) / (sizes.large - sizes.small)  # noise must not make it zero or negative
     return Link(max(0.0, short - per_byte * sizes.small), (group.size() - 1) / group.size() / per_byte)
 
@@ -218,7 +226,7 @@ def _contention(
 ) -> tuple[float, float]:
     """Returns how much longer products take beside gathers and reductions, relative to their time, and these beside
     products, which is measured on the CPU alone."""
-    rank, count = dist.get_rank(), 0
+    rank = dist.get_rank()
     one = 2 * (link.seconds + sizes.large * (group.size() - 1) / group.size() / link.bandwidth)
     times = _agreed(max(WINDOW, 2 * TIMES * alone) / one, group)
     work = partial(_repeated, _both(group, sizes.large, kind), times)
@@ -232,6 +240,7 @@ def _contention(
         return max(0.0, together / alone - 1.0), 0.0
     ended, host = HostEvent(), HostStream("calibrate", rank)
     host.submit(work, (), ended, "calibrate")
+    count = 0
     while not ended.over and ended.error is None:
         products()
         count += 1
@@ -273,7 +282,8 @@ def _elapsed(work: Callable[[], object], kind: str) -> float:
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     first.record()
     work()
     last.record()
@@ -287,14 +297,6 @@ def _memory_bytes(kind: str, local: int) -> int:
     if kind == "cuda":
         return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local
-
-
-def _everywhere(figures: dict[str, float], world: int) -> dict[str, list[float]]:
-    """Gathers each figure from every rank."""
-    every: list[Any] = [figures] * world
-    if world > 1:
-        dist.all_gather_object(every, figures)
-    return {key: [theirs[key] for theirs in every] for key in figures}
 
 
 def _slowest(key: str, values: list[float]) -> float:

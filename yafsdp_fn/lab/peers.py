@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 from yafsdp_fn import schedules
 from yafsdp_fn.planner.cluster import A100, Cluster, Phase
 from yafsdp_fn.planner.costs import through_memory
-from yafsdp_fn.program.ops import Backward, Buffer, Forward, Gather, Op, Reduce, Uses
+from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Gather, Op, Reduce, Uses
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules.build import alternating_slots, build
@@ -187,7 +187,7 @@ def _with_copies(
         if isinstance(op, Reduce):
             slots = tuple(("grad slot", 0, slot) for slot in op.grad_slots)
             out.append(Copy(op.units, "reduce", reduced(_size(trace, op.units)), reads=slots))
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             new = tuple(unit for unit in trace.visits[op.visit].units if unit in fresh)
             slots = tuple(("slot", 0, fresh.pop(unit)) for unit in new)
             out.append(Copy(new, "compute", gathered(_size(trace, new)), reads=slots))

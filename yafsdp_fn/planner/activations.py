@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.program.ops import Backward, Forward, Update
+from yafsdp_fn.program.ops import Backward, ComputeOp, Forward, Update
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util.mesh_axes import padded_numel
@@ -54,7 +54,7 @@ def peak_of(program: Program) -> Peak:
     last = len(trace.visits) - 1
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
-    ends = {both: _ends(trace, *both) for both in {(kept[m], saved[m]) for m in kept}}
+    ends = {both: _ends(trace, *both) for both in {*zip(kept, saved, strict=True)}}
     values = _Held()
     grads = _Held()
     inner = _Held()  # of visits, with what the loss saved after them
@@ -76,7 +76,7 @@ def peak_of(program: Program) -> Peak:
     for number, op in enumerate(program.ops):
         if isinstance(op, Update):
             update(number, op.units)
-        if not isinstance(op, Forward | Backward):
+        if not isinstance(op, ComputeOp):
             continue
         m = op.microbatch
         visit = op.visit
@@ -118,21 +118,20 @@ def peak_of(program: Program) -> Peak:
                 grads.drop((m, name))
             if op.half == "inputs":
                 inner.put((m, visit), cost.between_bytes)
-    if not program.has_updates:
-        for op in after_program(trace.trained, trace.lent):
-            if isinstance(op, Update):
-                update(len(program.ops), op.units)
+    for op in () if program.has_updates else after_program(trace.trained, trace.lent):
+        if isinstance(op, Update):
+            update(len(program.ops), op.units)
     return max(peaks, key=lambda peak: sum(peak[1:]))
 
 
-def _forwards(program: Program, which: Callable[[Forward], bool]) -> dict[int, frozenset[int]]:
-    """Returns microbatch -> the visits of such forwards: those that keep their graphs, or that save carries in carry
+def _forwards(program: Program, which: Callable[[Forward], bool]) -> list[frozenset[int]]:
+    """Returns the visits of such forwards by microbatch: those that keep their graphs, or that save carries in carry
     slots."""
-    found: dict[int, set[int]] = {microbatch: set() for microbatch in range(program.trace.microbatches)}
+    found: list[set[int]] = [set() for _ in range(program.trace.microbatches)]
     for op in program.ops:
         if isinstance(op, Forward) and which(op):
             found[op.microbatch].add(op.visit)
-    return {microbatch: frozenset(those) for microbatch, those in found.items()}
+    return [frozenset(those) for those in found]
 
 
 def _ends(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[tuple[type, int], list[int]]:

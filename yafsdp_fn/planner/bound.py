@@ -29,7 +29,7 @@ from yafsdp_fn.planner.orders import CallGraph
 from yafsdp_fn.planner.simulate import LINKS, check_costs, overhead
 from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Receive, Reduce, Send, Update
 from yafsdp_fn.program.program import after_program, stage_trace
-from yafsdp_fn.program.split import Call, Kind, Split
+from yafsdp_fn.program.split import Call, Kind, Message, Split
 from yafsdp_fn.program.trace import Trace, UnitSpec, Visit
 from yafsdp_fn.timeline.text import shown
 
@@ -106,14 +106,18 @@ class _Path:
         if trace.stage is not None:  # alone, it waits for nobody
             self.split = self.split._replace(flows=())
         calls = CallGraph.of_step(trace._replace(split=self.split), cluster)
-        self.forward, self.inputs, self.weights = calls.forward, calls.inputs, calls.weights
+        self.forward = calls.forward
+        self.inputs = calls.inputs
+        self.weights = calls.weights
         count = len(self.forward)
         self.seconds = [*self.forward, *reversed(self.inputs)]
         self.edges = [(s, self._backward(s), 0.0) for s in range(count)]
         costs = Costs(trace, cluster)
         for number, flow in enumerate(self.split.flows):
-            crosses = self.split.homes[flow.source] != self.split.homes[flow.target]
-            there, back = (crosses * costs.seconds(Send(number, 0, 0, back)) for back in (False, True))
+            there = back = 0.0
+            if self.split.crosses(Message(number)):
+                there = costs.seconds(Send(number, 0))
+                back = costs.seconds(Send(number, 0, back=True))
             self.edges.append((flow.source, flow.target, there))
             if flow.grad_bytes:
                 self.edges.append((self._backward(flow.target), self._backward(flow.source), back))
@@ -139,6 +143,7 @@ class _Path:
         return self._begins(begins)
 
     def _begins(self, begins: list[float]) -> list[float]:
+        """Returns the begins of all calls, from those of the first ones."""
         begins = begins + [-math.inf] * (len(self.seconds) - len(begins))
         for call, waits, between in self.edges:
             begins[waits] = max(begins[waits], begins[call] + self.seconds[call] + between)
@@ -151,10 +156,23 @@ class _Path:
 # ---- One stage.
 
 
+class _VisitCost(NamedTuple):
+    """Seconds of a visit's passes.
+
+    recompute: what a backward takes more that recomputes; inner: bytes that a kept graph holds beside a recomputed one
+    """
+
+    id: int
+    forward: float
+    backward: float
+    recompute: float
+    inner: int
+
+
 class _StageBound:
     """The least that a stage's part of a step takes.
 
-    forward, backward, recompute: seconds of visits; computes: of all of them; calls: of the collectives in them
+    each: the costs of its visits; computes: seconds of all of them; calls: of the collectives in them
     busy: seconds of the other streams, and of links; norm, update: seconds of the optimizer
     room: bytes beside the state
     """
@@ -178,19 +196,21 @@ class _StageBound:
         self.units = [part.units[unit] for unit in sorted(used)]
         self.trained = [unit for unit in self.units if unit.id in trained]
         self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
-        self.forward: dict[int, float] = {}
-        self.backward: dict[int, float] = {}
-        self.recompute: dict[int, float] = {}
-        for visit in self.visits:
-            v = visit.id
-            self.forward[v] = self.costs.seconds(Forward(v, (), True))
-            self.backward[v] = self.recompute[v] = 0.0
-            if part.trains:
-                self.backward[v] = self.costs.seconds(Backward(v, (), ()))
-                self.recompute[v] = self.costs.seconds(Backward(v, (), ()), True) - self.backward[v]
-        self.computes = self.microbatches * sum([*self.forward.values(), *self.backward.values()])
+        self.each = [self._of_visit(visit) for visit in self.visits]
+        self.forwards = self.microbatches * sum(each.forward for each in self.each)
+        seconds = [each.forward for each in self.each] + [each.backward for each in self.each]
+        self.computes = self.microbatches * sum(seconds)
         self._optimizer()
         self._work()
+
+    def _of_visit(self, visit: Visit) -> _VisitCost:
+        forward = self.costs.seconds(Forward(visit.id, (), True))
+        backward = recompute = 0.0
+        if self.trace.trains:
+            backward = self.costs.seconds(Backward(visit.id, (), ()))
+            recompute = self.costs.seconds(Backward(visit.id, (), ()), True) - backward
+        inner = visit.cost.inner_bytes if recompute > 0 else 0
+        return _VisitCost(visit.id, forward, backward, recompute, inner)
 
     def _optimizer(self) -> None:
         part = self.trace
@@ -287,12 +307,10 @@ class _StageBound:
     def _fill(self) -> float:
         """Until a stage can turn, it computes forwards alone; those whose graphs are not kept are done once more."""
         m = self.microbatches
-        forwards = self.microbatches * sum(self.forward.values())
         turn = min(self.path.turns[segment] for segment in self.segments)
-        graphs = [(m * self.forward[v.id], m * self._inner(v)) for v in self.visits]
-        not_again = [max(0.0, self.forward[v.id] - self.recompute[v.id]) for v in self.visits]
-        free = m * sum(not_again)
-        most = min(forwards, _most(graphs, self._room_for_graphs()) + free)
+        graphs = [(m * each.forward, m * each.inner) for each in self.each]
+        free = m * sum(max(0.0, each.forward - each.recompute) for each in self.each)
+        most = min(self.forwards, _most(graphs, self._room_for_graphs()) + free)
         return turn + self.computes - most + self.norm + self.update
 
     def _drain(self) -> float:
@@ -304,19 +322,16 @@ class _StageBound:
         last = min((path.drains[segment] for segment in own), default=0.0)
         return self._begin + each + last + self.update
 
-    def _inner(self, visit: Visit) -> int:
-        """Returns the bytes that a kept graph holds, and a recomputed one does not."""
-        return visit.cost.inner_bytes if self.recompute[visit.id] > 0 else 0
-
     def _room_for_graphs(self) -> float:
         """Bytes beside the state and the fewest slots."""
-        cut = {unit.id: unit for unit in self.units if not self._aliased(unit)}
-        weights = [sum(cut[u].gather_bytes for u in visit.units if u in cut) for visit in self.visits]
-        gradients = [unit.reduce_bytes for unit in self.trained if unit.id in cut]
+        in_slots = {unit.id: unit.gather_bytes for unit in self._in_slots(self.units)}
+        weights = [sum(in_slots.get(unit, 0) for unit in visit.units) for visit in self.visits]
+        gradients = [unit.reduce_bytes for unit in self._in_slots(self.trained)]
         return max(0.0, self.room - max(weights, default=0) - max(gradients, default=0))
 
-    def _aliased(self, unit: UnitSpec) -> bool:
-        return self.trace.ranks_of(unit) == 1 and not self.trace.ordered
+    def _in_slots(self, units: Iterable[UnitSpec]) -> list[UnitSpec]:
+        """Returns the units whose slots are not their shards: several ranks have parts of them."""
+        return [unit for unit in units if self.trace.ranks_of(unit) > 1 or self.trace.ordered]
 
     # ---- memory
 
@@ -345,8 +360,8 @@ class _StageBound:
         graphs = []
         for segment in self.segments:
             kept_s = self.path.again(segment)
-            visits = [visit for visit in self.visits if visit.id in self.path.split.visits(segment)]
-            graphs += [(self._inner(v) * kept_s * m, self.recompute[v.id] * m) for v in visits]
+            visits = self.path.split.visits(segment)
+            graphs += [(each.inner * kept_s * m, each.recompute * m) for each in self.each if each.id in visits]
         kept = sum(held for held, _ in graphs) * (1 - 1e-9)
 
         def lacks(seconds: float) -> float:
@@ -363,12 +378,13 @@ class _StageBound:
         always, carries = held_values(part)
         head = part.visits[-1]
         held = always + carries + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
-        graphs = [(self._inner(v), self.recompute[v.id] * m) for v in self.visits if v is not head]
+        graphs = [(each.inner, each.recompute * m) for each in self.each[:-1]]  # all but the head's
         # what is gathered or reduced more often frees bytes, for seconds of each link
-        cut = [unit for unit in self.units if not self._aliased(unit)]
-        again: list[tuple[int, int, list[Op]]] = [(unit.gather_bytes, m, self._gathers(unit)) for unit in cut]
-        summed = [unit for unit in self.trained if unit in cut and m > 1]
-        again += [(unit.reduce_bytes, m - 1, [Reduce((unit.id,), (0,))]) for unit in summed]
+        again: list[tuple[int, int, list[Op]]] = []
+        for unit in self._in_slots(self.units):
+            again.append((unit.gather_bytes, m, self._gathers(unit)))
+        for unit in self._in_slots(self.trained) if m > 1 else ():
+            again.append((unit.reduce_bytes, m - 1, [Reduce((unit.id,), (0,))]))
         links: dict[str, list[tuple[int, float]]] = {link: [] for link in LINKS}
         for nbytes, times, ways in again:
             for link, items in links.items():

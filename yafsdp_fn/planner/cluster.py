@@ -134,14 +134,13 @@ class Cluster:
         """Returns an all-gather or reduce-scatter of a vector of `nbytes`; an all-reduce is two of them."""
         n, k = group
         nodes = math.ceil(n / k)
-        if n == 1:
-            return ()
+        sent = nbytes * (n - 1) / n
         if nodes == 1:
-            return self._phases((n - 1) * self.node_latency, nbytes * (n - 1) / n / self.node_bandwidth, "node")
+            return self._phases((n - 1) * self.node_latency, sent / self.node_bandwidth, "node")
         latency = (n - nodes) * self.node_latency + (nodes - 1) * self.network_latency
         network = self.network_bandwidth / (1 + self.congestion * max(0, nodes - 2))
         bandwidth = min(self.node_bandwidth, network * min(1.0, k / self.gpus_per_node))
-        return self._phases(latency, nbytes * (n - 1) / n / bandwidth, "network")
+        return self._phases(latency, sent / bandwidth, "network")
 
     def all_reduce(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
         """Two rings."""
@@ -151,17 +150,18 @@ class Cluster:
         """Returns the part by which the slowest node of so many ranks takes longer than one alone: the mean of the
         largest of m normal deviates (Blom 1958), times `jitter`."""
         nodes = math.ceil(ranks / self.gpus_per_node)
-        return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25)) if nodes > 1 else 0.0
+        if nodes == 1:
+            return 0.0
+        return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25))
 
     def all_to_all(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
         """Returns every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per
         rank."""
         n, k = group
         inside = self._phases((k - 1) * self.node_latency, nbytes * (k - 1) / n / self.node_bandwidth, "node")
-        if n <= k:
-            return inside if n > 1 else ()
-        outside = nbytes * (n - k) / n * self.gpus_per_node / self.network_bandwidth
-        return (*(inside if k > 1 else ()), *self._phases((n - k) * self.network_latency, outside, "network"))
+        sent = nbytes * (n - k) / n
+        outside = sent * self.gpus_per_node / self.network_bandwidth
+        return inside + self._phases((n - k) * self.network_latency, outside, "network")
 
     def message(self, nbytes: float, link: str) -> tuple[Phase, ...]:
         """Returns the phases of a message from one rank to one of another stage over `link`, "node" or "network", while
@@ -171,7 +171,8 @@ class Cluster:
         return self._phases(self.network_latency, nbytes * self.gpus_per_node / self.network_bandwidth, link)
 
     def _phases(self, latency: float, seconds: float, link: str) -> tuple[Phase, ...]:
-        return tuple(phase for phase in (Phase("latency", latency), Phase(link, seconds)) if phase.seconds > 0)
+        both = Phase("latency", latency), Phase(link, seconds)
+        return tuple(phase for phase in both if phase.seconds > 0)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.planner.simulate import proved
-from yafsdp_fn.program.ops import Backward, Forward
+from yafsdp_fn.program.ops import ComputeOp
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Trace, columns
 from yafsdp_fn.schedules import remat
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
@@ -57,7 +57,7 @@ class ScheduleFigures(NamedTuple):
     def of(timeline: Timeline, plan: Plan | None, tokens: int) -> "ScheduleFigures":
         trace = timeline.trace
         parts = timeline.by_stage
-        sent = [Program(each.trace, tuple(span.op for span in each.spans)).wire_bytes().total() for each in parts]
+        programs = [Program(each.trace, tuple(span.op for span in each.spans)) for each in parts]
         return ScheduleFigures(
             timeline.stage_count,
             timeline.stage_count * trace.stage_ranks,
@@ -68,7 +68,7 @@ class ScheduleFigures(NamedTuple):
             sum(each.compute_s for each in parts) / len(parts),
             sum(each.comm_s for each in parts) / len(parts),
             timeline.bubble,
-            max(sent),
+            max(program.wire_bytes().total() for program in programs),
             plan and plan.memory.peak_bytes,
             plan and plan.fits,
             tokens / timeline.seconds if tokens and timeline.seconds else None,
@@ -97,9 +97,8 @@ class Comparison(NamedTuple):
     @property
     def rows(self) -> dict[str, ScheduleFigures]:
         """The figures by name."""
-        return {
-            name: ScheduleFigures.of(each, self.plans.get(name), self.tokens) for name, each in self.timelines.items()
-        }
+        each = self.timelines.items()
+        return {name: ScheduleFigures.of(timeline, self.plans.get(name), self.tokens) for name, timeline in each}
 
     def ranked(self) -> "Comparison":
         """Returns the same with the fastest first; those that do not fit into memory come last."""
@@ -109,7 +108,7 @@ class Comparison(NamedTuple):
 
     def late(self, first: str, second: str) -> dict[int, float]:
         """Op number -> seconds that it ends later in `first` than in `second`, of the ops that both have under it."""
-        theirs = {span.number: span for span in self.timelines[second].spans}
+        theirs = self.timelines[second].by_number
         late = {}
         for ours in self.timelines[first].spans:
             other = theirs.get(ours.number)
@@ -143,7 +142,7 @@ class Comparison(NamedTuple):
             values = [getattr(row, field) for row in rows]
             return ["-" if value is None else f"{value / unit:,.{digits}f}" for value in values]
 
-        columns = {
+        figures = {
             "schedule": [*self.rows],
             "ranks": [
                 f"{row.ranks}" if row.stages == 1 else f"{row.stages} x {row.ranks // row.stages}" for row in rows
@@ -159,43 +158,49 @@ class Comparison(NamedTuple):
             f"peak, {memory}": column("peak_bytes", size, 2),
             f"{self.unit}/s": column("tokens_per_s"),
         }
-        known = [[heading, *cells] for heading, cells in columns.items() if set(cells) != {"-"}]
+        known = [[heading, *cells] for heading, cells in figures.items() if set(cells) != {"-"}]
         return [list(line) for line in zip(*known, strict=True)]
 
     @property
     def notes(self) -> list[str]:
         """Lines below the table: what does not fit, and where two timelines of one program differ."""
-        found = [f"{self.tokens:,} {self.unit} a step"] if self.tokens else []
+        found: list[str] = []
+        if self.tokens:
+            found.append(f"{self.tokens:,} {self.unit} a step")
         inside = {axis: None for each in self.timelines.values() for axis, size in each.trace.inside if size > 1}
-        found += [f"sent: without the collectives of blocks over {', '.join(inside)}"] * bool(inside)
-        large = [name for name, plan in self.plans.items() if not plan.fits]
-        found += [f"does not fit into {self.plans[name].budget / 2**30:.1f} GiB: {name}" for name in large]
+        if inside:
+            found.append(f"sent: without the collectives of blocks over {', '.join(inside)}")
+        for name, plan in self.plans.items():
+            if not plan.fits:
+                found.append(f"does not fit into {plan.budget / 2**30:.1f} GiB: {name}")
         first, *others = self.timelines
-        return found + [note for other in others for note in self._against(first, other)]
+        for other in others:
+            found += self._against(first, other)
+        return found
 
     def _against(self, first: str, second: str) -> Iterator[str]:
         """Says how two timelines of one program differ, op by op; nothing of two programs."""
         one = self.timelines[first]
         two = self.timelines[second]
         late = self.late(first, second)
-        computes = {s.number for each in (one, two) for s in each.spans if isinstance(s.op, Forward | Backward)}
-        if not late or not computes <= late.keys():
+        alone = [span for span in one.spans + two.spans if span.number not in late]
+        if not late or any(isinstance(span.op, ComputeOp) for span in alone):
             return
         parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
         most = max(late, key=lambda number: abs(late[number]))
         yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {shown(abs(late[most]))}"
-        if alone := sorted({span.number for each in (one, two) for span in each.spans} - late.keys()):
-            some = ", ".join(map(str, alone[:5])) + " ..." * (len(alone) > 5)
+        numbers = sorted({span.number for span in alone})
+        if numbers:
+            some = ", ".join(map(str, numbers[:5])) + " ..." * (len(numbers) > 5)
             yield f"in one of {first} and {second} alone: ops {some}"
 
     def __str__(self) -> str:
         """Returns the table, its units in a line of their own, the notes, and the words."""
         head, *rows = self.table
-        names, units = zip(*(heading.partition(", ")[::2] for heading in head), strict=True)
-        lines = [names, units, *rows]
-        width = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        justified = [[cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])] for cells in lines]
-        return "\n".join(["  ".join(cells).rstrip() for cells in justified] + [*self.notes, *self.words])
+        named = [heading.partition(", ") for heading in head]
+        names = [name for name, _, _ in named]
+        units = [unit for _, _, unit in named]
+        return "\n".join([*columns([names, units, *rows]), *self.notes, *self.words])
 
     def __repr__(self) -> str:
         return f"Comparison({', '.join(self.timelines)})"
@@ -267,7 +272,9 @@ def compare(
 def _batch(plans: Mapping[str, Plan], tokens: int) -> tuple[int, str]:
     """Returns the tokens of a step, and their unit. Raises ValueError where plans and `tokens` say several."""
     counted = {name: (plan.tokens, plan.unit) for name, plan in plans.items() if plan.tokens}
-    said = {*counted.values(), (tokens, "tokens")} - {(0, "tokens")}
+    said = {*counted.values()}
+    if tokens:
+        said.add((tokens, "tokens"))
     if len(said) > 1:
         each = ", ".join(f"{name} {number:,} {unit}" for name, (number, unit) in counted.items())
         raise ValueError(f"compare: expected steps of the same batch: {each}" + f", tokens={tokens:,}" * bool(tokens))

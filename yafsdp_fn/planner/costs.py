@@ -16,6 +16,7 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -103,10 +104,9 @@ class Costs:
                 return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), group)
             case ops.AllReduce():
                 return tuple(itertools.chain.from_iterable(map(self._all_reduce, units)))
-            case ops.Send(flow, back=back) | ops.Receive(flow, back=back):
+            case ops.Send(flow) | ops.Receive(flow):
                 assert trace.split is not None
-                of = trace.split.flows[flow]
-                return cluster.message(of.grad_bytes if back else of.nbytes, link(trace, cluster, flow))
+                return cluster.message(trace.split.bytes_of(op.message), link(trace, cluster, flow))
             case ops.Stash():
                 return through_memory(cluster, sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units))
             case ops.Norm():
@@ -167,11 +167,13 @@ class Costs:
 
     def _rings(self, vectors: Iterable[tuple[int, CollectiveRanks]]) -> tuple[Phase, ...]:
         """Returns the phases of vectors of so many bytes, each over a group: those of one group travel together."""
-        nbytes: dict[CollectiveRanks, int] = {}
+        nbytes: Counter[CollectiveRanks] = Counter()
         for each, group in vectors:
-            nbytes[group] = nbytes.get(group, 0) + each
-        rings = [self.cluster.ring(whole, group) for group, whole in nbytes.items()]
-        return tuple(itertools.chain.from_iterable(rings))
+            nbytes[group] += each
+        found: tuple[Phase, ...] = ()
+        for group, whole in nbytes.items():
+            found += self.cluster.ring(whole, group)
+        return found
 
     def _exchange(self, unit: UnitSpec) -> tuple[Phase, ...]:
         """Returns the phases of a unit's reduction with sums in a wider dtype than the wire's."""
@@ -243,8 +245,10 @@ def link(trace: Trace, cluster: Cluster, flow: int) -> str:
     """ "node" or "network": what a flow's messages go over. Stages follow each other, and neighbours share a node."""
     assert trace.split is not None
     width = trace.stage_ranks
-    source, target = (stage * width for stage in trace.split.ends(flow, back=False))
-    nodes = {rank // cluster.gpus_per_node for at in (source, target) for rank in (at, at + width - 1)}
+    nodes: set[int] = set()
+    for stage in trace.split.ends(flow, back=False):
+        for rank in (stage * width, (stage + 1) * width - 1):
+            nodes.add(rank // cluster.gpus_per_node)
     return "node" if len(nodes) == 1 else "network"
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
 from yafsdp_fn.planner.activations import peak_of, shard_numel
 from yafsdp_fn.planner.costs import NO_COSTS
-from yafsdp_fn.program.ops import AllReduce, Gather, Receive, Reduce, Send
+from yafsdp_fn.program.ops import AllReduce, Gather, MessageOp, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
@@ -37,8 +37,11 @@ def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
     """
     trace = program.trace
     split = program.trace.split
-    messages = {split.ends(op.flow, op.back) for op in program.ops if split and isinstance(op, Send | Receive)}
-    peers = len({stage for ends in messages for stage in ends} - {trace.stage})
+    stages: set[int | None] = set()
+    for op in program.ops:
+        if split is not None and isinstance(op, MessageOp):
+            stages.update(split.ends(op.flow, op.back))
+    peers = len(stages - {trace.stage})
     sources = {op.source for op in program.ops if isinstance(op, Gather)}
     for cut in dict.fromkeys([ranks, *(ranks.without(unit.over) for unit in trace.units)]):
         if cut.ranks == 1:
@@ -161,12 +164,12 @@ class Memory:
         return f"{text}. A shard group of {ranks} ranks would fit. Largest: {largest}"
 
     def __str__(self) -> str:
-        peak = max(self.peak_bytes, 1)
-        items = [item for item in self.itemised().items() if item[1]]
-        rows = [f"{words(name):<15} {_gib(size):>12} {size / peak:>6.1%}" for name, size in items]
-        rows.append(f"{'peak':<15} {_gib(self.peak_bytes):>12}  at op {self.op}: {self.at}")
+        peak = self.peak_bytes
+        rows = [(words(name), size, f" {size / peak:>6.1%}") for name, size in self.itemised().items() if size]
+        rows.append(("peak", peak, f"  at op {self.op}: {self.at}"))
         beside = {"on the host": self.host, "beside it, NCCL": self.communicators}
-        return "\n".join([*rows, *(f"{name:<15} {_gib(size):>12}" for name, size in beside.items() if size)])
+        rows += [(name, size, "") for name, size in beside.items() if size]
+        return "\n".join(f"{name:<15} {_gib(size):>12}{more}" for name, size, more in rows)
 
 
 def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
@@ -202,14 +205,14 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         scratch = max((visit.cost.scratch_bytes for visit in trace.visits), default=0)
     slots = sum(program.slot_bytes(alias).values())
     grad_slots = sum(program.grad_slot_bytes(grads_alias).values())
-    secondary = {unit: nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias}
+    secondary = sum(nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias)
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
     exchanges = any(own.wide is not None for own in dtypes.values())
     return Memory(
         **state_bytes(trace),
         weight_slots=slots,
         grad_slots=grad_slots,
-        secondary=sum(secondary.values()),
+        secondary=secondary,
         carry_slots=sum(program.carry_slot_bytes().values()),
         receive=receive,
         staging=staging,
@@ -303,24 +306,31 @@ def _dtypes(trace: Trace) -> dict[int, Dtypes]:
 def _aliases(trace: Trace, dtypes: dict[int, Dtypes]) -> tuple[frozenset[int], frozenset[int]]:
     """Returns `Placement.weights_alias` and `grads_alias`: units whose slots are the shards, since one rank has all of
     their vector."""
-    units = [unit for unit in trace.units if trace.ranks_of(unit) == 1 and not trace.ordered]
-    whole = frozenset(unit.id for unit in units if unit.gathered_as is None)
-    alike = {unit for unit, own in dtypes.items() if own.reduce == own.param and trace.units[unit].reduced_as is None}
-    return whole, whole & alike
+    weights: set[int] = set()
+    grads: set[int] = set()
+    for unit in trace.units:
+        if trace.ranks_of(unit) > 1 or trace.ordered or unit.gathered_as is not None:
+            continue
+        weights.add(unit.id)
+        own = dtypes.get(unit.id)
+        if own is not None and own.reduce == own.param and unit.reduced_as is None:
+            grads.add(unit.id)
+    return frozenset(weights), frozenset(grads)
 
 
 def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: str) -> tuple[int, int]:
     """Returns the bytes of what reductions over shards and over replicas go through: see `Memory.receive`."""
     trace = program.trace
     _, alias = _aliases(trace, dtypes)
-    reduced = Counter(unit for op in program.ops if isinstance(op, Reduce) for unit in op.units if unit not in alias)
+    reduced = Counter(unit for op in program.ops if isinstance(op, Reduce) for unit in op.units)
     scratch: set[NamedDtype] = set()  # of sums
     replicated: set[NamedDtype] = set()  # of sums over replicas
     receive = staging = 0
     straight = True
     for unit, (param, _, wire, summed) in dtypes.items():
         wide = param.promoted(wire) if comms.deterministic else summed
-        spec, times = trace.units[unit], reduced[unit]
+        times = 0 if unit in alias else reduced[unit]
+        spec = trace.units[unit]
         numel = shard_numel(trace, spec)
         receive = max(receive, receive_numel(comms.without(spec.over), spec.reduce_wire // trace.ranks_of(spec), wide))
         staging = max(staging, staging_numel(comms, numel, param, wire, wide) * wire.itemsize)
@@ -330,9 +340,8 @@ def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: 
         if wide is not None:
             replicated.add(wide)
     receive = _scratch(scratch, device) + (0 if straight else receive)
-    if comms.replicas == 1 or not any(isinstance(op, AllReduce) for op in program.ops):
-        return receive, 0
-    return receive, staging + _scratch(replicated, device)
+    sums = comms.replicas > 1 and any(isinstance(op, AllReduce) for op in program.ops)
+    return receive, staging + _scratch(replicated, device) if sums else 0
 
 
 def _scratch(dtypes: set[NamedDtype], device: str) -> int:

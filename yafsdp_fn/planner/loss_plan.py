@@ -85,7 +85,9 @@ def _counted(batch: Tree) -> tuple[int, str]:
     """Counts a rank's batch, and says in what: tokens where all of its integers are [rows, length], else rows."""
     tensors = [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
     words = {leaf.shape for leaf in tensors if not leaf.is_floating_point() and leaf.ndim > 1}
-    if len(words) == 1 and len(shape := words.pop()) == 2:
-        return shape.numel(), "tokens"
+    if len(words) == 1:
+        (shape,) = words
+        if len(shape) == 2:
+            return shape.numel(), "tokens"
     rows = {leaf.shape[0] for leaf in tensors}
-    return (rows.pop(), "rows") if len(rows) == 1 else (0, "rows")
+    return (rows.pop() if len(rows) == 1 else 0), "rows"

@@ -11,9 +11,10 @@ simulated from the rows that come out of it (synthesize.py).
 import heapq
 import itertools
 import math
+import operator
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import Costs
@@ -58,23 +59,20 @@ class CallGraph(NamedTuple):
             taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
             return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
 
-        segments: list[tuple[float, ...]] = []
-        for segment in range(len(split.homes)):
-            visits = split.visits(segment)
-            forward = sum(seconds(Forward(v, (), True)) for v in visits)
-            inputs = sum(seconds(Backward(v, (), (), half="inputs"), v in recomputed) for v in visits)
-            weights = sum(seconds(Backward(v, (), (), half="weights")) for v in visits)
-            held = sum(map(kept, visits))
-            between = sum(trace.visits[v].cost.between_bytes for v in visits)
-            segments.append((forward, inputs, weights, held, between))
-        message = 0.0
-        for number in range(len(split.flows)):
-            source, target = split.ends(number, False)
-            if source != target:
-                message = max(message, seconds(Send(number, 0)))
-        all_forward, all_inputs, all_weights, all_held, all_between = zip(*segments, strict=True)
-        seconds_of_calls = all_forward, all_inputs, all_weights
-        return CallGraph(split.homes, trace.microbatches, *seconds_of_calls, message, all_held, all_between)
+        def by_segment(of_visit: Callable[[int], float]) -> tuple[float, ...]:
+            return tuple(sum(map(of_visit, range(*ends))) for ends in split.segments)
+
+        messages = [Send(number, 0) for number in range(len(split.flows))]
+        return CallGraph(
+            homes=split.homes,
+            microbatches=trace.microbatches,
+            forward=by_segment(lambda v: seconds(Forward(v, (), True))),
+            inputs=by_segment(lambda v: seconds(Backward(v, (), (), half="inputs"), v in recomputed)),
+            weights=by_segment(lambda v: seconds(Backward(v, (), (), half="weights"))),
+            message=max((seconds(op) for op in messages if split.crosses(op.message)), default=0.0),
+            held=by_segment(kept),
+            between=by_segment(lambda v: trace.visits[v].cost.between_bytes),
+        )
 
     @property
     def stages(self) -> int:
@@ -83,12 +81,6 @@ class CallGraph(NamedTuple):
     def of(self, stage: int) -> list[int]:
         """Returns the segments of `stage`."""
         return [segment for segment, home in enumerate(self.homes) if home == stage]
-
-    def work(self, stage: int) -> float:
-        """Returns the seconds of all calls of `stage`."""
-        own = self.of(stage)
-        seconds = sum(self.forward[s] + self.inputs[s] + self.weights[s] for s in own)
-        return self.microbatches * seconds
 
     @property
     def pace(self) -> Pace:
@@ -103,32 +95,16 @@ class CallGraph(NamedTuple):
 
 
 class OrderRun(NamedTuple):
-    """The result of a run. seconds: until the last call ends; span: of the stage that takes longest, from its first
-    call to its last; memory: the most that each stage holds"""
+    """The result of a run. seconds: until the last call ends; memory: the most that each stage holds"""
 
     seconds: float
-    span: float
     memory: tuple[float, ...]
 
-    def bubble(self, calls: CallGraph) -> float:
-        """Returns the part of `span` in which the busiest stage computes nothing: as zero-bubble papers count it."""
-        return 1 - max(map(calls.work, range(calls.stages))) / self.span
 
-
-def evaluate(calls: CallGraph, rows: Rows, *, unawaited: Iterable[Call] = ()) -> OrderRun:
-    """Runs rows, in which a backward may be whole. unawaited: calls that begin without the message from another segment
-
-    Raises ValueError where calls wait for each other.
-    """
-    simulator = _Simulator(calls)
-    for call in itertools.chain.from_iterable(rows):
-        if call.kind == "backward":  # as its first half, which takes as long as both
-            code = simulator.code(call)
-            simulator.seconds[code] = calls.inputs[call.segment] + calls.weights[call.segment]
-            simulator.takes[code] = -calls.held[call.segment]
-    for call in unawaited:
-        simulator.source[simulator.code(call)] = 0
-    return simulator.run([[simulator.code(call) for call in row] for row in rows])
+def evaluate(calls: CallGraph, rows: Rows) -> OrderRun:
+    """Runs rows, in which a backward may be whole. Raises ValueError where calls wait for each other."""
+    simulator = Simulator(calls)
+    return simulator.run(simulator.codes(rows))
 
 
 # ---- Calls are numbered by kind, segment and microbatch: a line has those of one kind and segment.
@@ -136,7 +112,7 @@ def evaluate(calls: CallGraph, rows: Rows, *, unawaited: Iterable[Call] = ()) ->
 #     code = line * microbatches + microbatch          line = kind * segments + segment
 
 
-class _Simulator:
+class Simulator:
     """Runs rows of codes.
 
     seconds, takes: of each call; takes: memory, less than nothing where it frees some
@@ -150,19 +126,37 @@ class _Simulator:
         m = calls.microbatches
         count = len(calls.homes)
         self.size = count * m
+        # of each line
+        seconds = [*calls.forward, *calls.inputs, *calls.weights]
+        between = map(operator.sub, calls.between, calls.held)
+        takes = [*calls.held, *between, *map(operator.neg, calls.between)]
         gaps = [calls.message * (a != b) for a, b in itertools.pairwise(calls.homes)]
-        others = count - 1
         nothing = [0] * count
-        between = [after - before for before, after in zip(calls.held, calls.between, strict=True)]
-        self.seconds: list[float] = self._repeated([*calls.forward, *calls.inputs, *calls.weights])
-        self.takes: list[float] = self._repeated([*calls.held, *between, *(-nbytes for nbytes in calls.between)])
-        self.delay: list[float] = self._repeated([0.0, *gaps, *gaps, 0.0, *nothing])
-        self.source: list[int] = self._repeated([0, *[-m] * others, *[m] * others, 0, *nothing])
+        delay = [0.0, *gaps, *gaps, 0.0, *nothing]
+        others = count - 1
+        source = [0, *[-m] * others, *[m] * others, 0, *nothing]
+        # of each call
+        self.seconds: list[float] = []
+        self.takes: list[float] = []
+        self.delay: list[float] = []
+        self.source: list[int] = []
+        for line in range(3 * count):
+            self.seconds += [seconds[line]] * m
+            self.takes += [takes[line]] * m
+            self.delay += [delay[line]] * m
+            self.source += [source[line]] * m
         self.ends: list[float] = []
         self.causes: list[int] = []
 
-    def _repeated(self, of_lines: Iterable[Any]) -> list[Any]:
-        return [value for value in of_lines for _ in range(self.calls.microbatches)]
+    def codes(self, rows: Rows) -> list[list[int]]:
+        """Returns rows as codes. A whole backward is its first half, which takes as long as both."""
+        calls = self.calls
+        for call in itertools.chain.from_iterable(rows):
+            if call.kind == "backward":
+                code = self.code(call)
+                self.seconds[code] = calls.inputs[call.segment] + calls.weights[call.segment]
+                self.takes[code] = -calls.held[call.segment]
+        return [[self.code(call) for call in row] for row in rows]
 
     def code(self, call: Call) -> int:
         kind = 1 if call.kind == "backward" else KINDS.index(call.kind)
@@ -208,9 +202,7 @@ class _Simulator:
             clock[stage] = now
         if waiting:
             raise ValueError(f"the calls wait for each other: stage {next(iter(waiting.values()))} for ever")
-        firsts = [ends[row[0]] - seconds[row[0]] for row in rows]
-        span = max(end - first for end, first in zip(clock, firsts, strict=True))
-        return OrderRun(max(clock), span, tuple(map(self.memory, rows)))
+        return OrderRun(max(clock), tuple(map(self.memory, rows)))
 
     def memory(self, row: Sequence[int]) -> float:
         """Returns the most that the calls of a row hold at once."""
@@ -233,7 +225,7 @@ class _Rules(NamedTuple):
     likes: list[float]
 
 
-def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[int]] | None:
+def _listed(simulator: Simulator, rules: _Rules, memory: float) -> list[list[int]] | None:
     """Lists rows by rules. Returns None where memory leaves no way on."""
     calls = simulator.calls
     m = simulator.calls.microbatches
@@ -255,11 +247,9 @@ def _listed(simulator: _Simulator, rules: _Rules, memory: float) -> list[list[in
         blocked = False
         for s in own[stage]:
             under_way = done[s] - done[count + s]
-            forward = s if done[s] < m and under_way < rules.caps[s] else None
-            backward = count + s if under_way else None
-            for line in (forward, backward):
-                if line is None:
-                    continue
+            forward = [s] if done[s] < m and under_way < rules.caps[s] else []
+            backward = [count + s] if under_way else []
+            for line in (*forward, *backward):
                 code = line * m + done[line]
                 source = simulator.source[code]
                 arrives = ends.get(code + source, math.inf) + simulator.delay[code] if source else 0.0
@@ -299,21 +289,17 @@ class Search:
     """The best rows so far for `calls` within `memory` on each stage. `run` continues the search.
 
     starts: rows to begin with, such as those of builders; rows that do not fit are left out
-    span: minimize the longest time from the first call of a stage to its last, not the whole step
     The same seed and number of moves find the same rows, on any machine.
 
-    rows: the best; seconds: of these; moves: how many were tried
+    rows: the best; seconds: of these; moves: how many were tried; simulator: of rows
     """
 
-    def __init__(
-        self, calls: CallGraph, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0, span: bool = False
-    ) -> None:
+    def __init__(self, calls: CallGraph, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0) -> None:
         self.calls = calls
         self.memory = memory * (1 + 1e-9)
-        self.span = span
         self.seconds = math.inf
         self.moves = 0
-        self._simulator = _Simulator(calls)
+        self.simulator = Simulator(calls)
         self._random = random.Random(seed)
         self._best: list[list[int]] = []
         self._path: list[tuple[int, int]] = []  # the critical one of these: stages and places
@@ -323,13 +309,13 @@ class Search:
 
     @property
     def rows(self) -> list[list[Call]]:
-        return [[self._simulator.call(code) for code in row] for row in self._best]
+        return [[self.simulator.call(code) for code in row] for row in self._best]
 
     def run(self, moves: int) -> None:
         """Tries so many moves more: rows by each of the rules at first, then moves of calls."""
         for _ in range(moves):
             rules = next(self._rules, None)
-            rows = self._moved() if rules is None else _listed(self._simulator, rules, self.memory)
+            rows = self._moved() if rules is None else _listed(self.simulator, rules, self.memory)
             if rows is not None:
                 self._offer(rows)
             self.moves += 1
@@ -338,22 +324,27 @@ class Search:
         """Returns a row as codes; a whole backward gives those of its two halves."""
         codes = []
         for call in row:
-            codes.append(self._simulator.code(call))
+            codes.append(self.simulator.code(call))
             if call.kind == "backward":
-                codes.append(codes[-1] + self._simulator.size)
+                codes.append(codes[-1] + self.simulator.size)
         return codes
 
     def _offer(self, rows: list[list[int]]) -> None:
         """Adopts rows that are no slower than the best, unless they wait for each other or do not fit."""
         try:
-            run = self._simulator.run(rows)
+            run = self.simulator.run(rows)
         except ValueError:
             return
-        seconds = run.span if self.span else run.seconds
+        seconds = max(map(self.length, rows))
         if seconds <= self.seconds and max(run.memory) <= self.memory:
             self.seconds = seconds
             self._best = rows
             self._path = self._critical_path(rows)
+
+    def length(self, row: Sequence[int]) -> float:
+        """Returns the seconds of a row in the last run: what is searched for is the order whose longest row is
+        shortest."""
+        return self.simulator.ends[row[-1]]
 
     def _all_rules(self) -> Iterator[_Rules]:
         """Yields rules: the in-flight limit is that of 1F1B, twice that, or none; backwards of weights run soon or are
@@ -361,13 +352,12 @@ class Search:
         calls = self.calls
         count = len(self.calls.homes)
         left = [(count - s) * calls.stages / count for s in range(count)]  # of the way to the loss, in stages
-        early = [s / count for s in range(count)]
-        signs = [(0.0, 0.0)] if count <= calls.stages else list(itertools.product((-1.0, 1.0), repeat=2))
-        options = itertools.product((2.0, 1.0, math.inf), (0, 1), (0.2, 0.4), signs)
-        for slope, more, patience, (forward, backward) in options:
+        signs = (-1.0, 1.0) if count > calls.stages else (0.0,)
+        options = itertools.product((2.0, 1.0, math.inf), (0, 1), (0.2, 0.4), signs, signs)
+        for slope, more, patience, forward, backward in options:
             caps = [max(1.0, slope * stages + more) for stages in left]
-            likes = [1.0 + forward * part for part in early]
-            likes += [10.0 + backward * part for part in early]
+            likes = [1.0 + forward * s / count for s in range(count)]
+            likes += [10.0 + backward * s / count for s in range(count)]
             yield _Rules(caps, patience, likes)
 
     def _moved(self) -> list[list[int]] | None:
@@ -376,7 +366,7 @@ class Search:
         if not self._best:
             return None
         rng = self._random
-        size = self._simulator.size
+        size = self.simulator.size
         stage, at = rng.choice(self._path)
         row = self._best[stage]
         code = row[at]
@@ -394,16 +384,10 @@ class Search:
 
     def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
         """Returns the calls on the critical path of the last run, which was of `rows`, as stages and places."""
-        ends = self._simulator.ends
-        seconds = self._simulator.seconds
         places = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}
-
-        def length(row: list[int]) -> float:
-            return ends[row[-1]] - (ends[row[0]] - seconds[row[0]]) * self.span
-
-        code = max(rows, key=length)[-1]
+        code = max(rows, key=self.length)[-1]
         path = []
         while code >= 0:
             path.append(places[code])
-            code = self._simulator.causes[code]
+            code = self.simulator.causes[code]
         return path

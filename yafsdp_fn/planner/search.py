@@ -27,7 +27,7 @@ from yafsdp_fn.planner.space import (
     last,
     layers,
 )
-from yafsdp_fn.planner.synthesize import Report, Synthesis, Synthesized
+from yafsdp_fn.planner.synthesize import Report, Synthesized, synthesis
 from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
@@ -83,30 +83,31 @@ class Found:
     synthesized: Synthesized | None = None
 
     def __call__(self, trace: Trace) -> Program:
-        if trace.mesh != self.best.point.mesh:
+        if trace.mesh != self.point.mesh:
             raise ValueError(
-                f"this schedule was found for the mesh ({arguments(dict(self.best.point.mesh))}), the state is on "
+                f"this schedule was found for the mesh ({arguments(dict(self.point.mesh))}), the state is on "
                 f"({arguments(dict(trace.mesh))}): build the state on ya.mesh({arguments(self.mesh)})"
             )
-        return self.best.point.schedule()(trace) if self.synthesized is None else self.synthesized(trace)
+        schedule = self.synthesized or self.best.point.schedule()
+        return schedule(trace)
+
+    @property
+    def point(self) -> Point:
+        """The mesh and the stages of what is run: a synthesized program may have others than the best builder."""
+        return self.best.point if self.synthesized is None else self.synthesized.design.point
 
     @property
     def mesh(self) -> dict[str, int]:
-        return self.best.point.mesh_arguments
+        return self.point.mesh_arguments
 
     @property
     def stages(self) -> Assignment | None:
-        if self.synthesized is not None:
-            return self.synthesized.stages
-        order = self.best.point.order
-        return None if order is None else order.assignment(self.trace)
+        return self.point.assignment(self.trace)
 
     @property
     def program(self) -> Program:
         """The program for the trace that was searched for, on the mesh that was found."""
-        if self.synthesized is not None:
-            return self.synthesized.program
-        return self.best.point.program(self.trace)
+        return self.best.point.program(self.trace) if self.synthesized is None else self.synthesized.program
 
     @property
     def least(self) -> Bound:
@@ -133,18 +134,19 @@ class Found:
     def __str__(self) -> str:
         best = self.best
         is_default = self.default is not None and self.default.point == best.point
-        lines = [
-            f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"
-            + "; nothing else is faster than this default" * is_default
-            + "; nothing that was written is faster"
-            * (self.synthesized is not None and self.synthesized.step_s >= best.step_s)
-        ]
-        lines.append(f"  {self.least.against(best.step_s)}")
+        head = f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"
+        if is_default:
+            head += "; nothing else is faster than this default"
+        if self.synthesized is not None and self.synthesized.step_s >= best.step_s:
+            head += "; nothing that was written is faster"
+        lines = [head, f"  {self.least.against(best.step_s)}"]
         if self.default is not None and not is_default:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
-        others = [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
-        return "\n".join([*lines, *others, *([str(self.synthesized)] if self.synthesized else [])])
+        lines += [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
+        if self.synthesized is not None:
+            lines.append(str(self.synthesized))
+        return "\n".join(lines)
 
 
 def search(
@@ -210,11 +212,9 @@ def search(
         return result
     step = found[best]
     several = best.point.order is not None
-    alike = []
-    for choice in (best, *others):
-        if found[choice] is step and (choice.point.order is not None) == several:
-            alike.append(choice.point)
-    writing = Synthesis(step, alike, where, budget, seed)
+    of_step = [choice.point for choice in (best, *others) if found[choice] is step]
+    alike = [point for point in of_step if (point.order is not None) == several]
+    writing = synthesis(step, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 
@@ -322,13 +322,15 @@ class Sweep:
 
     def _over_remat(self, point: Point, least: int) -> Choice:
         """Returns the best number of recomputed layers: a coarse sweep, then ever finer steps around the best."""
-        step = max(1, -(-(self.layers - least) // SWEEP))
+        step = max(1, math.ceil((self.layers - least) / SWEEP))
         numbers = {*range(least, self.layers, step), self.layers}
         found = min((self._filled(point, n) for n in numbers), key=by_seconds)
         while step > 1:
             step //= 2
-            near = [n for n in (found.point.remat - step, found.point.remat + step) if least <= n <= self.layers]
-            found = min((found, *(self._filled(point, n) for n in near)), key=by_seconds)
+            best = found.point.remat
+            for n in (best - step, best + step):
+                if least <= n <= self.layers:
+                    found = min(found, self._filled(point, n), key=by_seconds)
         return found
 
     def _filled(self, point: Point, recomputed: int) -> Choice:
@@ -358,10 +360,10 @@ class Sweep:
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     """Returns the parts of the first stage and the last in a step of few microbatches."""
-    most = order.microbatches if order.name == "gpipe" else UNDER_WAY * order.stages
-    few = order._replace(microbatches=min(order.microbatches, most))
-    whole = few.whole(trace, mesh)
-    rows = few.rows(whole)
+    if order.name != "gpipe":
+        order = order._replace(microbatches=min(order.microbatches, UNDER_WAY * order.stages))
+    whole = order.whole(trace, mesh)
+    rows = order.rows(whole)
     return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 

@@ -1,5 +1,6 @@
 """Simulates a program on a cluster: its tasks, the rates of those that share links, and what bounds the step."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,19 @@ from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import EventTime, StageEvent, play
-from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Norm, Op, Receive, Send, Update
+from yafsdp_fn.program.ops import (
+    OPS,
+    AllReduce,
+    Backward,
+    ComputeOp,
+    Forward,
+    MessageOp,
+    Norm,
+    Op,
+    Receive,
+    Send,
+    Update,
+)
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace, arguments
@@ -112,9 +125,11 @@ def _of_stage(
         if isinstance(op, Backward) and op.half != "weights" and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
+        cost: tuple[Phase, ...]
         if number in durations:
-            cost: tuple[Phase, ...] = (Phase("compute" if op.stream == "compute" else "memory", durations[number]),)
-        elif isinstance(op, Forward | Backward):
+            resource = "compute" if op.stream == "compute" else "memory"
+            cost = (Phase(resource, durations[number]),)
+        elif isinstance(op, ComputeOp):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
                 each = costs.collectives(op, recompute)
@@ -153,7 +168,7 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
         if isinstance(task.op, Update) and number > norms.get(task.stage, number):
             waits += norms.values()
         partner = None
-        if isinstance(task.op, Send | Receive):
+        if isinstance(task.op, MessageOp):
             partner = ends[task.op.message][Receive if isinstance(task.op, Send) else Send]
         out.append(task._replace(waits=tuple(dict.fromkeys(waits)), partner=partner))
     return out
@@ -269,13 +284,13 @@ def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str =
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
     times = play_tasks(todo, cluster.contention, cluster.link_contention)
-    if slow := cluster.straggling(program.trace.world):
-        times = [at._replace(start=at.start * (1 + slow), end=at.end * (1 + slow)) for at in times]
-    after = max(overhead(part.trace, cluster) for part in program.by_stage)
-    end = max((at.end for at in times), default=0.0)
+    slower = 1 + cluster.straggling(program.trace.world)
     spans = []
     for number, (task, at) in enumerate(zip(todo, times, strict=True)):
+        at = EventTime(at.start * slower, at.end * slower, at.cause)
         spans.append(Span(number, task.op, task.stream, *at, task.stage, _inside(task, at)))  # type: ignore[arg-type]
+    end = max((span.end for span in spans), default=0.0)
+    after = max(overhead(part.trace, cluster) for part in program.by_stage)
     shown = title or f"simulated on {cluster.name}, {_in_words(program)}"
     return Timeline(program.trace, tuple(spans), end + after, shown, after, crossings(program, cluster))
 
@@ -308,13 +323,14 @@ def crossings(program: Program, cluster: Cluster) -> tuple[StageTraffic, ...]:
     """Returns the messages that each stage's ranks send to those of each other one in a step."""
     trace = program.trace
     found: dict[tuple[int, int], StageTraffic] = {}
-    for op in [op for ops in program.stages for op in ops if isinstance(op, Send)]:
+    for op in itertools.chain.from_iterable(program.stages):
+        if not isinstance(op, Send):
+            continue
         assert trace.split is not None
         ends = trace.split.ends(op.flow, op.back)
         before = found.get(ends, StageTraffic(*ends, link(trace, cluster, op.flow), 0, 0))
-        flow = trace.split.flows[op.flow]
-        nbytes = flow.grad_bytes if op.back else flow.nbytes
-        found[ends] = before._replace(messages=before.messages + 1, nbytes=before.nbytes + nbytes)
+        nbytes = before.nbytes + trace.split.bytes_of(op.message)
+        found[ends] = before._replace(messages=before.messages + 1, nbytes=nbytes)
     return tuple(found[ends] for ends in sorted(found))
 
 
@@ -345,19 +361,20 @@ class Work(NamedTuple):
 
 def work(program: Program, todo: Iterable[OpTask], cluster: Cluster) -> Work:
     """Returns the work in `todo`, the tasks of `program`, each alone."""
-    streams: defaultdict[tuple[int, str], float] = defaultdict(float)
-    links: defaultdict[tuple[int, str], float] = defaultdict(float)
+    computes: defaultdict[int, float] = defaultdict(float)
+    others: defaultdict[tuple[int, str], float] = defaultdict(float)  # of streams and of links
     for task in todo:
         for phase in task.phases:
-            streams[task.stage, task.stream] += phase.seconds
+            if task.stream == "compute":
+                computes[task.stage] += phase.seconds
+            else:
+                others[task.stage, task.stream] += phase.seconds
             if phase.resource in LINKS:
-                links[task.stage, phase.resource] += phase.seconds
-    compute = max((seconds for (_, stream), seconds in streams.items() if stream == "compute"), default=0.0)
-    others = [seconds for (_, stream), seconds in streams.items() if stream != "compute"]
+                others[task.stage, phase.resource] += phase.seconds
     return Work(
-        compute,
-        max([*others, *links.values()], default=0.0),
-        max(overhead(each.trace, cluster) for each in program.by_stage),
+        compute_s=max(computes.values(), default=0.0),
+        comm_s=max(others.values(), default=0.0),
+        overhead_s=max(overhead(each.trace, cluster) for each in program.by_stage),
     )
 
 

@@ -102,6 +102,10 @@ class Point(NamedTuple):
         """Returns the step of `trace` on this point's mesh, cut where it has stages."""
         return trace.on(self.mesh) if self.order is None else self.order.whole(trace, self.mesh)
 
+    def assignment(self, trace: Trace) -> Assignment | None:
+        """Returns the stages of the units of `trace`, None without stages."""
+        return None if self.order is None else self.order.assignment(trace)
+
     @property
     def mesh_arguments(self) -> dict[str, int]:
         """The arguments of `ya.mesh` for it."""
@@ -196,11 +200,14 @@ class Choice(NamedTuple):
 
     def against(self, best: "Choice") -> str:
         """Says why it is slower than `best`."""
+        reasons: list[str] = []
         more = {"compute": self.compute_s - best.compute_s, "communication": self.comm_s - best.comm_s}
-        reasons = [f"{what} +{shown(seconds)}" for what, seconds in more.items() if seconds > 1e-3 * best.step_s]
-        slower = 100 * (self.step_s / best.step_s - 1)
-        doubt = ", too close to tell apart" if slower < 100 * ALIKE else ""
-        return f"+{slower:.1f}%{doubt}: {' and '.join(reasons) or 'the same work, with more waiting'}"
+        for what, seconds in more.items():
+            if seconds > 1e-3 * best.step_s:
+                reasons.append(f"{what} +{shown(seconds)}")
+        slower = self.step_s / best.step_s - 1
+        doubt = ", too close to tell apart" if slower < ALIKE else ""
+        return f"+{slower:.1%}{doubt}: {' and '.join(reasons) or 'the same work, with more waiting'}"
 
 
 def choice_of(point: Point, program: Program, cluster: Cluster, peak_bytes: int) -> Choice:
@@ -212,7 +219,9 @@ def choice_of(point: Point, program: Program, cluster: Cluster, peak_bytes: int)
 
 def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
     """Returns the fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
-    return None if needs(most) > budget else most - last(lambda kept: needs(most - kept), most, budget)
+    if needs(most) > budget:
+        return None
+    return most - last(lambda kept: needs(most - kept), most, budget)
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
@@ -226,7 +235,8 @@ def last(value: Callable[[int], int], most: int, limit: int) -> int:
     while high - low > 1:
         guess = low + (high - low) * (limit - below) // (above - below)
         middle = min(max(guess, low + 1), high - 1)
-        if (found := value(middle)) <= limit:
+        found = value(middle)
+        if found <= limit:
             low = middle
             below = found
         else:

@@ -1,20 +1,15 @@
 """Configurations that no builder makes, of a step without stages or of one stage of a pipeline.
 
-StageConfig       each visit keeps its graph, recomputes it, or offloads its carry; each unit has a slot of its own
-                  or shares one, is reduced once a step or in every microbatch, gathered again from all ranks or inside
-                  the node; how far ahead gathers are issued; whether updates are in the program
-Design            a synthesized program: the configurations of its stages, and the order of their calls
-Changes           random changes of a configuration
-StepWithoutStages the best configuration of a step: frees memory where that is cheapest, fills it with the largest
-                  gains, then changes the best
+StageConfig   each visit keeps its graph, recomputes it, or offloads its carry; each unit has a slot of its own or
+              shares one, is reduced once a step or in every microbatch, gathered again from all ranks or inside the
+              node; how far ahead gathers are issued; whether updates are in the program
+Design        a synthesized program: the configurations of its stages, and the order of their calls
+Changes       random changes of a configuration
 """
 
-import itertools
 import math
 import random
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 from yafsdp_fn.planner import footprint
@@ -39,7 +34,7 @@ Numbers = frozenset[int]
 class StageConfig(NamedTuple):
     """Arguments of `build` for a stage, with a set where builders have a number.
 
-    recomputed: visits; offloaded: those of them whose carries wait on the host, fetched `ahead`
+    recomputed: visits; offloaded: those of them whose carries wait on the host
     resident: units with a weight slot of their own; others take turns in `width` slots, those of one size together if
         `by_size`
     own_grads: units with a gradient slot of their own, beside those that are `deferred`: reduced once a step
@@ -50,7 +45,6 @@ class StageConfig(NamedTuple):
     resident: Numbers
     own_grads: Numbers
     offloaded: Numbers = frozenset()
-    ahead: int = 1
     width: int = 2
     by_size: bool = False
     deferred: Numbers = frozenset()
@@ -86,7 +80,7 @@ class StageConfig(NamedTuple):
             return self.recomputed
 
         offloaded = self.offloaded & self.recomputed
-        offload = remat.offload(lambda _: offloaded, recompute=recomputed, ahead=self.ahead)
+        offload = remat.offload(lambda _: offloaded, recompute=recomputed)
         return build(
             trace,
             _slots(trace, self.resident, self.width, lambda unit: unit.gather_bytes * self.by_size),
@@ -179,14 +173,15 @@ def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterato
 
 def _several(numbers: Iterable[int], names: list[str]) -> str:
     """Names; of three neighbours and more the first and the last."""
-    places = enumerate(sorted(numbers))
-    runs = []
-    for _, run_of_places in itertools.groupby(places, key=lambda each: each[1] - each[0]):
-        runs.append([number for _, number in run_of_places])
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
     shown = []
     for run in runs[:6]:
-        ends = names[run[0]], names[run[-1]]
-        shown.append(" to ".join(ends) if len(run) > 2 else ", ".join(ends[: len(run)]))
+        shown.append(f"{names[run[0]]} to {names[run[-1]]}" if len(run) > 2 else ", ".join(names[n] for n in run))
     more = sum(map(len, runs[6:]))
     return ", ".join(shown) + f" and {more} more" * (more > 0)
 
@@ -201,13 +196,14 @@ class Changes:
     def __init__(self, trace: Trace, cluster: Cluster, rng: random.Random) -> None:
         self.rng = rng
         costs = Costs(trace, cluster)
+        layers = remat.layer_visits(trace)
         price: dict[int, float] = {}
-        for v in remat.layer_visits(trace):
-            twice, once = (costs.seconds(Backward(v, (), ()), recompute) for recompute in (True, False))
-            price[v] = (twice - once) / max(trace.visits[v].cost.inner_bytes, 1)
-        self.layers = sorted(price, key=lambda v: (price[v], v))
+        for v in layers:
+            backward = Backward(v, (), ())
+            again = costs.seconds(backward, recompute=True) - costs.seconds(backward)
+            price[v] = again / max(trace.visits[v].cost.inner_bytes, 1)
+        self.layers = sorted(layers, key=price.__getitem__)
         self.units = sorted({unit for visit in trace.visits for unit in visit.units})
-        layers = sorted(price)
         sets = {"resident": self.units, "own_grads": self.units, "recomputed": layers}
         if trace.microbatches > 1:
             sets["deferred"] = self.units
@@ -215,9 +211,10 @@ class Changes:
             sets["secondary"] = self.units
         if trace.split is None:
             sets["offloaded"] = layers
-        others = ["prefetch", "width", "by_size"] + ["update"] * (trace.update_when != "never")
         self.fields: dict[str, list[int]] = {field: numbers for field, numbers in sets.items() if numbers}
-        self.fields |= {field: [] for field in others}
+        self.fields |= {"prefetch": [], "width": [], "by_size": []}
+        if trace.update_when != "never":
+            self.fields["update"] = []
 
     def of(self, config: StageConfig) -> StageConfig:
         """Makes one to three changes; a change that takes memory is often paid for by one that frees some."""
@@ -276,113 +273,3 @@ def outcome_of(make: Callable[[], Program], cluster: Cluster, budget: int) -> Ou
 def peaks_of(program: Program) -> tuple[int, ...]:
     """Returns the predicted peak of each stage, in bytes."""
     return tuple(footprint.predict_memory(part).peak_bytes for part in program.by_stage)
-
-
-# ---- A step without stages.
-
-
-class StepWithoutStages:
-    """The best configuration so far of a step without stages, which begins with the program of `point`."""
-
-    def __init__(self, point: Point, trace: Trace, cluster: Cluster, budget: int, rng: random.Random) -> None:
-        self.trace = trace
-        self.cluster = cluster
-        self.budget = budget
-        self.rng = rng
-        self.point = point
-        self.changes = Changes(trace, cluster, rng)
-        self.known: dict[StageConfig, Outcome] = {}
-        self.best = self.now = self.first = StageConfig.of(point, trace)
-        self.outcome = self._measured(self.first)
-        self.now_s = self.outcome.seconds
-        self.starts = self._starts()
-        self.moves = 0
-
-    def move(self) -> None:
-        """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
-        config = next(self.starts, None) or self.changes.of(self.now)
-        found = self._measured(config)
-        seconds = found.seconds
-        self.moves += 1
-        heat = 0.003 * self.outcome.seconds * math.exp(-self.moves / 500)
-        slower = seconds - self.now_s
-        if slower <= 0 or (seconds < math.inf and self.rng.random() < math.exp(-slower / heat)):
-            self.now = config
-            self.now_s = seconds
-        simpler = len(config.recomputed) < len(self.best.recomputed)
-        if seconds < self.outcome.seconds or (seconds == self.outcome.seconds and simpler):
-            self.best = config
-            self.outcome = found
-
-    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        """Returns the best program without changes that save nothing, and what the others save."""
-        best = self.best
-        enough = self.outcome.seconds * (1 + 1e-5)
-        for field in StageConfig._fields:
-            without = best._replace(**{field: getattr(self.first, field)})
-            best = without if self._measured(without).seconds <= enough else best
-        found = self._measured(best)
-        said = []
-        for field, words in differences(best, self.first, self.trace):
-            slower, peaks = self._measured(best._replace(**{field: getattr(self.first, field)}))
-            if slower < math.inf:
-                saves = f"saves {max(0.0, slower - found.seconds):.3g} s"
-            elif peaks:
-                saves = f"without it {(peaks[0] - self.budget) / 2**30:.2f} GiB would be missing"
-            else:
-                saves = "goes with the others"
-            said.append(f"{words}: {saves}")
-        return Design(self.point, (best,)), found, tuple(said)
-
-    def _measured(self, config: StageConfig) -> Outcome:
-        if config not in self.known:
-            self.known[config] = outcome_of(partial(config.program, self.trace), self.cluster, self.budget)
-        return self.known[config]
-
-    def _fits(self, config: StageConfig) -> bool:
-        try:
-            return max(peaks_of(config.program(self.trace))) <= self.budget
-        except ValueError:
-            return False
-
-    def _starts(self) -> Iterator[StageConfig]:
-        """Yields configurations: for several numbers of recomputed visits, those first that free most for their
-        seconds. The rest goes to gradients that are reduced once, and then to weights that stay; or the other way
-        round."""
-        layers = self.changes.layers
-        others = frozenset(unit.id for unit in self.trace.units if unit.stack is None)
-        orders = [("deferred", "resident"), ("resident", "deferred")]
-        if self.trace.microbatches == 1:
-            orders = [("resident",)]  # type: ignore[list-item]
-        turns = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 4))
-        for own, by_size, (prefetch, width) in itertools.product((others, frozenset[int]()), (False, True), turns):
-            plain = self.first._replace(
-                resident=own,
-                own_grads=own,
-                deferred=frozenset(),
-                width=width,
-                by_size=by_size,
-                prefetch=prefetch,
-            )
-            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(len(layers) + 1)]
-            if not self._fits(lists[-1]):
-                continue
-            few = bisect_left(lists, True, hi=len(layers), key=self._fits)
-            most = len(layers)
-            counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
-            for count, fields in itertools.product(sorted(counts), orders):
-                if count > most:
-                    continue
-                config = lists[count]
-                for field in fields:
-                    config = self._filled(config, field)
-                    yield config
-
-    def _filled(self, config: StageConfig, field: str) -> StageConfig:
-        """Adds as many units to a set as fit, small and late ones first."""
-        size = "gather_bytes" if field == "resident" else "reduce_bytes"
-        chosen = getattr(config, field)
-        rest = [unit for unit in reversed(self.changes.units) if unit not in chosen]
-        rest.sort(key=lambda unit: getattr(self.trace.units[unit], size))
-        filled = [config._replace(**{field: chosen.union(rest[:count])}) for count in range(len(rest) + 1)]
-        return filled[bisect_left(filled, True, lo=1, key=lambda each: not self._fits(each)) - 1]

@@ -12,9 +12,13 @@ The same seed and number of moves write the same program; seconds only stop it e
 """
 
 import dataclasses
+import functools
+import itertools
 import math
+import operator
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from yafsdp_fn.planner.bound import Bound, bound
@@ -28,7 +32,6 @@ from yafsdp_fn.planner.stage_config import (
     Design,
     Outcome,
     StageConfig,
-    StepWithoutStages,
     differences,
     outcome_of,
     peaks_of,
@@ -82,8 +85,7 @@ class Synthesized:
     @property
     def stages(self) -> Assignment | None:
         """The argument of `ya.init` and `ya.shard`, where it has pipeline stages."""
-        order = self.design.point.order
-        return None if order is None else order.assignment(self.search.trace)
+        return self.design.point.assignment(self.search.trace)
 
     def more(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> "Synthesized":
         """Continues the search for `moves` more. k and then m moves give the same program as k + m at once."""
@@ -103,60 +105,174 @@ class Synthesized:
 
 
 class Synthesis:
-    """The best program so far that begins with `points`, best builder first. It goes on where it was: see `run`."""
+    """The best program so far that begins with `points`, best builder first. It goes on where it was: see `run`.
 
-    def __init__(self, trace: Trace, points: Iterable[Point], cluster: Cluster, budget: int, seed: int = 0) -> None:
-        self.points = [*points]
+    whole: the step of the first point; builder: the outcome of its program; least: its bound
+    best, outcome: what was found
+    """
+
+    def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int) -> None:
+        self.trace = trace
+        self.points = points
         self.cluster = cluster
         self.budget = budget
-        self.trace = trace
-        first = self.points[0]
-        whole = first.whole(trace)
-        builder = first.schedule()(whole)
-        self.builder = Outcome(simulate(builder, cluster).seconds, peaks_of(builder))
-        self.least = bound(whole, cluster, budget)
+        self.rng = random.Random(seed)
         self.moves = 0
-        rng = random.Random(seed)
-        self._work: StepWithoutStages | Pipelines
-        if first.order is None:
-            self._work = StepWithoutStages(first, whole, cluster, budget, rng)
-        else:
-            self._work = Pipelines(self, rng)
+        first = points[0]
+        self.whole = first.whole(trace)
+        self.least = bound(self.whole, cluster, budget)
+        builder = first.schedule()(self.whole)
+        self.builder = self.outcome = Outcome(simulate(builder, cluster).seconds, peaks_of(builder))
+        self.best = Design(first)
+
+    def move(self) -> None:
+        """Tries one program more."""
+        raise NotImplementedError
+
+    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
+        """Returns the best program, its outcome, and what it does otherwise than the best builder's."""
+        raise NotImplementedError
 
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
         began = time.monotonic()
         until = self.moves + moves
-        work = self._work
-        now = work.outcome.seconds
         early = False
-        while self.moves < until and now > self.least.seconds * (1 + 1e-4):
+        while self.moves < until and self.outcome.seconds > self.least.seconds * (1 + 1e-4):
             early = time.monotonic() - began > seconds
             if early:
                 break
-            before = now
-            work.move()
+            before = self.outcome.seconds
+            self.move()
             self.moves += 1
-            now = work.outcome.seconds
+            now = self.outcome.seconds
             if report is not None and now < before:
                 gap = self.least.gap(now)
                 saved = 1 - now / self.builder.seconds
                 report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
-        design, found, said = work.result()
+        design, found, said = self.result()
         program = verify(design(design.point.whole(self.trace)))
         return Synthesized(
-            program,
-            found.seconds,
-            max(found.peaks),
-            bound(program.trace, self.cluster, self.budget),
-            self.points[0],
-            self.builder.seconds,
-            said,
-            self.moves,
-            early,
-            design,
-            self,
+            program=program,
+            step_s=found.seconds,
+            peak_bytes=max(found.peaks),
+            least=bound(program.trace, self.cluster, self.budget),
+            point=self.points[0],
+            builder_s=self.builder.seconds,
+            differences=said,
+            moves=self.moves,
+            early=early,
+            design=design,
+            search=self,
         )
+
+
+def synthesis(trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int = 0) -> Synthesis:
+    """Begins a search with these points, all on stages or all without. budget: bytes per rank"""
+    kind = StepSynthesis if points[0].order is None else PipelineSynthesis
+    return kind(trace, points, cluster, budget, seed)
+
+
+# ---- A step without stages.
+
+
+class StepSynthesis(Synthesis):
+    """The best configuration so far. `now`: the one that is changed next"""
+
+    def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int) -> None:
+        super().__init__(trace, points, cluster, budget, seed)
+        self.changes = Changes(self.whole, cluster, self.rng)
+        self.measured = functools.cache(
+            lambda config: outcome_of(lambda: config.program(self.whole), cluster, budget),
+        )
+        self.config = self.now = self.first = StageConfig.of(points[0], self.whole)
+        self.outcome = self.measured(self.first)
+        self.now_s = self.outcome.seconds
+        self.starts = self._starts()
+
+    def move(self) -> None:
+        """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
+        config = next(self.starts, None) or self.changes.of(self.now)
+        found = self.measured(config)
+        seconds = found.seconds
+        heat = 0.003 * self.outcome.seconds * math.exp(-(self.moves + 1) / 500)
+        slower = seconds - self.now_s
+        if slower <= 0 or (seconds < math.inf and self.rng.random() < math.exp(-slower / heat)):
+            self.now = config
+            self.now_s = seconds
+        simpler = len(config.recomputed) < len(self.config.recomputed)
+        if seconds < self.outcome.seconds or (seconds == self.outcome.seconds and simpler):
+            self.config = config
+            self.outcome = found
+
+    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
+        """Returns the best program without changes that save nothing, and what the others save."""
+        best = self.config
+        enough = self.outcome.seconds * (1 + 1e-5)
+        for field in StageConfig._fields:
+            without = best._replace(**{field: getattr(self.first, field)})
+            best = without if self.measured(without).seconds <= enough else best
+        found = self.measured(best)
+        said = []
+        for field, words in differences(best, self.first, self.whole):
+            slower, peaks = self.measured(best._replace(**{field: getattr(self.first, field)}))
+            if slower < math.inf:
+                saves = f"saves {max(0.0, slower - found.seconds):.3g} s"
+            elif peaks:
+                saves = f"without it {(peaks[0] - self.budget) / 2**30:.2f} GiB would be missing"
+            else:
+                saves = "goes with the others"
+            said.append(f"{words}: {saves}")
+        return Design(self.points[0], (best,)), found, tuple(said)
+
+    def _fits(self, config: StageConfig) -> bool:
+        try:
+            return max(peaks_of(config.program(self.whole))) <= self.budget
+        except ValueError:
+            return False
+
+    def _starts(self) -> Iterator[StageConfig]:
+        """Yields configurations: for several numbers of recomputed visits, those first that free most for their
+        seconds. The rest goes to gradients that are reduced once, and then to weights that stay; or the other way
+        round."""
+        layers = self.changes.layers
+        others = frozenset(unit.id for unit in self.whole.units if unit.stack is None)
+        orders: list[tuple[str, ...]] = [("deferred", "resident"), ("resident", "deferred")]
+        if self.whole.microbatches == 1:
+            orders = [("resident",)]
+        turns = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 4))
+        for own, by_size, (prefetch, width) in itertools.product((others, frozenset[int]()), (False, True), turns):
+            plain = self.first._replace(
+                resident=own,
+                own_grads=own,
+                deferred=frozenset(),
+                width=width,
+                by_size=by_size,
+                prefetch=prefetch,
+            )
+            most = len(layers)
+            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(most + 1)]
+            if not self._fits(lists[most]):
+                continue
+            few = bisect_left(lists, True, hi=most, key=self._fits)
+            counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
+            for count, fields in itertools.product(sorted(counts.intersection(range(most + 1))), orders):
+                config = lists[count]
+                for field in fields:
+                    config = self._filled(config, field)
+                    yield config
+
+    def _filled(self, config: StageConfig, field: str) -> StageConfig:
+        """Adds as many units to a set as fit, small and late ones first."""
+        size = "gather_bytes" if field == "resident" else "reduce_bytes"
+        rest = [*reversed(self.changes.units)]
+        rest.sort(key=lambda unit: getattr(self.whole.units[unit], size))
+        filled = [config]
+        for unit in rest:
+            chosen = getattr(filled[-1], field)
+            if unit not in chosen:
+                filled.append(filled[-1]._replace(**{field: chosen | {unit}}))
+        return filled[bisect_left(filled, True, lo=1, key=lambda each: not self._fits(each)) - 1]
 
 
 # ---- A pipeline.
@@ -186,22 +302,19 @@ class CutCandidate:
     search: Search | None = None
 
 
-class Pipelines:
-    """The best program so far for a pipeline."""
+class PipelineSynthesis(Synthesis):
+    """The best program so far of all cuts. turn: of the cuts that take turns"""
 
-    def __init__(self, owner: Synthesis, rng: random.Random) -> None:
-        self.owner = owner
-        self.rng = rng
+    def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int) -> None:
+        super().__init__(trace, points, cluster, budget, seed)
         self.turn = 0
-        self.best = Design(owner.points[0])
-        self.outcome = owner.builder
         self.starts = self._starts()
         self.cuts = list[CutCandidate]()
 
     def _starts(self) -> Iterator[Point]:
         """Yields points to begin with: the builders' own orders, then others, on cuts of other shapes."""
         orders = dict[Point, Order]()  # of the first point with each schedule of stages
-        for point in self.owner.points:
+        for point in self.points:
             if point.order is not None:
                 orders.setdefault(point._replace(order=None, remat=0), point.order)
         found = dict[Point, None]()
@@ -209,7 +322,7 @@ class Pipelines:
             shapes = [(order.name, order.per_stage), *((name, 2) for name in pipelines.V_SHAPED)]
             shapes += [("one_f_one_b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4)]
             for name, per_stage in shapes:
-                if per_stage * order.stages <= len(self.owner.trace.visits):
+                if per_stage * order.stages <= len(self.trace.visits):
                     found[inside._replace(order=order._replace(name=name, per_stage=per_stage))] = None
         return iter(found)
 
@@ -235,13 +348,13 @@ class Pipelines:
         order = point.order
         assert order is not None
         try:
-            whole = point.whole(self.owner.trace)
+            whole = point.whole(self.trace)
             rows = order.rows(whole)
             parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)]
             configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
             return
-        cut = CutCandidate(Design(point), whole, [Changes(part, self.owner.cluster, self.rng) for part in parts])
+        cut = CutCandidate(Design(point), whole, [Changes(part, self.cluster, self.rng) for part in parts])
         layers = [remat.layer_visits(part) for part in parts]
         few = [-1] * len(parts)
         enough = [*map(len, layers)]
@@ -249,7 +362,7 @@ class Pipelines:
             counts = [(low + high + 1) // 2 for low, high in zip(few, enough, strict=True)]
             tried = _recomputing(configs, layers, counts)
             for stage, peak in enumerate(peaks_of(self._design(cut, tried, rows)(whole))):
-                if peak <= self.owner.budget:
+                if peak <= self.budget:
                     enough[stage] = counts[stage]
                 else:
                     few[stage] = counts[stage]
@@ -263,7 +376,7 @@ class Pipelines:
 
     def _calls(self, whole: Trace, configs: Iterable[StageConfig]) -> CallGraph:
         recomputed = frozenset[int]().union(*(config.recomputed for config in configs))
-        return CallGraph.of_step(whole, self.owner.cluster, recomputed)
+        return CallGraph.of_step(whole, self.cluster, recomputed)
 
     def _try(self, cut: CutCandidate, configs: tuple[StageConfig, ...], rows: Rows) -> bool:
         """Adopts a program as the cut's best if it is faster, or in less memory; returns whether it did. One that does
@@ -272,9 +385,9 @@ class Pipelines:
         same = configs == cut.design.configs
         rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
         design = self._design(cut, configs, rows)
-        found = outcome_of(lambda: design(whole), self.owner.cluster, self.owner.budget)
+        found = outcome_of(lambda: design(whole), self.cluster, self.budget)
         held = evaluate(self._calls(whole, configs), rows).memory
-        room = [max(1.0, mine + self.owner.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
+        room = [max(1.0, mine + self.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
         if (found.seconds, sum(found.peaks)) >= (cut.outcome.seconds, sum(cut.outcome.peaks)):
             if math.isinf(found.seconds) and room and same and cut.search is not None:
                 self._search(cut, [min(old, 0.999 * new) for old, new in zip(cut.room, room, strict=True)])
@@ -292,11 +405,13 @@ class Pipelines:
         """Begins a search for orders of the cut's configurations within `room`."""
         calls = self._calls(cut.whole, cut.design.configs)
         parts = [1 / room[home] for home in calls.homes]  # memory in parts of the room of its stage
-        held = tuple(nbytes * part for nbytes, part in zip(calls.held, parts, strict=True))
-        between = tuple(nbytes * part for nbytes, part in zip(calls.between, parts, strict=True))
+        calls = calls._replace(
+            held=tuple(map(operator.mul, calls.held, parts)),
+            between=tuple(map(operator.mul, calls.between, parts)),
+        )
         seed = self.rng.randrange(2**32)
         cut.room = room
-        cut.search = Search(calls._replace(held=held, between=between), 1.0, starts=[cut.design.rows], seed=seed)
+        cut.search = Search(calls, 1.0, starts=[cut.design.rows], seed=seed)
 
     def _reorder(self, cut: CutCandidate) -> None:
         search = cut.search
@@ -315,20 +430,18 @@ class Pipelines:
         self._try(cut, tuple(config._replace(update=update) for config in configs), cut.design.rows)
 
     def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        """Returns the best program, its outcome, and what it does otherwise than the best builder's."""
         return self.best, self.outcome, tuple(self._differences() if self.best.configs else ())
 
     def _differences(self) -> Iterator[str]:
-        first = self.owner.points[0]
+        first = self.points[0]
         ours = self.best
-        owner = self.owner
         shapes = _shape(ours.point), _shape(first)
         if shapes[0] != shapes[1]:
             yield f"{shapes[0]}, not {shapes[1]}"
         again = [len(config.recomputed) for config in ours.configs]
         if any(count != first.remat for count in again):
             yield f"recomputes {', '.join(map(str, again))} layers of its stages, not {first.remat}"
-        program = ours(ours.point.whole(owner.trace))
+        program = ours(ours.point.whole(self.trace))
         alike: dict[str, list[str]] = {}
         for part, config in zip(program.by_stage, ours.configs, strict=True):
             theirs = StageConfig.of(first, part.trace)._replace(recomputed=config.recomputed)
@@ -337,8 +450,8 @@ class Pipelines:
         for words, stages in alike.items():
             where = "every stage" if len(stages) == len(again) else f"stage {', '.join(stages)}"
             yield f"{where} {words}"
-        before = simulate(first.program(owner.trace), owner.cluster)
-        yield f"bubble {simulate(program, owner.cluster).bubble:.1%}, not {before.bubble:.1%}"
+        before = simulate(first.program(self.trace), self.cluster)
+        yield f"bubble {simulate(program, self.cluster).bubble:.1%}, not {before.bubble:.1%}"
         kinds = {"forward": "F", "inputs": "I", "weights": "W", "backward": "B"}
         for stage in (0, len(ours.rows) - 1):
             row = ours.rows[stage]

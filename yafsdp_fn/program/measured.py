@@ -9,7 +9,7 @@ into stages takes the arguments, which travel.
 
 from typing import NamedTuple
 
-from yafsdp_fn.program.split import Argument, in_carry_slot
+from yafsdp_fn.program.split import Argument, Positive, in_carry_slot
 
 # ---- One visit.
 
@@ -128,6 +128,6 @@ class OptimizerMemory(NamedTuple):
     """
 
     fixed: int = 0
-    shards: tuple[tuple[int, int, int], ...] = ()
-    step: tuple[int, int] = (0, 1)
-    block: int = 1
+    shards: tuple[tuple[int, int, Positive], ...] = ()
+    step: tuple[int, Positive] = (0, 1)
+    block: Positive = 1

@@ -393,6 +393,7 @@ class Receive(NamedTuple):
 # ---- All ops, and what they have in common.
 
 ComputeOp = Forward | Backward
+MessageOp = Send | Receive
 Op = (
     Gather
     | Stash

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program import json, ops, text
-from yafsdp_fn.program.ops import Backward, Exchange, Forward, Norm, Op, Update, filled, kind_of
+from yafsdp_fn.program.ops import ComputeOp, Exchange, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
 from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, elsewhere, writes_of
 from yafsdp_fn.util.mesh_axes import OUTSIDE, padded_numel, round_up, subgroups
@@ -115,7 +115,7 @@ def stage_trace(trace: Trace, stage: int, calls: Iterable[Call]) -> Trace:
 
 def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
     """Returns the trace of `stage`, in the order of the computes among its `ops`, but those that are not in form."""
-    found = (op for op in ops if isinstance(op, Forward | Backward) and {type(op.visit), type(op.microbatch)} == {int})
+    found = (op for op in ops if isinstance(op, ComputeOp) and {type(op.visit), type(op.microbatch)} == {int})
     there = (op for op in found if 0 <= op.visit < len(trace.visits))
     return _stage_trace(trace, stage, (Compute(kind_of(op), op.visit, op.microbatch) for op in there))
 
@@ -342,8 +342,8 @@ class Program:
                     for u in units:
                         shards = (u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)) // trace.ranks_of(u)
                         sent["all-reduce"] += shards * (replicas - 1) // replicas
-                case ops.Send(flow, back=back) if split:
-                    sent["message"] += split.flows[flow].grad_bytes if back else split.flows[flow].nbytes
+                case ops.Send() if split:
+                    sent["message"] += split.bytes_of(op.message)
                 case ops.Exchange(ids):
                     sent["exchange"] += lent_bytes(trace, ids)
         return sent

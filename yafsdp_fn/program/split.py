@@ -7,13 +7,18 @@
 A stage calls the whole loss for each of its segments and microbatches; visits of other segments are elsewhere.
 """
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from yafsdp_fn.util.mesh_axes import round_up
+from yafsdp_fn.util.schema import Limits
 
 Kind = Literal["forward", "backward", "inputs", "weights"]
 """The kind of a compute. A backward is one, or two: the gradients of its arguments, "inputs", and then those of its
 weights."""
+
+Natural = Annotated[int, Limits(0)]
+Positive = Annotated[int, Limits(1)]
+"""Numbers that count what there may be none of, and what there is at least one of."""
 
 LINE = 16
 """The alignment of the tensors in a message, in bytes."""
@@ -55,8 +60,8 @@ class Flow(NamedTuple):
 
     source: int
     target: int
-    nbytes: int
-    grad_bytes: int
+    nbytes: Natural
+    grad_bytes: Natural
 
 
 class Call(NamedTuple):
@@ -167,6 +172,11 @@ class Split(NamedTuple):
         """Returns the stages that a message of `flow` comes from and goes to."""
         source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
         return (target, source) if back else (source, target)
+
+    def bytes_of(self, message: Message) -> int:
+        """Returns the bytes of a message."""
+        flow = self.flows[message.flow]
+        return flow.grad_bytes if message.back else flow.nbytes
 
     def crosses(self, message: Message) -> bool:
         """Tells whether a message goes to another stage."""

@@ -1,13 +1,14 @@
 """The trace: the visits of a loss function in order. A schedule is built from nothing else."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
-from yafsdp_fn.program.ops import Backward, Forward, Receive, Send, kind_of, weight_slots
-from yafsdp_fn.program.split import Kind, Message, Split
+from yafsdp_fn.program.ops import ComputeOp, MessageOp, kind_of, weight_slots
+from yafsdp_fn.program.split import Kind, Message, Natural, Positive, Split
 from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.util.schema import Limits
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
 #
@@ -23,6 +24,8 @@ known, which clips it, or skips a step that is not finite, and is told."""
 
 
 Collectives = tuple[AxisCollective, ...]
+Parts = Annotated[int, Limits(1, 2**10)]
+"""What is asked of a trace from elsewhere counts up to these."""
 
 
 # ---- Units, visits, computes.
@@ -33,9 +36,9 @@ class Encoding(NamedTuple):
     `block_bytes` bytes; nbytes: of the padded flat vector"""
 
     name: str
-    block: int
-    block_bytes: int
-    nbytes: int
+    block: Parts
+    block_bytes: Natural
+    nbytes: Natural
 
 
 class UnitSpec(NamedTuple):
@@ -57,18 +60,18 @@ class UnitSpec(NamedTuple):
     name: str
     # where it is in the model
     stack: str | None
-    layer: int
+    layer: Natural
     # its size, on this mesh
-    numel: int
-    gather_bytes: int
-    reduce_bytes: int
+    numel: Natural
+    gather_bytes: Natural
+    reduce_bytes: Natural
     trainable: bool
-    sum_bytes: int = 0
+    sum_bytes: Natural = 0
     over: tuple[str, ...] = ()
     # what it travels in
     gathered_as: Encoding | None = None
     reduced_as: Encoding | None = None
-    state_block: int = 1
+    state_block: Positive = 1
 
     @property
     def align(self) -> int:
@@ -151,6 +154,14 @@ def shortened(rows: Sequence[str]) -> list[str]:
     return [*rows[: SHOWN // 2], f"  ... {len(rows) - SHOWN} more ...", *rows[-(SHOWN // 2) :]]
 
 
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as lines: the first column is aligned to the left, the others to the right."""
+    lines = [*rows]
+    width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    justified = [[first.ljust(width[0]), *map(str.rjust, cells, width[1:])] for first, *cells in lines]
+    return ["  ".join(cells).rstrip() for cells in justified]
+
+
 # ---- The step.
 
 
@@ -165,8 +176,8 @@ class Lent(NamedTuple):
     """
 
     unit: int
-    parts: int
-    leaves: tuple[tuple[int, tuple[int, ...], int, int], ...] = ()
+    parts: Parts
+    leaves: tuple[tuple[Natural, tuple[Natural, ...], Natural, Natural], ...] = ()
 
 
 class Trace(NamedTuple):
@@ -189,8 +200,8 @@ class Trace(NamedTuple):
     units: tuple[UnitSpec, ...]
     visits: tuple[Visit, ...]
     order: tuple[Compute, ...]
-    mesh: tuple[tuple[str, int], ...]
-    microbatches: int
+    mesh: tuple[tuple[str, Positive], ...]
+    microbatches: Positive
     # the optimizer, and how gradients are added
     update_when: UpdateWhen = "never"
     precision: tuple[str, ...] = ()
@@ -302,9 +313,9 @@ class Trace(NamedTuple):
     def messages_of(self, op: Any) -> tuple[tuple[Message, int], ...]:
         """Returns `(message, carry slot)` of what `op` takes and gives, sends or receives, between segments of a
         pipeline."""
-        if isinstance(op, Send | Receive):
+        if isinstance(op, MessageOp):
             return ((op.message, op.carry_slot),)
-        if not isinstance(op, Forward | Backward) or self.split is None:
+        if not isinstance(op, ComputeOp) or self.split is None:
             return ()
         of = kind_of(op), op.visit, op.microbatch
         return tuple(zip((*self.split.takes(*of), *self.split.gives(*of)), (*op.takes, *op.gives), strict=False))
@@ -416,11 +427,11 @@ def _table(trace: Trace) -> str:
         if forward:
             costs = [f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB"]
         rows.append([f"{visit.id} {visit.name}", *ids, f"{sum(unit.numel for unit in units):,}", size, *costs])
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join([cells[0].ljust(width[0]), *map(str.rjust, cells[1:], width[1:])]).rstrip() for cells in rows]
     # computes
     several = trace.microbatches > 1
     order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * several for now in trace.order]
     count = f"; {len(order)} computes" + ", as visit of microbatch" * several
     shown = order if len(order) <= 8 else [*order[:5], "...", *order[-3:]]
-    return "\n".join([head, *shortened(lines), "order: " + ", ".join(shown) + count, f"updates: {trace.update_when}"])
+    return "\n".join(
+        [head, *shortened(columns(rows)), "order: " + ", ".join(shown) + count, f"updates: {trace.update_when}"]
+    )

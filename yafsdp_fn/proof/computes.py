@@ -3,7 +3,18 @@ take."""
 
 from collections.abc import Callable, Sequence
 
-from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Fetch, Forward, Gather, Receive, Send, Stash, kind_of
+from yafsdp_fn.program.ops import (
+    Backward,
+    Buffer,
+    ComputeOp,
+    Fetch,
+    Forward,
+    Gather,
+    MessageOp,
+    Receive,
+    Stash,
+    kind_of,
+)
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.proof.execution import Execution, Weights
@@ -187,7 +198,7 @@ def a_slot_each(run: Execution, op: ComputeOp, way: str, messages: Sequence[Mess
         run.refuse(f"it {way} {words}: expected {len(messages)} carry slots, got {slots}")
 
 
-def ends_here(run: Execution, op: Send | Receive) -> None:
+def ends_here(run: Execution, op: MessageOp) -> None:
     """Checks that a message is between this stage and another."""
     assert run.trace.split is not None, "in form"
     ends = run.trace.split.ends(op.flow, op.back)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.program.events import StageEvent, play
-from yafsdp_fn.program.ops import AllReduce, Norm, Op, Receive, Send
+from yafsdp_fn.program.ops import AllReduce, MessageOp, Norm, Op
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.errors import Refused
@@ -137,7 +137,7 @@ def _rows(pipeline: Program) -> list[list[Op]]:
 
 def _together(item: Op) -> object:
     """Returns a key, equal for items that stages do together; None for an item that a stage does alone."""
-    if isinstance(item, Send | Receive):
+    if isinstance(item, MessageOp):
         return item.message
     if isinstance(item, AllReduce) and item.over == "stages":
         return item
@@ -156,7 +156,7 @@ def _waits(items: Sequence[Op]) -> tuple[list[list[int]], list[list[int]]]:
     before: dict[str, int] = {}  # stream -> its last item
     alone: list[int] = []  # the last item that is no message
     for at, item in enumerate(items):
-        if isinstance(item, Send | Receive):  # the host issues it without anything that could synchronise the device
+        if isinstance(item, MessageOp):  # the host issues it without anything that could synchronise the device
             begins.append([other for stream, other in before.items() if stream != item.stream])
             ends[at] += alone
         else:  # the host may have waited for all that it has issued

@@ -155,7 +155,7 @@ class Execution:
         self.at, self.done, self._rule = -1, 0, ""
         # what the program is
         self.trace, self.ops = program.trace, program.ops
-        computes = [at for at, op in enumerate(self.ops) if isinstance(op, Forward | Backward)]
+        computes = [at for at, op in enumerate(self.ops) if isinstance(op, ComputeOp)]
         self.last_compute = max(computes, default=-1)
         self.has_updates, self.shared = program.has_updates, self.trace.shared
         self.needed: dict[int, list[Contribution]] = {}

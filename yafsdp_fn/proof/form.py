@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, Op, Receive, Send, slot_fields
+from yafsdp_fn.program.ops import OPS, AllReduce, Backward, Forward, MessageOp, Op, slot_fields
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import refusal
@@ -52,9 +52,9 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
     fields = op._asdict()
     if isinstance(op, AllReduce) and op.over == "stages" and len(op.units) > 1:
         return f"units {op.units}: stages share units one by one"
-    if isinstance(op, Send | Receive) and trace.split is None:
+    if isinstance(op, MessageOp) and trace.split is None:
         return "the trace has no pipeline stages"
-    if isinstance(op, Send | Receive) and trace.split and not 0 <= op.flow < len(trace.split.flows):
+    if isinstance(op, MessageOp) and trace.split and not 0 <= op.flow < len(trace.split.flows):
         return f"there are flows 0 to {len(trace.split.flows) - 1}"
     # visits, and what their ops may have
     if "visit" in fields and not 0 <= fields["visit"] < len(trace.visits):

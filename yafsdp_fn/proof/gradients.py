@@ -1,6 +1,6 @@
 """The rules of gradients, from their slots to the shards, and of the optimizer's step that reads them."""
 
-from yafsdp_fn.program.ops import AllReduce, Backward, Buffer, Exchange, Forward, Norm, Reduce, Update
+from yafsdp_fn.program.ops import AllReduce, Backward, Buffer, ComputeOp, Exchange, Forward, Norm, Reduce, Update
 from yafsdp_fn.proof.execution import Execution, Gradient
 
 # ---- Checks the rules `gradient`, `early`, `reduce`, `ordered`, `once`, `replicas` and `shared`.
@@ -19,7 +19,7 @@ def own_backward_is_next(run: Execution, op: Forward) -> None:
         run.refuse("it recomputes, and its backward would not know what was begun")
     # the compute that comes next
     later = enumerate(run.ops[run.at + 1 :], run.at + 1)
-    after, then = next(((at, it) for at, it in later if isinstance(it, Forward | Backward)), (None, None))
+    after, then = next(((at, it) for at, it in later if isinstance(it, ComputeOp)), (None, None))
     buffer = ("grad slot", 0, op.early[0])
     if not isinstance(then, Backward) or (then.visit, then.microbatch) != (op.visit, op.microbatch):
         why = "its own backward is not the next compute, and another could write to the slots in between"

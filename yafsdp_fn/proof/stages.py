@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.program.ops import Receive, Send
+from yafsdp_fn.program.ops import MessageOp, Receive, Send
 from yafsdp_fn.program.program import Program, units_of
 from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.text import describe
@@ -194,7 +194,7 @@ def sent_is_received(pipeline: Program) -> None:
             raise refusal_on(stage, "match", f"{why}\n{drawn}", f"op {at} ({describe(op, pipeline.trace)}): ", at)
 
 
-_Messages = defaultdict[tuple[int, int], list[tuple[int, Send | Receive]]]
+_Messages = defaultdict[tuple[int, int], list[tuple[int, MessageOp]]]
 """(source, target) -> messages in their order, each with the number of its op."""
 
 
@@ -203,7 +203,7 @@ def _messages(pipeline: Program, split: Split, kind: type[Send] | type[Receive])
     found: _Messages = defaultdict(list)
     for ops in pipeline.stages:
         for at, op in enumerate(ops):
-            if isinstance(op, Send | Receive) and isinstance(op, kind):
+            if isinstance(op, MessageOp) and isinstance(op, kind):
                 found[split.ends(op.flow, op.back)].append((at, op))
     return found
 

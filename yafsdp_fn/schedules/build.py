@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from yafsdp_fn.program.ops import AllReduce, Backward, Forward, Gather, Norm, Op, Reduce, Stash, Update
+from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.program.program import Program, Updating
 from yafsdp_fn.program.trace import Compute, Trace, UnitSpec, Visit, reads_of, writes_of
 from yafsdp_fn.schedules.remat import Offloading, Remat, offloaded
@@ -95,7 +95,7 @@ def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
     reader = readers(ops)
     open_: dict[Any, int] = {}  # what may be joined, and where it is in `out`
     for index, op in enumerate(ops):
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             open_.clear()
         key = _key(op, reader.get(index))
         at = open_.get(key)
@@ -135,7 +135,7 @@ def readers(ops: Sequence[Op]) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     following: dict[int, int] = {}  # slot -> the compute that reads it next
     for index, op in reversed([*enumerate(ops)]):
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             following.update(dict.fromkeys(op.slots, index))
         elif isinstance(op, Gather):
             found[index] = min((following.pop(slot) for slot in op.slots if slot in following), default=None)
@@ -206,7 +206,7 @@ def build(
 
 def op_of(
     now: Compute, trace: Trace, slots: Mapping[int, int], grad_slots: Mapping[int, int], recompute: Container[int]
-) -> Forward | Backward:
+) -> ComputeOp:
     """Returns the op of a compute. slots, grad_slots: unit -> slot; recompute: visits that keep no graph"""
     at = tuple(slots[unit] for unit in reads_of(now, trace))
     if now.kind == "forward":

@@ -8,7 +8,6 @@ A group is what one call of `fully_shard` gathers at once: a unit, or several.
 """
 
 import re
-from collections import Counter
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce, Stash
@@ -24,14 +23,10 @@ class WrappedUnits(NamedTuple):
     """Units that are gathered and reduced together.
 
     reshard: whether they are freed after their forward; a number: kept by as many ranks, and gathered from these
-    forward, backward: other groups, by number, that are gathered ahead when its own forward, or backward, begins; None:
-        of a backward, those of the compute that comes next, if that is one
     """
 
     units: tuple[int, ...]
     reshard: bool | int = True
-    forward: tuple[int, ...] = ()
-    backward: tuple[int, ...] | None = None
 
 
 # ---- The schedule.
@@ -80,8 +75,8 @@ def fsdp2(
         raise ValueError(f"fsdp2(wrap={wrap!r}): expected 'layers' or 'all'")
 
     def schedule(trace: Trace) -> Program:
-        groups = groups_of(trace, reshard_after_forward, wrap, prefetch)
-        return program_of(trace, groups, policy(remat), defer=defer)
+        groups = groups_of(trace, reshard_after_forward, wrap)
+        return program_of(trace, groups, policy(remat), prefetch=prefetch, defer=defer)
 
     return schedule
 
@@ -93,49 +88,34 @@ PART = re.compile(r"\.(split|compute|reduce)\([^)]*\)")
 has."""
 
 
-def _visited(trace: Trace) -> list[int]:
-    return [*dict.fromkeys(unit for visit in trace.visits for unit in visit.units)]
-
-
-def groups_of(
-    trace: Trace, reshard: bool | int, wrap: str = "layers", prefetch: int | None = None
-) -> list[WrappedUnits]:
+def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers") -> list[WrappedUnits]:
     """Returns the groups that settings make of a trace's units, in the order of their visits."""
-    # what was wrapped together
     modules: dict[str, list[int]] = {}  # such parts are units of the same module
-    for unit in _visited(trace):
+    for unit in dict.fromkeys(unit for visit in trace.visits for unit in visit.units):
         modules.setdefault(PART.sub("", trace.units[unit].name), []).append(unit)
     each = [*map(tuple, modules.values())]
     outside = [units for units in each if trace.units[units[0]].stack is None]
     if wrap == "layers":
         whole = tuple(unit for units in outside for unit in units)
-        groups = [
-            *[WrappedUnits(whole, False)] * bool(whole),
-            *[WrappedUnits(units, reshard) for units in each if units not in outside],
-        ]
-    else:
-        held = each[-1] if each and each[-1] in outside else None
-        groups = [WrappedUnits(units, reshard if units != held else False) for units in each]
-    # lists of what is gathered ahead
-    if prefetch is None:
-        return groups
-    count = range(len(groups))
-    return [
-        group._replace(
-            forward=tuple(n for n in range(at + 1, at + 1 + prefetch) if n in count),
-            backward=tuple(n for n in range(at - 1, at - 1 - prefetch, -1) if n in count),
-        )
-        for at, group in enumerate(groups)
-    ]
+        layers = [WrappedUnits(units, reshard) for units in each if units not in outside]
+        return [WrappedUnits(whole, False), *layers] if whole else layers
+    held = [units for units in each[-1:] if units in outside]
+    return [WrappedUnits(units, False if units in held else reshard) for units in each]
 
 
 # ---- ops
 
 
 def program_of(
-    trace: Trace, groups: list[WrappedUnits], remat: Remat, *, defer: bool = False, hold: bool = False
+    trace: Trace,
+    groups: list[WrappedUnits],
+    remat: Remat,
+    *,
+    prefetch: int | None = None,
+    defer: bool = False,
+    hold: bool = False,
 ) -> Program:
-    """Returns the program of groups. hold: none is freed after its backward"""
+    """Returns the program of groups. prefetch, defer: as of `fsdp2`; hold: none is freed after its backward"""
     if isinstance(remat, Offloading):
         raise ValueError(
             "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
@@ -146,11 +126,15 @@ def program_of(
             f"fsdp2: {kept} ranks keep weights after forward, on the mesh {dict(trace.mesh)}: build the state on "
             f"ya.mesh(local={kept})"
         )
-    dry, recompute = _Fsdp2Builder(trace, groups, defer, hold, None), remat(trace)
-    for i in () if hold else range(len(trace.order)):
-        dry.gather(i)
-        dry.free(i)
-    builder = _Fsdp2Builder(trace, groups, defer, hold, max(2, dry.most))
+    recompute = remat(trace)
+    width = 2
+    if not hold:
+        dry = _Fsdp2Builder(trace, groups, prefetch, defer, hold, None)
+        for i in range(len(trace.order)):
+            dry.gather(i)
+            dry.free(i)
+        width = max(width, dry.most)
+    builder = _Fsdp2Builder(trace, groups, prefetch, defer, hold, width)
     for i, now in enumerate(trace.order):
         builder.gather(i)
         builder.ops.append(op_of(now, trace, builder.slots, builder.grad_slots, recompute))
@@ -166,17 +150,32 @@ class _Fsdp2Builder:
     most: of the groups that take turns, how many were gathered at once
     """
 
-    def __init__(self, trace: Trace, groups: list[WrappedUnits], defer: bool, hold: bool, width: int | None) -> None:
-        self.trace, self.groups, self.defer, self.hold = trace, groups, defer, hold
+    def __init__(
+        self,
+        trace: Trace,
+        groups: list[WrappedUnits],
+        prefetch: int | None,
+        defer: bool,
+        hold: bool,
+        width: int | None,
+    ) -> None:
+        self.trace = trace
+        self.groups = groups
+        self.prefetch = prefetch
+        self.defer = defer
+        self.hold = hold
         # slots: of groups that their visits use as a whole, some take turns
         self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
-        visits = [Counter(self.of[unit] for unit in visit.units) for visit in trace.visits]
-        uses = [[each[number] for each in visits if number in each] for number in range(len(groups))]
-        whole = [(g, times) for g, times in zip(groups, uses, strict=True) if set(times) == {len(g.units)}]
-        turns = [group.units for group, _ in whole if group.reshard]
+        turns: list[tuple[int, ...]] = []
+        once: list[tuple[int, ...]] = []
+        for units, reshard in groups:
+            visits = [visit.units for visit in trace.visits if not {*units}.isdisjoint(visit.units)]
+            if all({*units} <= {*each} for each in visits):
+                turns += [units] * bool(reshard)
+                once += [units] * (len(visits) == 1)
+        self.turns = {unit for units in turns for unit in units}
+        self.most = 0
         self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
-        self.turns, self.most = {unit for units in turns for unit in units}, 0
-        once = [group.units for group, times in whole if len(times) == 1]
         self.grad_slots = own_slots(trace.units) if defer else _in_turns(trace, once, 2)
         self.ops: list[Op] = []
         # what is gathered, and what is not reduced
@@ -198,18 +197,21 @@ class _Fsdp2Builder:
 
     def gather(self, i: int) -> None:
         """Gathers the groups of compute `i`, and those that are prefetched for it."""
-        # its own groups, and those in their lists
+        # its own groups, and those that are gathered ahead where they begin
         now, *after = self.trace.order[i : i + 2]
+        forward = now.kind == "forward"
         own = dict.fromkeys(self.of[unit] for unit in reads_of(now, self.trace))
         ahead: dict[int, None] = {}
         for group in own:
-            if len(self.groups[group].units) > 1 and self.begins[group, now.microbatch, now.kind == "forward"] != i:
+            if len(self.groups[group].units) > 1 and self.begins[group, now.microbatch, forward] != i:
                 continue  # its lists are of the module with all of its units, which is entered once
-            listed = self.groups[group].forward if now.kind == "forward" else self.groups[group].backward
-            if listed is None:
-                following = [c for c in after if c.kind in ("backward", "inputs")]
-                listed = tuple(self.of[unit] for c in following for unit in reads_of(c, self.trace))
-            ahead |= dict.fromkeys(listed)
+            if self.prefetch is not None:
+                step = 1 if forward else -1
+                listed = [group + step * k for k in range(1, self.prefetch + 1)]
+                ahead |= dict.fromkeys(number for number in listed if 0 <= number < len(self.groups))
+            elif not forward:
+                following = [each for each in after if each.kind in ("backward", "inputs")]
+                ahead |= dict.fromkeys(self.of[unit] for each in following for unit in reads_of(each, self.trace))
         # ahead only into slots that nothing of this compute is in
         busy = {self.slots[unit] for unit in reads_of(now, self.trace)}
         for group in own:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.program.events import StageEvent, play
-from yafsdp_fn.program.ops import Backward, Forward, Op, Receive, Send, kind_of
+from yafsdp_fn.program.ops import ComputeOp, MessageOp, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, Message, Split
 from yafsdp_fn.proof.errors import Refused
@@ -22,7 +22,7 @@ from yafsdp_fn.proof.stages import in_words
 # for the one before it, as it does where the host synchronises the device. Nothing may wait for what its
 # stage does later. Which carry slots messages are in is decided by `_Slots`, below.
 
-Item = Call | Send | Receive
+Item = Call | MessageOp
 """An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
 
 SPAN = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
@@ -62,68 +62,46 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
     messages: a message from another stage arrives by its send and receive, which wait for each other and take no time;
         without messages it is there as soon as it is made
     """
-    # all items, and what each gives
-    listed = [
-        (stage, item, split.given_by(item) if isinstance(item, Call) else ())
-        for stage, items in enumerate(lists)
-        for item in items
-    ]
-    comes, partners = _sources(split, listed, messages)
+    listed: list[tuple[int, Item, tuple[Message, ...]]] = []  # with what each gives
+    for stage, items in enumerate(lists):
+        listed += [(stage, item, split.given_by(item) if isinstance(item, Call) else ()) for item in items]
+    # the call or the receive that a message comes with, and its send
+    comes: dict[Message, int] = {}
+    sends: dict[Message, int] = {}
+    for number, (_, item, given) in enumerate(listed):
+        if isinstance(item, Send):
+            sends[item.message] = number
+        elif isinstance(item, Receive):
+            comes[item.message] = number
+        else:
+            comes.update((message, number) for message in given if not (messages and split.crosses(message)))
     # messages that take time by themselves
-    never = len(listed)  # the number of an event that does not come
     travels: list[StageEvent] = []
     if pace.message and not messages:
         for message, source in comes.items():
             if split.crosses(message):
-                comes[message] = never + 1 + len(travels)
+                comes[message] = len(listed) + len(travels)
                 travels.append(StageEvent(-1, f"{message}", [source], (("latency", pace.message),)))
     # an event for each item
-    before: dict[int, int] = {}  # stage -> its last call
+    before: dict[int, list[int]] = {}  # stage -> its last call
     events: list[StageEvent] = []
     for number, (stage, item, _) in enumerate(listed):
         if isinstance(item, Call):
-            waits = [comes.get(message, never) for message in split.taken_by(item)]
+            waits = [comes[message] for message in split.taken_by(item)]
             events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
-            before[stage] = number
+            before[stage] = [number]
         else:
-            waits = [before[stage]] if stage in before else []
-            waits += [] if number in partners else [never]
-            events.append(StageEvent(stage, item.stream, waits, partner=partners.get(number)))
-    events += [StageEvent(-1, "never", [never]), *travels]
+            other = comes if isinstance(item, Send) else sends
+            events.append(StageEvent(stage, item.stream, before.get(stage, ()), partner=other[item.message]))
     # their times
     found = PlayedTimes([[] for _ in lists], {}, {})
-    for (stage, item, given), time in zip(listed, play(events)[:never], strict=True):
+    for (stage, item, given), time in zip(listed, play(events + travels), strict=False):
         if time is not None and isinstance(item, Call):
             found.begins[stage].append(time.start)
             found.made.update((message, (time.end, stage, at)) for at, message in enumerate(given))
         elif time is not None and isinstance(item, Send):
             found.sent[item.message] = time.start
     return found
-
-
-def _sources(
-    split: Split, listed: Sequence[tuple[int, Item, tuple[Message, ...]]], messages: bool
-) -> tuple[dict[Message, int], dict[int, int]]:
-    """Returns the call or receive that each message comes with, and the other end of each message.
-
-    listed: stage, item, and what it gives
-    """
-    comes: dict[Message, int] = {}
-    sends: defaultdict[Message, list[int]] = defaultdict(list)
-    receives: defaultdict[Message, list[int]] = defaultdict(list)
-    for number, (stage, item, given) in enumerate(listed):
-        inside = [message for message in given if not (messages and split.crosses(message))]
-        comes.update(dict.fromkeys(inside, number))
-        if isinstance(item, Send):
-            sends[item.message].append(number)
-        elif isinstance(item, Receive) and split.ends(item.flow, item.back)[1] == stage:
-            receives[item.message].append(number)
-    partners: dict[int, int] = {}
-    for message in sends.keys() & receives.keys():
-        comes.setdefault(message, receives[message][0])
-        for one, other in zip(sends[message], receives[message], strict=False):
-            partners |= {one: other, other: one}
-    return comes, partners
 
 
 # ---- lists with messages
@@ -224,8 +202,7 @@ class _Slots:
         self.messages.append([])
 
     def _kind(self, message: Message, leaves: bool) -> Kind:
-        flow = self.split.flows[message.flow]
-        return leaves, flow.grad_bytes if message.back else flow.nbytes
+        return leaves, self.split.bytes_of(message)
 
     def _fill(self, message: Message, leaves: bool) -> int:
         free = self.free.setdefault(self._kind(message, leaves), deque())
@@ -269,7 +246,7 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
         if op.stream == "compute":
             ops += late
             late.clear()
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             of = kind_of(op), op.visit, op.microbatch
             taken = tuple(slots.taken[message] for message in split.takes(*of))
             given = tuple(slots.given[message] for message in split.gives(*of))
@@ -298,7 +275,7 @@ def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator
     call = done = 0
     for op in ops:
         inside = done > 0
-        done += isinstance(op, Forward | Backward)
+        done += isinstance(op, ComputeOp)
         ends = done > 0 and done == len(split.visits(calls[call].segment))
         yield InCall(op, call, inside, ends)
         if ends:

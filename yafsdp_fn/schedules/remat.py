@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from yafsdp_fn.program.ops import Backward, Fetch, Forward, Offload, Op
+from yafsdp_fn.program.ops import Backward, ComputeOp, Fetch, Forward, Offload, Op
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.util.words import shown
 
@@ -152,7 +152,7 @@ def offloaded(ops: Iterable[Op], remat: Offloading, trace: Trace) -> list[Op]:
     leave = set(before.values())
     out: list[Op] = []
     for op in ops:
-        if not isinstance(op, Forward | Backward) or op.visit not in slot:
+        if not isinstance(op, ComputeOp) or op.visit not in slot:
             out.append(op)
             continue
         at = slot[op.visit]

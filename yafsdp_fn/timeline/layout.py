@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
+    ComputeOp,
     Fetch,
     Forward,
     Gather,
+    MessageOp,
     Norm,
     Offload,
-    Receive,
     Reduce,
-    Send,
     kind_of,
     name_of,
 )
@@ -196,7 +196,7 @@ class Palette:
         """Returns the box of an op, and what is written in it."""
         op = span.op
         plain = _grey(span)
-        if isinstance(op, Send | Receive):
+        if isinstance(op, MessageOp):
             return plain._replace(short=str(op.microbatch))
         unit = self.leading(op)
         if unit is None or isinstance(op, Norm) or len(getattr(op, "units", ())) > 2:
@@ -314,7 +314,7 @@ def _idle(gap: Idle) -> Bar:
 
 def _strips(timeline: Spans, palette: Palette) -> Iterator[tuple[str, tuple[Bar, ...]]]:
     """Yields which of several microbatches compute is at, and in which of several stacks."""
-    computes = [span for span in timeline.on("compute") if isinstance(span.op, Forward | Backward)]
+    computes = [span for span in timeline.on("compute") if isinstance(span.op, ComputeOp)]
     microbatches = [str(span.microbatch) for span in computes]
     stacks = [getattr(palette.leading(span.op), "stack", None) or "" for span in computes]
     for name, of in (("microbatch", microbatches), ("stack", stacks)):
@@ -375,7 +375,7 @@ def _calls(part: Spans) -> list[Bar]:
     found: list[Bar] = []
     for span in part.on("compute"):
         op, box = span.op, _grey(span)
-        if isinstance(op, Forward | Backward):
+        if isinstance(op, ComputeOp):
             segment = 0 if split is None else split.of(part.trace.stage or 0).index(split.segment(op.visit))
             place = segment / (segments - 1) if segments > 1 else 0.3
             words, ramp = CALLS[kind_of(op)]

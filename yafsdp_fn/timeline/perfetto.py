@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, Offload, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, MessageOp, Offload, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, kind
 
@@ -89,7 +89,7 @@ def _about(what: str, **args: Any) -> Event:
 def _details(timeline: Spans, span: Span) -> Event:
     """Returns a slice's details in Perfetto."""
     op, trace = span.op, timeline.trace
-    units = () if isinstance(op, Send | Receive) else trace.units_of(op)
+    units = () if isinstance(op, MessageOp) else trace.units_of(op)
     found = {"op": span.number, "units": [trace.units[unit].name for unit in units], "bytes": _nbytes(op, trace)}
     found |= {field: getattr(op, field, None) for field in ("slots", "grad_slots", "carry_slot", "microbatch")}
     if cause := timeline.by_number.get(span.cause):
@@ -104,8 +104,7 @@ def _nbytes(op: Any, trace: Trace) -> int | None:
         case Offload() | Fetch():
             return trace.visits[op.visit].cost.carry_slot_bytes
         case Send() | Receive() if trace.split is not None:
-            flow = trace.split.flows[op.flow]
-            return flow.grad_bytes if op.back else flow.nbytes
+            return trace.split.bytes_of(op.message)
         case Gather() | Stash():
             return sum(trace.units[unit].gather_bytes for unit in op.units)
         case Reduce() | AllReduce():

@@ -6,7 +6,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, NamedTuple, Self
 
-from yafsdp_fn.program.ops import OPS, STREAMS, Backward, Forward, Op, Reduce, filled, name_of
+from yafsdp_fn.program.ops import OPS, STREAMS, Backward, ComputeOp, Op, Reduce, filled, name_of
 from yafsdp_fn.program.program import stage_trace_of_ops
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
@@ -195,7 +195,7 @@ class Spans(_Fields):
         """Gaps of `stream`, with what ended each, and why it was idle."""
         spans = self.on(stream)
         staged = self.trace.stage is not None and stream == "compute"
-        calls = [span for span in spans if staged and isinstance(span.op, Forward | Backward)]
+        calls = [span for span in spans if staged and isinstance(span.op, ComputeOp)]
         gaps, now = [], 0.0
         for span in spans:
             if span.start > now:

@@ -9,6 +9,7 @@ typed(Search, [1])                          # Search(seed=1, moves=0)
 """
 
 import functools
+import math
 import reprlib
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -29,7 +30,7 @@ class Limits(NamedTuple):
     """The limits of a number, in an annotation: `Annotated[int, Limits(1, 8)]`."""
 
     low: float
-    high: float
+    high: float = math.inf
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -67,7 +68,8 @@ def typed(kind: Any, value: Any) -> Any:
 def _limited(found: Any, notes: tuple[Any, ...]) -> Any:
     for limits in notes:
         if isinstance(limits, Limits) and not limits.low <= found <= limits.high:
-            raise _expected(f"{limits.low:,} to {limits.high:,}", found)
+            most = "or more" if limits.high == math.inf else f"to {limits.high:,}"
+            raise _expected(f"{limits.low:,} {most}", found)
     return found
 
 
