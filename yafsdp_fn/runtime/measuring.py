@@ -199,12 +199,10 @@ def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: P
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
     saved = saved_by(outs)
     # backward
-    roots = [out for out in outs if out.requires_grad]
-    wanted = [x for x in (*inputs, *itertools.chain.from_iterable(weights)) if x.requires_grad]
     with noting(placement.comms) as back:
-        if called and roots and wanted:
-            grads = [torch.ones_like(root) for root in roots]
-            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+        if called:
+            grads = [torch.ones_like(out) if out.requires_grad else None for out in outs]
+            AutogradRun().gradients(outs, grads, [*inputs, *itertools.chain.from_iterable(weights)])
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
     return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
 
@@ -262,21 +260,17 @@ def measure(
     inner = lives.bytes - sum(own.values())  # only the graph keeps the rest alive
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
     # backward
-    roots = [out for out in outs if out.requires_grad]
-    wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
     lives.peak = lives.bytes
-    grads = [torch.ones_like(root) for root in roots]
-    lives.ignore(grads)
+    grads = [torch.ones_like(out) if out.requires_grad else None for out in outs]
+    lives.ignore(grad for grad in grads if grad is not None)
     task = AutogradRun()
-    task.begins_with(roots)
     for leaf in leaves:
         to = getattr(leaf, DESTINATION, None)
         if to is not None and not leaf._backward_hooks:  # a hook is to see the gradient
             to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
-        found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
-        inputs_wanted = sum(x.requires_grad for x in inputs)
-        fresh = sum(grad.nbytes for grad in found[inputs_wanted:] if grad is not None)
+        found = task.gradients(outs, grads, [*inputs, *leaves])
+        fresh = sum(grad.nbytes for grad in found[len(inputs) :] if grad is not None)
         bwd_moved = backward.moved()
         del found
     # what the backward of products leaves, or needs
