@@ -119,7 +119,7 @@ class Plain:
         units = self.module.units()
         assert len(units) == len(memory.units)
         for holder, unit in zip(units, _by_use(held.state.params), strict=True):
-            views, slots = memory.working.leaves(unit), self.grads.leaves(unit)
+            views, slots = memory.working.views(unit).leaves, self.grads.views(unit).leaves
             for (owner, name), view, slot in zip(holder.where, views, slots, strict=True):
                 param = nn.Parameter(view.detach())
                 owner.register_parameter(name, param)

@@ -144,7 +144,7 @@ def aliased(_: Any) -> None:
     }
     for slot, unit in held.items():
         row = memory.working.rows[unit].untyped_storage().data_ptr()
-        assert (slots.weight(slot, unit)[0].untyped_storage().data_ptr() == row) == (unit in units)
+        assert (slots.weight(slot, unit).flat.untyped_storage().data_ptr() == row) == (unit in units)
     needed, whole = (
         sum((*program.slot_bytes(of).values(), *program.grad_slot_bytes(of).values())) for of in (units, ())
     )

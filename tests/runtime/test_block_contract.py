@@ -230,3 +230,26 @@ def catching(mesh: Any) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_loss_cannot_go_on_after_a_failed_visit(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(catching)
+
+
+def misplacing(mesh: Any) -> None:
+    """A loss that goes on after a visit that cannot begin: its program expects another one there."""
+
+    def total(tree: Any, data: Any) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            if misplaced:
+                ya.apply(lambda w: w["w"].sum(), tree["head"])
+        return loss(tree, data)
+
+    misplaced, step = False, ya.train_step(total, TX)
+    now, _ = step(state(mesh), batch())
+    misplaced = True
+    with pytest.raises(RuntimeError, match=r"forward of head \(visit 0.* raised OrderChanged, and the loss went on"):
+        step(now, batch())
+    misplaced = False
+    step(now, batch())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loss_cannot_go_on_after_a_visit_that_cannot_begin(pools: dict[int, Pool], world: int) -> None:
+    pools[world].run(misplacing)

@@ -14,7 +14,8 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
-from yafsdp_fn.nn.linear import AutogradRun, GradSlot, GradViews, weight_leaf
+from yafsdp_fn.nn.linear import AutogradRun, GradSlot, weight_leaf
+from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.runtime.pipeline import Later
 from yafsdp_fn.runtime.visit import ToSlots, grad_targets_of
 
@@ -163,11 +164,10 @@ def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
     w, grad = weight_leaf(torch.ones(4, 5), lambda size, dtype: torch.empty(size, dtype=dtype)), torch.empty(4, 5)
     out, later = ya.linear(x, w), Later(())
     run = AutogradRun()
-    run.begins_with([out])
     later.open(grad_targets_of([[w]]), run)
-    later.close(torch.autograd.grad([out], [w], [torch.ones(3, 4)], allow_unused=True))
+    later.close(run.gradients([out], [torch.ones(3, 4)], [w]))
     between()
-    later.write(ToSlots([GradSlot(GradViews(grad.flatten(), [grad], []), add=False)]))
+    later.write(ToSlots([GradSlot(UnitViews(grad.flatten(), [grad], []), add=False)]))
     return grad
 
 

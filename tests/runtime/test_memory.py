@@ -31,9 +31,9 @@ def test_shards_are_views_by_unit() -> None:
     shards = Shards(groups, tensors)
     assert set(shards.rows) == {0, 2, 3, 4, 5} and shards.tensors == tensors
     assert shards.rows[3].tolist() == list(range(16, 32)) and storage(shards.rows[3]) == storage(tensors[2])
-    v, w = shards.leaves(3)
+    v, w = shards.views(3).leaves
     assert v.shape == () and v == 16 and w.shape == (2, 3) and w[0, 0] == 24
-    assert shards.leaves(3)[0] is v  # views are made once
+    assert shards.views(3).leaves[0] is v  # views are made once
 
 
 def watched(seen: list[Any]) -> Any:

@@ -84,7 +84,7 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
         rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
         device, ranks = device_of_leaves(leaves), getattr(ranks_around(), "ranks", None)
-        parts = [_Part(name, TensorCall(f, row, spec, device, None, ranks)) for row in rows]
+        parts = [_Part(name, f, row, spec, device, None, ranks) for row in rows]
         return _joined(name, _run(parts), out_axes)
 
     return chunked
@@ -102,12 +102,12 @@ def _axes(what: str, axes: Any) -> list[Any]:
 # ---- running the chunks
 
 
-class _Part:
+class _Part(TensorCall):
     """`f` on one chunk, as a function of the chunk's tensors that can run again."""
 
-    def __init__(self, name: str, call: TensorCall) -> None:
+    def __init__(self, name: str, *call: Any) -> None:
+        super().__init__(*call)
         self.name = name
-        self.call = call
         self._ready: tuple[Tensor, ...] | None = None
         self.watch = False  # the first run looks for tensors from outside
 
@@ -121,7 +121,7 @@ class _Part:
             watch = TensorWatch(tensors, self.name)
             self.watch = False
         with watch:
-            outs = self.call.replay(tensors)
+            outs = self.replay(tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too
             return tuple(out.view_as(out) for out in outs)
 
@@ -155,7 +155,7 @@ def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
 
 def _run(parts: Sequence[_Part]) -> list[Tree]:
     """Returns the outputs of each part."""
-    calls = [(part, part.call.tensors) for part in parts]
+    calls = [(part, part.tensors) for part in parts]
     results: Sequence[Sequence[Tensor]]
     if transforms_active():
         parts[0].watch = True
@@ -168,7 +168,7 @@ def _run(parts: Sequence[_Part]) -> list[Tree]:
         # autograd takes ready nodes from the latest to the earliest: made in reverse, they run in chunk order
         made = [_attached(*call, those) for call, those in zip(calls[::-1], depend[::-1], strict=True)]
         results = made[::-1]
-    return [part.call.outputs(result) for part, result in zip(parts, results, strict=True)]
+    return [part.outputs(result) for part, result in zip(parts, results, strict=True)]
 
 
 def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) -> list[Tensor]:

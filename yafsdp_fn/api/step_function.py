@@ -186,8 +186,6 @@ class StepFunction:
                     seed.step,
                     shards,
                     differentiates=track,
-                    microbatches=arguments.microbatches,
-                    watch=track and not verified.ran,
                     observer=observer,
                     updates=updates,
                     replays=self._replays_on(comms.device),
@@ -348,11 +346,8 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
             own.append((get_gradient_edge(mean.total), torch.ones_like(mean.total)))
         # the token is a root, too: visits that the loss does not use get their backward, in its place
         own.append((get_gradient_edge(session.token), torch.zeros_like(session.token)))
-        roots: dict[int, list[GradientEdge]] = {}
-        taken: dict[int, list[Tensor]] = {}
-        if crossing is not None:
-            roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
-            taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
+        roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
+        taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
         passed[call.segment, call.microbatch] = Passed(taken, roots, own)
 
     def backward(call: Call) -> None:

@@ -90,7 +90,7 @@ Replay = Callable[[BlockCall, Sequence[Tensor]], Outs]
 def _slots(visit: Any, op: ComputeOp) -> list[Tensor]:
     """Returns the weights that a visit reads, flat."""
     slots, units = visit.session.slots, visit.visit.units
-    return [slots.weight(slot, unit)[0] for slot, unit in zip(op.slots, units, strict=True)]
+    return [slots.weight(slot, unit).flat for slot, unit in zip(op.slots, units, strict=True)]
 
 
 # ---- Captures visits as CUDA graphs: slot addresses are static, so one graph per slot serves every layer.

@@ -12,7 +12,6 @@ is recorded (recording.py). What stages add is in pipeline.py.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
-from yafsdp_fn.nn.linear import GradSlot, GradViews
+from yafsdp_fn.nn.linear import GradSlot
+from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -86,6 +86,7 @@ class VisitRunner:
         self.microbatch = 0
         self.visits: list[Visit] = []  # of the current microbatch
         self.closed = False
+        self.differentiating = False  # the step's own backward is running
         self.position = f"before the first visit of step {number}"
         self.collectives: Any = None
         self._trained = frozenset(memory.trained if trains else ())
@@ -131,31 +132,40 @@ class VisitRunner:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise errors.nested_visit(here, self.position)
 
-    def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
-        """Runs a visit on the pure path without grad, and returns its outputs. No program says what ranks communicate:
-        they compare it first.
-
-        visit: None where it is no part of a program
-        """
-        if visit is None:
+    def visit(self, call: BlockCall) -> Tree:
+        """Runs a visit of the loss. Those without grad, in a step with a backward, are in no program."""
+        counts = torch.is_grad_enabled() or not self.differentiates
+        if not counts:
             self._may_begin(call.name)
-        number = "without grad" if visit is None else f"visit {visit.id}"
-        visit_id = None if visit is None else visit.id
-        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
-        self._running = call
+        visit = self.new_visit(call.name, call.units) if counts else None
         try:
-            self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
-            if self.collectives is not None:
-                self.collectives.begin("forward", visit_id)
-            with torch.no_grad():
-                outs = pure.outputs(call, compare=visit is not None)
-            if self.collectives is not None:
-                self.collectives.end()
+            outs = self.without_grad(call) if visit is None else self.run(call, visit)
         except BaseException as error:
             self._failure = self.position, error
             raise
-        finally:
-            self._running = None
+        return call.outputs(outs)
+
+    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+        """Returns the outputs of a visit."""
+        raise NotImplementedError
+
+    def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
+        """Returns the outputs of a visit on the pure path without grad. No program says what ranks communicate: they
+        compare it first.
+
+        visit: None where it is no part of a program
+        """
+        number, visit_id = ("without grad", None) if visit is None else (f"visit {visit.id}", visit.id)
+        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
+        self._running = call
+        self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
+        if self.collectives is not None:
+            self.collectives.begin("forward", visit_id)
+        with torch.no_grad():
+            outs = pure.outputs(call, compare=visit is not None)
+        if self.collectives is not None:
+            self.collectives.end()
+        self._running = None
         self.position = f"after {self.position}"
         if self.collectives is not None:
             self.collectives.after("forward", visit_id)
@@ -207,7 +217,7 @@ class Session(VisitRunner):
     """One execution of a step by its program, which is one stage's if there are several (`StageSession`).
 
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
-    microbatches: calls of the loss; watch: look for tensors that reach blocks from outside (the first step of a loss)
+    watch: look for tensors that reach blocks from outside (the first step of a loss)
     segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
 
     Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
@@ -225,8 +235,6 @@ class Session(VisitRunner):
         grads: Shards | None,
         *,
         differentiates: bool,
-        microbatches: int,
-        watch: bool,
         observer: StepObserver | None,
         updates: StepUpdates | None,
         replays: Replays | None,
@@ -234,11 +242,10 @@ class Session(VisitRunner):
     ) -> None:
         memory.ready()
         super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
-        self.verified, self.grads, self.microbatches = verified, grads, microbatches
-        self.watch, self.observer, self.updates = watch, observer, updates
+        self.verified, self.grads, self.observer, self.updates = verified, grads, observer, updates
+        self.watch = differentiates and not verified.ran
         # blocks are watched in Python, which a replay does not run
-        self.replays = None if watch else replays
-        self.differentiating = False  # the step's own backward is running
+        self.replays = None if self.watch else replays
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         # the program, and how far it is
@@ -306,19 +313,11 @@ class Session(VisitRunner):
 
     # ---- computes
 
-    def visit(self, call: BlockCall) -> Tree:
-        """Runs a visit of the loss."""
-        if self.differentiates and not torch.is_grad_enabled():
-            return call.outputs(self.without_grad(call))
-        visit = self.new_visit(call.name, call.units)
-        try:
-            op = self.begin_compute("forward", visit, self.microbatch)
-            outs = Running(self, call, visit).forward(op)
-            self.end_compute()
-        except BaseException as error:
-            self._failure = self.position, error
-            raise
-        return call.outputs(outs)
+    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+        op = self.begin_compute("forward", visit, self.microbatch)
+        outs = Running(self, call, visit).forward(op)
+        self.end_compute()
+        return outs
 
     def named(self, call: Call) -> str:
         """Names a call, for errors."""
@@ -366,30 +365,28 @@ class Session(VisitRunner):
 
     def target(self, op: Backward, visit: Visit) -> Any:
         """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
-        trained = visit.trained
-        prepared = self.slots.prepared.get((type(op), op))
-        all_views: Sequence[GradViews] = () if prepared is None else prepared.grads
-        if not all_views and self.grads is not None:
-            pairs = zip(trained, op.grad_slots, strict=True)
-            all_views = [self.slots.grad(slot, unit, self.grads) for unit, slot in pairs]
         # a gradient is added to what a slot holds of the same unit, and overwrites all else
         out: list[GradSlot] = []
-        for unit, slot, views in zip(trained, op.grad_slots, all_views, strict=True):
+        for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
             if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
                 self.touched.add(unit)
             else:
                 add = self._unreduced.get(slot) == unit
                 self._unreduced[slot] = unit
-            out.append(GradSlot(views, add))
+            out.append(GradSlot(self._grad_views(slot, unit), add))
         return ToSlots(out)
+
+    def _grad_views(self, slot: int, unit: int) -> UnitViews:
+        assert self.grads is not None
+        return self.slots.grad(slot, unit, self.grads)
 
     def early_grad_slots(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
-        return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
+        return [GradSlot(self._grad_views(slot, unit), False) for unit, slot in pairs]
 
     # ---- issued ops: a table maps each kind to the function that returns its work, so that a new kind is one more row
 
@@ -428,7 +425,7 @@ class Session(VisitRunner):
 
     def prepare(self, op: Op, visit: Visit | None = None) -> PreparedOp:
         """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
-        memory, grads = self.memory, self.grads
+        memory = self.memory
         # uses
         reads, writes = op.uses(self.slots.number)
         if isinstance(op, Forward | Backward) and visit is not None:
@@ -438,16 +435,6 @@ class Session(VisitRunner):
             reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
             pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
             writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
-        # gradients
-        views: list[GradViews] = []
-        if isinstance(op, Backward | Reduce) and grads is not None:
-            ids: Sequence[int] = ()
-            if isinstance(op, Reduce):
-                ids = op.units
-            elif visit is not None and op.grad_slots:  # a first half writes none
-                ids = visit.trained
-            if memory.grads_alias.isdisjoint(ids):  # else they are of this session's gradients
-                views = [self.slots.grad(slot, unit, grads) for unit, slot in zip(ids, op.grad_slots, strict=True)]
         # words
         what = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
         if isinstance(op, Send | Receive):
@@ -456,7 +443,7 @@ class Session(VisitRunner):
             what = f"visit {op[0]}"
         name = f"{type(op).__name__.lower()} of {what}"
         work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
-        found = PreparedOp(name, op.stream, reads, writes, work, views, fills_of(op))
+        found = PreparedOp(name, op.stream, reads, writes, work, fills_of(op))
         self.slots.prepared[type(op), op] = found
         return found
 
@@ -474,7 +461,7 @@ class Session(VisitRunner):
         for unit, slot in zip(op.units, op.slots, strict=True):
             if unit in memory.weights_alias:
                 continue
-            whole, _ = slots.weight(slot, unit)
+            whole = slots.weight(slot, unit).flat
             format = memory.gathered_in.get(unit)
             if format is not None and not in_node:  # secondary shards are decoded
                 encoded = slots.encoded(slot, unit)
@@ -497,21 +484,15 @@ class Session(VisitRunner):
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
-        units = op.units
-        if not memory.grads_alias.isdisjoint(units):
-            units = tuple(unit for unit in units if unit not in memory.grads_alias)
+        pairs = zip(op.units, op.grad_slots, strict=True)
+        slot_of = {unit: slot for unit, slot in pairs if unit not in memory.grads_alias}
+        units = list(slot_of)
         # what an earlier reduction of the step has written is added to
         adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
-        if not units:
-            return None
-        for slot in op.grad_slots:
+        for slot in slot_of.values():
             self._unreduced.pop(slot, None)
-        all_views = self.slots.prepared[Reduce, op].grads
-        if not all_views:  # some units alias
-            pairs = zip(op.units, op.grad_slots, strict=True)
-            all_views = [self.slots.grad(slot, unit, grads) for unit, slot in pairs if unit in units]
-        wholes = list(map(attrgetter("flat"), all_views))
+        wholes = [self._grad_views(slot, unit).flat for unit, slot in slot_of.items()]
         shards = list(map(grads.rows.__getitem__, units))
         own = list(map(memory.reduced_in.get, units))
         # a sum lands in its shard where it need not be converted or added
@@ -544,7 +525,7 @@ class Session(VisitRunner):
         jobs: list[tuple[Tensor, Tensor]] = []
         for unit, slot in zip(op.units, op.slots, strict=True):
             if unit not in self.memory.weights_alias:
-                whole, _ = self.slots.weight(slot, unit)
+                whole = self.slots.weight(slot, unit).flat
                 jobs.append((self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], whole)))
         if not jobs:
             return None
@@ -581,7 +562,7 @@ class Session(VisitRunner):
 
     def calls(self) -> Iterator[Call]:
         """Yields the calls of the step, in the order of its program."""
-        for microbatch in range(self.microbatches):
+        for microbatch in range(self.verified.program.trace.microbatches):
             yield Call("forward", 0, microbatch)
             if self.differentiates:
                 yield Call("backward", 0, microbatch)

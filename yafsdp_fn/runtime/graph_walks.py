@@ -25,7 +25,7 @@ from yafsdp_fn.util.torch_private import is_transform_wrapper, memory_key
 # The graph of a visit that keeps it lies between two nodes: `closes`, whose inputs are the outputs of the block, and
 # `opens`, whose outputs are its arguments and weights. Besides, both pass on the token that chains visits, at place 0.
 # A visit that keeps no graph is one node, `running`, and claims that all its outputs may depend. The question is noted
-# there, and answered when the block runs again. So is a visit that is recorded, `recorded`: its step answers.
+# there, and answered when the block runs again; of a visit that is recorded its step answers.
 
 Edge = tuple[Any, int]
 """An autograd node and the index of one of its outputs."""
@@ -57,7 +57,7 @@ def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
     seen, todo = set[Edge](), list(edges)
     while todo:
         node, number = edge = todo.pop()
-        if node is None or edge in seen or hasattr(node, "recorded"):
+        if node is None or edge in seen:
             continue
         seen.add(edge)
         if (running := getattr(node, "running", None)) is not None:
@@ -113,11 +113,11 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
 def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
     """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, whether
     it depends on one of these, and parameters of modules that it depends on."""
-    nodes = list(_nodes([total], ends=lambda node: hasattr(node, "recorded")))
+    nodes = list(_nodes([total], ends=lambda node: hasattr(node, "running")))
     ends = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
     of_modules: list[Tensor] = [leaf for leaf in ends.values() if isinstance(leaf, torch.nn.Parameter)]
-    return read, any(hasattr(node, "recorded") for node in nodes), of_modules
+    return read, any(hasattr(node, "running") for node in nodes), of_modules
 
 
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.
@@ -162,10 +162,9 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, 
     for node in _nodes(outs, ends=begins):
         if begins(node):
             continue
-        for kind in ("running", "closes", "recorded"):  # the graph around this block
-            if (other := getattr(node, kind, None)) is not None:
-                visited = other if kind == "recorded" else other.visit
-                raise RuntimeError(_message(name, f"the output of an earlier visit ({visited.name})"))
+        other = getattr(node, "running", None) or getattr(node, "closes", None)
+        if other is not None:  # of the graph around this block
+            raise RuntimeError(_message(name, f"the output of an earlier visit ({other.visit.name})"))
         leaf: Tensor | None = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in known:
             return leaf

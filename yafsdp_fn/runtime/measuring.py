@@ -204,22 +204,18 @@ def measure(
     inner = lives.bytes - own  # only the graph keeps the rest alive
     carry = sum(x.nbytes for x in call.tensors)
     # backward
-    roots = [out for out in outs if out.requires_grad]
-    wanted = [x for x in (*inputs, *leaves) if x.requires_grad]
     lives.peak = lives.bytes
-    grads = [torch.ones_like(root) for root in roots]
-    lives.ignore(grads)
+    grads = [torch.ones_like(out) if out.requires_grad else None for out in outs]
+    lives.ignore(grad for grad in grads if grad is not None)
     task = AutogradRun()
-    task.begins_with(roots)
     for leaf, to in destinations:
         if not leaf._backward_hooks:  # a hook is to see the gradient
             to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
-        found = torch.autograd.grad(roots, wanted, grads, allow_unused=True) if roots and wanted else ()
-        of_weights = found[sum(x.requires_grad for x in inputs) :]
-        fresh = sum(grad.nbytes for grad in of_weights if grad is not None)
+        found = task.gradients(outs, grads, [*inputs, *leaves])
+        fresh = sum(grad.nbytes for grad in found[len(inputs) :] if grad is not None)
         bwd_moved = backward.moved()
-        del found, of_weights
+        del found
     # what the backward of products leaves, or needs
     scratch = {to.scratch_dtype for _, to in destinations if to.scratch_dtype is not None}
     factors = {of if isinstance(of, int) else id(of): nbytes for _, to in destinations for of, nbytes in to.factors}

@@ -19,8 +19,8 @@ from yafsdp_fn.communication import formats
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
-from yafsdp_fn.params.layout import Group, TreeLayout
-from yafsdp_fn.params.sharded import Origin, Precision, placed
+from yafsdp_fn.params.layout import Group, TreeLayout, UnitViews
+from yafsdp_fn.params.sharded import Precision
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
@@ -46,8 +46,7 @@ class Shards:
         self.present = [tensor for tensor in tensors if tensor is not None]
         self.rows: dict[int, Tensor] = {}
         self.counted: list[Tensor] = []
-        self._leaves: dict[int, list[Tensor]] = {}
-        self._gaps: dict[int, list[Tensor]] = {}
+        self._views: dict[int, UnitViews] = {}
         self._layouts = {unit: group.layout for group in groups for unit in group.units}
         for group, tensor in zip(groups, tensors, strict=True):
             if tensor is not None:
@@ -57,17 +56,11 @@ class Shards:
                 all_count = len(group.counted) == len(group.here)
                 self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
 
-    def leaves(self, unit: int) -> list[Tensor]:
-        """Returns views of a unit's leaves. One rank only: the shard is the whole flat vector."""
-        if unit not in self._leaves:
-            self._leaves[unit] = self._layouts[unit].split(self.rows[unit])
-        return self._leaves[unit]
-
-    def gaps(self, unit: int) -> list[Tensor]:
-        """Returns views of the gaps, which belong to no leaf. One rank only."""
-        if unit not in self._gaps:
-            self._gaps[unit] = self._layouts[unit].gaps(self.rows[unit])
-        return self._gaps[unit]
+    def views(self, unit: int) -> UnitViews:
+        """Returns views of a unit. One rank only: the shard is the whole flat vector."""
+        if unit not in self._views:
+            self._views[unit] = self._layouts[unit].views(self.rows[unit])
+        return self._views[unit]
 
 
 # ---- The memory of a state, from its first step to its last.
@@ -167,7 +160,7 @@ class StateMemory(Placement[Communicators]):
 
     def params(self, seed: int, step: int) -> Tree:
         """Returns the user's container with a handle per entry on the masters."""
-        return placed(self.layout, self.master.tensors, Origin(self, self.generation, seed, step))
+        return self.handles(self.master.tensors, seed, step)
 
     def masters(self) -> list[Tensor]:
         """This rank's shards, by group."""

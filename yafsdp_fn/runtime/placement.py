@@ -13,7 +13,7 @@ from torch import Tensor
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.ranks import Ranks, receive_numel, staging_numel
 from yafsdp_fn.communication.sums import sum_dtype
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group, TreeLayout
+from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.split import Assignment
@@ -142,16 +142,15 @@ class Placement(Generic[AnyRanks]):
 
     # ---- shards, and handles on them
 
-    def shard(self, entry: Entry, group: Group, device: torch.device | str) -> Tensor:
-        """Allocates this rank's master shards of a group's held units: [L, n], or [n] for a single unit."""
-        n = group.shard_numel(self.comms)
-        dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
-        shape = (len(group.held), n) if entry.stacked(group) else (n * len(group.held),)
-        return torch.empty(shape, dtype=dtype, device=device)
-
     def shards(self, device: torch.device | str) -> list[Tensor]:
-        """Allocates the master shards of every group."""
-        return [self.shard(entry, group, device) for entry, group in self.layout.groups]
+        """Allocates this rank's master shards of the held units of every group: [L, n], or [n] for a single unit."""
+        made: list[Tensor] = []
+        for entry, group in self.layout.groups:
+            n, held = group.shard_numel(self.comms), len(group.held)
+            dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
+            shape = (held, n) if entry.stacked(group) else (n * held,)
+            made.append(torch.empty(shape, dtype=dtype, device=device))
+        return made
 
     def handles(self, leaves: Sequence[Any], seed: int = 0, step: int = 0) -> Tree:
         """Returns the user's container with a handle per entry on `leaves`, one per group."""

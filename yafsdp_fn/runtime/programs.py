@@ -19,8 +19,8 @@ from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.schedules import builders, pipelines
 from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.schedules.pipelines import must_be_made
 
 KEPT_SHAPES = 32
 """Shapes of batches for which a function keeps what it has cut into stages: those that were used last."""
@@ -76,10 +76,7 @@ class Programs:
         skips: bool = False,
         trains: bool = True,
     ) -> None:
-        given: Any = schedule
-        if given in (*builders.FACTORIES.values(), *pipelines.FACTORIES.values()):
-            name = given.__name__
-            raise TypeError(f"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}()")
+        must_be_made("schedule", schedule)
         if not isinstance(schedule, Program) and not callable(schedule):
             raise TypeError(
                 f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}; calls make "

@@ -111,16 +111,9 @@ def _first_order(
             _same_destination(arg.detach().requires_grad_(need), arg) for arg, need in zip(args, needs, strict=True)
         ]
         outs = f(*inputs)
-    pairs = [(o, g) for o, g in zip(outs, grads, strict=True) if g is not None and o.requires_grad]
-    found: list[Tensor | None] = [None] * len(inputs)
-    wanted = [i for i, need in enumerate(needs) if need]
-    if pairs and wanted:
-        outs, out_grads = zip(*pairs, strict=True)
-        with _writes_counted(inputs, outs):
-            fresh = torch.autograd.grad(outs, [inputs[i] for i in wanted], out_grads, allow_unused=True)
-        for i, grad in zip(wanted, fresh, strict=True):
-            found[i] = grad
-    return found
+    run = AutogradRun()
+    with _writes_counted(inputs, run):
+        return run.gradients(outs, grads, inputs)
 
 
 def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
@@ -132,15 +125,13 @@ def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _writes_counted(leaves: Sequence[Tensor], roots: Sequence[Tensor]) -> Iterator[None]:
-    """Makes writes to the destinations of `leaves` count in the run of autograd from `roots` that follows."""
+def _writes_counted(leaves: Sequence[Tensor], run: AutogradRun) -> Iterator[None]:
+    """Makes writes to the destinations of `leaves` count in `run`: none where a hook is to see a gradient."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
-    task = AutogradRun() if found and not any(leaf._backward_hooks for leaf in leaves) else None
-    if task is not None:
-        task.begins_with(roots)
+    hooked = any(leaf._backward_hooks for leaf in leaves)
     for here in found:
-        here.task = task
+        here.task = None if hooked else run
     try:
         yield
     finally:

@@ -8,20 +8,15 @@ measured, and no backward runs. Side effects of a loss happen once more than it 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
-from yafsdp_fn.runtime.pure import is_smooth
-from yafsdp_fn.runtime.visit import BlockCall
-from yafsdp_fn.util.torch_private import SingleLevelFunction
+from yafsdp_fn.runtime.visit import BlockCall, Running, VisitNode
 
 # ---- A call before the first step.
 
@@ -32,16 +27,14 @@ class CallRecording(VisitRunner):
     differentiates: visits without grad are no part of the trace
     """
 
-    def visit(self, call: BlockCall) -> Tree:
-        """Runs a visit, and records it."""
-        if self.differentiates and not torch.is_grad_enabled():
-            return call.outputs(self.without_grad(call))
-        visit, arguments = self.new_visit(call.name, call.units), call.tensors
+    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+        arguments = call.tensors
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
         outs = [out.clone() for out in self.without_grad(call, visit)]
         if self.differentiates:
-            self.token, *outs = _Passed.apply(visit, outs, self.token, *arguments)
-        return call.outputs(outs)
+            # through which no backward goes
+            self.token, *outs = VisitNode.apply(Running(self, call, visit), outs, (), self.token, *arguments)
+        return outs
 
     def compare(self, total: Tensor, result: str, plain: Sequence[Tensor]) -> None:
         """Raises RanksDisagree, on every rank, where they have recorded different calls; ValueError for a loss that
@@ -73,23 +66,3 @@ class CallRecording(VisitRunner):
         order = chained_order(visits, microbatches, backward=self.differentiates)
         found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
         return found if self.collectives is None else self.collectives.listed(found)
-
-
-# ---- The graph of a recorded loss, without its blocks.
-
-
-class _Passed(SingleLevelFunction):  # type: ignore[misc]
-    """Passes on the token and outputs of a recorded visit, which depend on its arguments. No backward goes through."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, visit: Visit, outs: Sequence[Tensor], token: Tensor, *arguments: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.recorded = visit  # as graph_walks.py knows it
-        depends = bool(visit.trained) or any(ctx.needs_input_grad[3:])
-        ctx.mark_non_differentiable(*[out for out in outs if not (depends and is_smooth(out))])
-        return token.detach(), *outs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise errors.backward_inside(ctx.recorded.name)

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.nn.linear import Destination, GradViews, destination, weight_leaf
+from yafsdp_fn.nn.linear import weight_leaf
+from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.visit import address_of
 
-Views = dict[tuple[int, int], Any]
+Views = dict[tuple[int, int], UnitViews]
 """Views of a unit in a slot, by (slot, unit)."""
 
 
@@ -32,16 +33,15 @@ Views = dict[tuple[int, int], Any]
 
 
 class PreparedOp(NamedTuple):
-    """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; views of the
-    gradients that it writes or reduces; `(unit, slot, source)` of the weights that it puts into slots, where source is
-    the slot that it has them from, None where it gathers them."""
+    """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; `(unit, slot, source)`
+    of the weights that it puts into slots, where source is the slot that it has them from, None where it gathers
+    them."""
 
     name: str
     stream: str
     reads: list[Buffer]
     writes: list[Buffer]
     work: Work | None
-    grads: list[GradViews]
     fills: tuple[tuple[int, int, int | None], ...]
 
 
@@ -68,7 +68,6 @@ class Slots:
     number: names the set on the scoreboard; prepared: what is known of ops here, until a slot moves; by kind
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
-    kept: by slot and unit, what visits that keep their graph make leaves of, each its own: no leaves of autograd
     activations: the content of carry slots, if the program has any (protocols.py)
     """
 
@@ -91,7 +90,6 @@ class Slots:
         self._views: Views = {}
         self._grad_views: Views = {}
         self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
-        self.kept: dict[tuple[int, int], list[tuple[Tensor, Destination | None]]] = {}
 
     def release(self) -> None:
         """Gives the slots to the next session."""
@@ -132,7 +130,7 @@ class Slots:
         if not buffers.keys().isdisjoint(small):
             self.memory.comms.drain()  # a stream may still use a smaller buffer
         # what was made of smaller buffers keeps them alive; the rest is made again at its next use
-        for made in (self.prepared, self._views, self._grad_views, self._leaves, self.kept):
+        for made in (self.prepared, self._views, self._grad_views, self._leaves):
             made.clear()
         for slot in small:
             buffers[slot] = self._new((kind, self.number, slot), sizes[slot])
@@ -153,33 +151,35 @@ class Slots:
 
     # ---- views of a unit
 
-    def weight(self, slot: int, unit: int) -> tuple[Tensor, list[Tensor]]:
-        """Returns `(flat, leaves)`: views of `unit` in weight slot `slot`."""
+    def weight(self, slot: int, unit: int) -> UnitViews:
+        """Returns views of `unit` in weight slot `slot`, or in its shard if they alias."""
         memory = self.memory
         if unit in memory.weights_alias:
-            return memory.working.rows[unit], memory.working.leaves(unit)
-        found: tuple[Tensor, list[Tensor]] | None = self._views.get((slot, unit))
+            return memory.working.views(unit)
+        size, dtype = memory.units[unit].gather_bytes, memory.gather_dtype(unit)
+        return self._views_in(self._weights, self._views, slot, unit, size, dtype)
+
+    def grad(self, slot: int, unit: int, shards: Shards) -> UnitViews:
+        """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
+        memory = self.memory
+        if unit in memory.grads_alias:
+            return shards.views(unit)
+        size, dtype = memory.units[unit].reduce_bytes, memory.wire_dtype(unit)
+        return self._views_in(self._grads, self._grad_views, slot, unit, size, dtype)
+
+    def _views_in(
+        self, buffers: Mapping[int, Tensor], kept: Views, slot: int, unit: int, size: int, dtype: torch.dtype
+    ) -> UnitViews:
+        found = kept.get((slot, unit))
         if found is None:
-            flat = self._flat(self._weights[slot], memory.units[unit].gather_bytes, memory.gather_dtype(unit))
-            found = self._views[slot, unit] = (flat, memory.layout_of(unit).split(flat))
+            flat = buffers[slot][:size].view(dtype)
+            found = kept[slot, unit] = self.memory.layout_of(unit).views(flat)
         return found
 
     def encoded(self, slot: int, unit: int) -> Tensor:
         """Returns the bytes of `unit` in weight slot `slot`, as they arrive in its wire format."""
         spec = self.memory.units[unit]
         return self._weights[slot][spec.gather_bytes - spec.gather_wire : spec.gather_bytes]
-
-    def grad(self, slot: int, unit: int, shards: Shards) -> GradViews:
-        """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
-        memory = self.memory
-        if unit in memory.grads_alias:
-            return GradViews(shards.rows[unit], shards.leaves(unit), shards.gaps(unit))
-        found: GradViews | None = self._grad_views.get((slot, unit))
-        if found is None:
-            layout = memory.layout_of(unit)
-            flat = self._flat(self._grads[slot], memory.units[unit].reduce_bytes, memory.wire_dtype(unit))
-            found = self._grad_views[slot, unit] = GradViews(flat, layout.split(flat), layout.gaps(flat))
-        return found
 
     # ---- leaves that a block gets
 
@@ -195,16 +195,6 @@ class Slots:
         if found is None:
             memory = self.memory  # a weak proxy; a bound method would be a cycle
             scratch = (lambda shape, dtype: memory.scratch(shape, dtype)) if track else None
-            found = [weight_leaf(view, scratch) for view in self.weight(slot, unit)[1]]
+            found = [weight_leaf(view, scratch) for view in self.weight(slot, unit).leaves]
             self._leaves[slot, unit, track] = found
         return found
-
-    def keep_leaves(self, slot: int, unit: int) -> list[tuple[Tensor, Destination | None]]:
-        """Returns, and keeps in `kept`, a view and a destination for each of the leaves."""
-        views, leaves = self.weight(slot, unit)[1], self.leaves(slot, unit, True)
-        self.kept[slot, unit] = [(view, destination(leaf)) for view, leaf in zip(views, leaves, strict=True)]
-        return self.kept[slot, unit]
-
-    @staticmethod
-    def _flat(buffer: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        return buffer[:size].view(dtype)

@@ -441,10 +441,7 @@ class Running:
             return self.outputs(op, call.tensors)
         tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
         versions = [tensor._version for tensor in tensors]
-        if op.keep:
-            outs = self._keep(op, tensors)
-        else:
-            self.session.token, *outs = _Recomputed.apply(self, op, self.session.token, *tensors)
+        outs = self._keep(op, tensors) if op.keep else self._drop(op, tensors)
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:
                 raise errors.argument_written(self.visit.name, tensor)
@@ -462,9 +459,9 @@ class Running:
                 leaves.append(slots.leaves(slot, unit, False))
                 continue
             fresh = list[Tensor]()
-            for view, found in slots.kept.get((slot, unit)) or slots.keep_leaves(slot, unit):
-                leaf = view.data  # not `detach`: see `weight_leaf`
-                if found is not None:
+            for shared in slots.leaves(slot, unit, True):
+                leaf = shared.data  # not `detach`: see `weight_leaf`
+                if (found := destination(shared)) is not None:
                     setattr(leaf, DESTINATION, found)
                 fresh.append(leaf)
             leaves.append(fresh)
@@ -502,6 +499,17 @@ class Running:
         return self.call.run_on(leaves, inputs)
 
     # ---- without a graph until the backward
+
+    def _drop(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        session, saved = self.session, tensors
+        with torch.no_grad():
+            inputs = [tensor.detach() for tensor in tensors]
+            outs = self.outputs(op, inputs) if session.replays is None else session.replays.outputs(self, op, inputs)
+            if op.carry_slot is not None:
+                carries, save = self.call.carry_length, session.slots.activations.save
+                saved = save(self.visit.id, op.carry_slot, tensors, carries, outs)
+        session.token, *outs = VisitNode.apply(self, outs, saved, session.token, *tensors)
+        return outs
 
     def run(
         self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()
@@ -547,28 +555,16 @@ class Running:
             raise errors.other_outputs(self.visit.name)
         if self.asked is not None and depends_again(self.asked, inputs, outs):
             raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
-        # backward, of arguments and weights that need it
-        roots: list[Tensor] = []
-        root_grads: list[Tensor] = []
-        for out, grad in zip(outs, grads, strict=True):
-            if grad is not None and out.requires_grad:
-                roots.append(out)
-                root_grads.append(grad)
+        # backward, of arguments and weights
         trained = self._trained(leaves)
-        # arguments first, then weights
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        smooth = len(wanted)
+        wanted = list(inputs)
         for unit_leaves in trained:
             wanted += unit_leaves
         run = AutogradRun()
-        run.begins_with(roots)
         self.target.open(grad_targets_of(trained), run)
-        fresh: Outs = [None] * len(wanted)
-        if roots and wanted:
-            fresh = list(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-        self.target.close(fresh[smooth:])
-        results = iter(fresh)
-        return [next(results) if tensor.requires_grad else None for tensor in inputs]
+        found = run.gradients(outs, grads, wanted)
+        self.target.close(found[len(inputs) :])
+        return found[: len(inputs)]
 
     # ---- backward
 
@@ -676,27 +672,25 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
         return None, None, *grads
 
 
-class _Recomputed(SingleLevelFunction):  # type: ignore[misc]
-    """A visit that keeps no graph; its backward runs the block again."""
+class VisitNode(SingleLevelFunction):  # type: ignore[misc]
+    """A visit that has run beside the graph of the loss, and keeps no graph; its backward runs the block again.
+
+    saved: its arguments, or what is left of them where the carry goes to the host
+    """
 
     @staticmethod
-    def forward(ctx: Any, running: Running, op: Forward, token: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        session, call, replays = running.session, running.call, running.session.replays
-        inputs = [tensor.detach() for tensor in tensors]
-        outs = running.outputs(op, inputs) if replays is None else replays.outputs(running, op, inputs)
-        # arguments are saved, or what is left of them where the carry goes to the host
-        saved: Sequence[Tensor] = tensors
-        if op.carry_slot is not None:
-            saved = session.slots.activations.save(running.visit.id, op.carry_slot, tensors, call.carry_length, outs)
+    def forward(
+        ctx: Any, running: Running, outs: list[Tensor], saved: Sequence[Tensor], token: Tensor, *arguments: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.running = running
         ctx.save_for_backward(*saved)
-        depends = bool(running.visit.trained) or any(ctx.needs_input_grad[3:])
+        depends = bool(running.visit.trained) or any(ctx.needs_input_grad[4:])
         return tuple(_passed_on(ctx, token, outs, depends))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: Running = ctx.running
         op = running.begin_backward()
-        input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[3:], grads)
+        input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
         running.end_backward()
-        return None, None, None, *input_grads
+        return None, None, None, None, *input_grads

@@ -461,13 +461,17 @@ def sharding_of(given: Schedule | None) -> Schedule:
     """Returns the schedule for each stage. Raises TypeError for what is none."""
     if given is None:
         return zero2()
-    factories: list[object] = list(builders.FACTORIES.values())
-    if given in factories:
-        name = getattr(given, "__name__", "")
-        raise TypeError(f"sharding={name}: that is the factory; call it: sharding=ya.schedules.{name}()")
+    must_be_made("sharding", given)
     if not callable(given):
         raise TypeError(f"sharding={given!r}: expected a schedule, ya.schedules.zero3() say")
     return given
+
+
+def must_be_made(what: str, given: object) -> None:
+    """Raises TypeError for a factory of schedules in place of a schedule."""
+    for name, factory in (builders.FACTORIES | FACTORIES).items():
+        if given is factory:
+            raise TypeError(f"{what}={name}: that is the factory; call it: {what}=ya.schedules.{name}()")
 
 
 def split_of(trace: Trace) -> Split:
