@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from benchmarks.counting import tensor_peak
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import batch, loss, model, param
 from tests.modules.test_functionalize import F64, cross_entropy, rows, theirs
 from yafsdp_fn.util.torch_private import side_store
@@ -60,12 +60,13 @@ def same(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_they_are_the_whole_weights_in_one_order(pools: dict[int, Pool], world: int) -> None:
+def test_they_are_the_whole_weights_in_one_order(pools: Pools, world: int) -> None:
     orders = pools[world].run(same)
     assert orders == [orders[0]] * world
 
 
-def generated(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_generator_in_the_loop_has_the_weights_of_each_step(mesh: Any) -> None:
     """Three steps; after each the module of a generator has the weights of a plain run, and says what that says."""
     module, layers, tolerance = theirs("qwen3")
     engine = theirs("qwen3")[0]
@@ -97,10 +98,6 @@ def generated(mesh: Any) -> None:
         assert torch.equal(*texts)
 
 
-def test_a_generator_in_the_loop_has_the_weights_of_each_step(pools: dict[int, Pool]) -> None:
-    pools[2].run(generated)
-
-
 def held(mesh: Any) -> tuple[int, int, int]:
     """Bytes: the peak while weights are asked for, shards, the largest unit."""
     tree = {"layers": ya.Stacked({"w": param(6, 64, 64), "v": param(6, 64, 32)})}
@@ -118,7 +115,7 @@ def held(mesh: Any) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_two_units_are_there_at_most(pools: dict[int, Pool], world: int) -> None:
+def test_two_units_are_there_at_most(pools: Pools, world: int) -> None:
     for peak, shards, unit in pools[world].run(held):
         assert unit < peak <= shards + 2 * unit + 1000, (peak, shards, unit)
 
@@ -144,7 +141,7 @@ def stops(mesh: Any, how: str) -> str:
     return said
 
 
-def test_a_rank_that_stops_is_named_and_others_go_on(pools: dict[int, Pool]) -> None:
+def test_a_rank_that_stops_is_named_and_others_go_on(pools: Pools) -> None:
     said, ended = pools[2].run(stops, "one")
     assert said == "named_weights: ranks [1] have stopped before layers.2: all must go on, or none" and ended == "ended"
     for how in ("all", "in the last"):
@@ -168,7 +165,7 @@ def asleep(mesh: Any) -> tuple[str, float]:
 
 
 @pytest.mark.nightly
-def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: dict[int, Pool]) -> None:
+def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: Pools) -> None:
     for rank, (how, seconds) in enumerate(pools[2].run(asleep)):
         assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.planner.footprint import state_bytes
@@ -85,7 +85,7 @@ def trace_on_one_rank(mesh: Any) -> Any:
     return step.trace(state, batch()) if mesh.get_local_rank() == 0 else None
 
 
-def test_ranks_do_not_communicate_to_trace(pools: dict[int, Pool]) -> None:
+def test_ranks_do_not_communicate_to_trace(pools: Pools) -> None:
     found, _ = pools[2].run(trace_on_one_rank)
     assert found.visits == trace(with_norm, model(), META, ranks=2, tx=TX).visits
     assert state_bytes(found)["optimizer"] > 0 and found.update_when == "after norm"

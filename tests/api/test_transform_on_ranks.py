@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import TX, Batch, Params, base_loss, base_params, dropout_loss
 
 DOUBLE = ya.Precision(torch.float64)
@@ -59,7 +59,7 @@ def x_of(rank: int, seed: int | None) -> Tensor:
 @pytest.mark.parametrize("second", [False, True], ids=["params first", "params second"])
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
 def test_every_argument_has_the_gradient_of_the_global_mean(
-    pools: dict[int, Pool], argnums: Any, second: bool, seed: int | None
+    pools: Pools, argnums: Any, second: bool, seed: int | None
 ) -> None:
     w = torch.ones(4).double() if seed is None else torch.rand(4, generator=generator(seed)).double()
     xs = [x_of(rank, seed) for rank in range(2)]
@@ -84,7 +84,7 @@ def vectors(mesh: Any, parts: int) -> Any:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_vector_mean_in_aux_is_the_mean_over_ranks(pools: dict[int, Pool], parts: int) -> None:
+def test_a_vector_mean_in_aux_is_the_mean_over_ranks(pools: Pools, parts: int) -> None:
     targets = torch.cat([batch_of(rank)["targets"] for rank in range(2)])
     valid = (targets >= 0).double()
     expected = {"position": (valid * targets).sum(0) / valid.sum(0), "one": valid.sum(0) / (3 * 2 * parts)}
@@ -92,7 +92,8 @@ def test_a_vector_mean_in_aux_is_the_mean_over_ranks(pools: dict[int, Pool], par
         compare(got, expected, 1e-12, "aux")
 
 
-def dropped(mesh: Any) -> None:
+@on_ranks(2)
+def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     """Every rank's numbers are those of a plain state that takes that rank's place."""
     rank, sgd = mesh.get_rank(), ya.optim.sgd(0.1)
     batches, whole = [batch_of(r) for r in range(2)], optree.tree_map(Tensor.double, plain(base_params(3)))
@@ -112,11 +113,8 @@ def dropped(mesh: Any) -> None:
     assert each[0] != each[1]
 
 
-def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool]) -> None:
-    pools[2].run(dropped)
-
-
-def per_example(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_unshard_of_a_vmapped_gradient(mesh: Any) -> None:
     """Gradients of each row by vmap, whole: those of all ranks' rows in that place, averaged, as each gradient is."""
     w, rows = torch.rand(3, 5, generator=generator(1)).double(), torch.rand(2, 4, 5, generator=generator(0)).double()
 
@@ -128,8 +126,3 @@ def per_example(mesh: Any) -> None:
     sharded = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE).params["w"]
     got = ya.unshard(each(sharded, rows[mesh.get_rank()]))
     compare(got, sum(each(w, own) for own in rows[: mesh.size()]) / mesh.size(), 1e-12, "per example")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_unshard_of_a_vmapped_gradient(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(per_example)

@@ -15,7 +15,7 @@ from models import llama
 from tests.axes.model import mesh_of
 from tests.axes.test_exact import close
 from tests.axes.test_llama import CONTEXT, SEQUENCE, TENSOR, Case, batch_of, config_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
 
@@ -70,7 +70,7 @@ def shapes(_: Any) -> None:
             CONTEXT.must_be_dealt({"tokens": torch.zeros(4, 8, dtype=torch.int64)})
 
 
-def test_a_batch_that_was_dealt_otherwise(pools: dict[int, Pool]) -> None:
+def test_a_batch_that_was_dealt_otherwise(pools: Pools) -> None:
     pools[2].run(batches)
     pools[2].run(shapes)
 
@@ -101,7 +101,8 @@ def indexed(p: Any, x: Tensor) -> Tensor:
     return summed(p, x.chunk(ya.axis_size("tensor"))[ya.axis_index("tensor")])
 
 
-def idle(_: Any) -> None:
+@on_ranks(2)
+def test_an_axis_that_nothing_uses(_: Any) -> None:
     mesh = mesh_of(tensor=2)
     x = torch.arange(4.0, dtype=torch.float64)
     own = x.chunk(2)[mesh.get_rank()]
@@ -128,10 +129,6 @@ def idle(_: Any) -> None:
             close(ya.unshard(grads), slopes, "gradient")
 
 
-def test_an_axis_that_nothing_uses(pools: dict[int, Pool]) -> None:
-    pools[2].run(idle)
-
-
 def mixed(_: Any, ranks: int, apart: str) -> list[str]:
     """Warnings of first steps in which ranks of `tensor` compute their parts of a layer on a batch each."""
     mesh = ya.mesh(device="cpu", tensor=ranks)  # it remembers how batches were dealt
@@ -154,11 +151,11 @@ def mixed(_: Any, ranks: int, apart: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_tensor_with_batches_of_their_own(pools: dict[int, Pool], ranks: int) -> None:
+def test_ranks_of_tensor_with_batches_of_their_own(pools: Pools, ranks: int) -> None:
     assert pools[ranks].run(mixed, ranks, "") == [[]] * ranks
     for said in pools[ranks].run(mixed, ranks, "own"):
         assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
 
 
-def test_what_is_cut_along_tensor_is_dealt_so(pools: dict[int, Pool]) -> None:
+def test_what_is_cut_along_tensor_is_dealt_so(pools: Pools) -> None:
     assert pools[2].run(mixed, 2, "dealt") == [[]] * 2

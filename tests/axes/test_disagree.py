@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import by_day, nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 TX = ya.optim.sgd(0.1)
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,7 +68,7 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
 
 
 @pytest.mark.parametrize("how", by_day(WRONG, "left out"))
-def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
+def test_ranks_of_a_stage_say_so(pools: Pools, how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
         assert "RanksDisagree: ranks disagree on what blocks and losses communicate" in error
@@ -76,7 +76,7 @@ def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
     assert all("CommunicationError" in error for error in errors[2:])
 
 
-def test_their_traces_say_so_before_anything_runs(pools: dict[int, Pool]) -> None:
+def test_their_traces_say_so_before_anything_runs(pools: Pools) -> None:
     for error in pools[4].run(told_in_a_stage, "doubled", True):
         assert "RanksDisagree: ranks disagree on the program; visits differs" in error
         assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
@@ -85,7 +85,7 @@ def test_their_traces_say_so_before_anything_runs(pools: dict[int, Pool]) -> Non
 @pytest.mark.sampled
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("how", WRONG)
-def test_ranks_say_so(pools: dict[int, Pool], how: str, layer: int) -> None:
+def test_ranks_say_so(pools: Pools, how: str, layer: int) -> None:
     for error in pools[2].run(told, how, layer):
         assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
 
@@ -110,7 +110,7 @@ def alike(_: Any) -> list[float]:
     return losses
 
 
-def test_what_has_no_derivative_goes_on_without_a_way_back(pools: dict[int, Pool]) -> None:
+def test_what_has_no_derivative_goes_on_without_a_way_back(pools: Pools) -> None:
     first, second = pools[2].run(alike)
     assert first == second and len(set(first)) == 3
 
@@ -169,7 +169,7 @@ LONG = [(kind, *of) for kind in KINDS for of in ((2, 2), (4, 1)) if (kind, *of) 
 
 # of another length sizes are not compared
 @pytest.mark.parametrize(("kind", "ranks", "length"), [*DAILY, *(nightly(*of) for of in LONG)])
-def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str, ranks: int, length: int) -> None:
+def test_another_dtype_is_told_in_later_steps(pools: Pools, kind: str, ranks: int, length: int) -> None:
     *others, last = pools[ranks].run(other_dtype, kind, ranks, length)
     for said in (*others, last):
         assert said[:2] == ["returned"] * 2
@@ -194,7 +194,7 @@ def mixed(_: Any) -> list[str]:
     return [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)]
 
 
-def test_batches_of_another_dtype_go_on(pools: dict[int, Pool]) -> None:
+def test_batches_of_another_dtype_go_on(pools: Pools) -> None:
     assert pools[2].run(mixed) == [["returned"] * 4] * 2
 
 
@@ -225,7 +225,7 @@ def unfit(_: Any, how: str, ranks: int, first: int) -> list[str]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("how", ["one", "alike", "perm"])
-def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how: str, ranks: int) -> None:
+def test_what_does_not_fit_is_told_in_the_first_step(pools: Pools, how: str, ranks: int) -> None:
     words = {
         "one": f"rank {ranks - 1} sends 4 rows to rank 0, which takes 3 from it. split_sizes",
         "alike": f"rank 0 sends 3 rows to rank {ranks - 1}, which takes 5 from it. split_sizes",
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how
 
 
 @pytest.mark.nightly
-def test_what_does_not_fit_later_is_told_with_its_rows(pools: dict[int, Pool]) -> None:
+def test_what_does_not_fit_later_is_told_with_its_rows(pools: Pools) -> None:
     """On the rank whose perm is not the one before; of sizes, which may change, when the wait is over."""
     (*before, one), (*_, two) = pools[2].run(unfit, "perm", 2, 2)
     assert before == ["returned"] * 2 and "CommunicationError" in one

@@ -15,7 +15,7 @@ import torch
 import yafsdp_fn as ya
 from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, params
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.schedules.builders import _schedule
 from yafsdp_fn.util.mesh_axes import INSIDE
 
@@ -139,7 +139,7 @@ CASES = [
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), CASES)
-def test_an_axis_of_two(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+def test_an_axis_of_two(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[2].run(exact, axes, of, schedule, microbatches)
 
 
@@ -154,7 +154,7 @@ FOUR = [
 
 
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), FOUR)
-def test_four_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+def test_four_ranks(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 
 
@@ -166,7 +166,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
-def test_stages(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+def test_stages(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 
 
@@ -206,7 +206,7 @@ EVERY += [({"tensor": 4}, Options(dropout=0.2), "recomputed", 2)]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EVERY)
-def test_every_schedule(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+def test_every_schedule(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[4].run(exact, axes, of, schedule, microbatches)
 
 
@@ -226,14 +226,16 @@ EIGHT = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EIGHT)
-def test_eight_ranks(pools: dict[int, Pool], axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+def test_eight_ranks(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
     pools[8].run(exact, axes, of, schedule, microbatches)
 
 
 # ---- sums of other dtypes
 
 
-def summed_wide(_: Any) -> None:
+@on_ranks(4)
+@pytest.mark.nightly
+def test_sums_in_a_wider_dtype(_: Any) -> None:
     """Ranks sum gradients themselves, in a wider dtype than that of the wire: only its rounding is between."""
     precision = ya.Precision(torch.float64, reduce=torch.float32, accumulate=torch.float64)
     for axes in ({"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 1, "tensor": 2}):
@@ -243,11 +245,6 @@ def summed_wide(_: Any) -> None:
             for _ in range(2):
                 _, grads = both(state.params, ya.shard_batch(batch_of(0), state.mesh))
                 close(ya.unshard(grads), ya.params.without_markers(plain(PLAIN)[1]), "gradient", 1e-6)
-
-
-@pytest.mark.nightly
-def test_sums_in_a_wider_dtype(pools: dict[int, Pool]) -> None:
-    pools[4].run(summed_wide)
 
 
 # ---- deterministic meshes: the same bits at every number of ranks on `shard`
@@ -265,6 +262,6 @@ def bits(_: Any, axes: dict[str, int], schedule: str) -> Any:
 
 
 @pytest.mark.parametrize("axis", ["tensor", nightly("context"), nightly("expert")])
-def test_equal_bits_on_deterministic_meshes(pools: dict[int, Pool], axis: str) -> None:
+def test_equal_bits_on_deterministic_meshes(pools: Pools, axis: str) -> None:
     one, other = (pools[world].run(bits, {axis: 2}, how)[0] for world, how in ((2, "zero3"), (4, "recomputed")))
     assert all(map(torch.equal, one, other))

@@ -19,7 +19,7 @@ from models import gpt2, llama, mistral, mixtral, qwen3
 from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 
 SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 S, ROWS, STEPS = 16, 4, 3
@@ -129,7 +129,7 @@ TWO = {
 
 
 @pytest.mark.parametrize("case", TWO.values(), ids=TWO)
-def test_two_ranks(pools: dict[int, Pool], case: Case) -> None:
+def test_two_ranks(pools: Pools, case: Case) -> None:
     pools[2].run(exact, case)
 
 
@@ -177,7 +177,7 @@ def daily(cases: dict[str, Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", daily(TWO_MORE))
-def test_relatives_and_options(pools: dict[int, Pool], case: Case) -> None:
+def test_relatives_and_options(pools: Pools, case: Case) -> None:
     pools[2].run(exact, case)
 
 
@@ -193,7 +193,7 @@ FOUR = {
 
 
 @pytest.mark.parametrize("case", daily(FOUR))
-def test_four_ranks(pools: dict[int, Pool], case: Case) -> None:
+def test_four_ranks(pools: Pools, case: Case) -> None:
     pools[4].run(exact, case)
 
 
@@ -210,7 +210,8 @@ class Shapes(TorchDispatchMode):
         return out
 
 
-def vocabulary(_: Any) -> None:
+@on_ranks(2)
+def test_no_rank_has_all_logits(_: Any) -> None:
     leaf, mesh = {"w": ya.Param((10, 8), split={"tensor": -2})}, ya.mesh(tensor=2, device="cpu")
     generator = torch.Generator().manual_seed(1)
     x, matrix = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 6, 8), (10, 8)))
@@ -238,11 +239,8 @@ def vocabulary(_: Any) -> None:
         assert not any(shape[-1:] == (10,) and len(shape) > 1 for shape in shapes.seen)
 
 
-def test_no_rank_has_all_logits(pools: dict[int, Pool]) -> None:
-    pools[2].run(vocabulary)
-
-
-def rounded(_: Any) -> None:
+@on_ranks(2)
+def test_rounding_in_bf16(_: Any) -> None:
     """Gradients in bf16 are as far from those in float64 with the layers over two ranks as on one."""
     case, apart = Case({"tensor": 2}, TENSOR), []
     config, mesh = config_of(case), ya.mesh(tensor=2, device="cpu")
@@ -260,11 +258,9 @@ def rounded(_: Any) -> None:
     assert 0.5 < error_of_two / error_of_one < 1.5, (error_of_one, error_of_two)
 
 
-def test_rounding_in_bf16(pools: dict[int, Pool]) -> None:
-    pools[2].run(rounded)
-
-
-def files(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
     case, mesh = Case({"tensor": 2}, TENSOR, {"tied": True}), ya.mesh(tensor=2, device="cpu")
     config = config_of(case)
     state = ya.init(llama.params(config, axes=TENSOR), mesh=mesh)
@@ -278,10 +274,6 @@ def files(_: Any, folder: str) -> None:
     batch = batch_of(0)
     losses = [ya.value_and_grad(llama.loss(config, axes=TENSOR))(each.params, batch)[0] for each in (state, again)]
     assert torch.equal(*losses)
-
-
-def test_files_of_hugging_face(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(files, str(tmp_path / "model"))
 
 
 JOURNEY = [
@@ -310,7 +302,7 @@ def travels(_: Any, folder: str) -> Any:
 
 
 @pytest.mark.nightly
-def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: Pools, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="reads what is written")
     want, *_ = pools[4].run(travels, str(tmp_path))
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
@@ -345,7 +337,7 @@ def refused(_: Any) -> None:
             run(TENSOR, TENSOR, {**batch, name: batch[name] + 9})
 
 
-def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
+def test_what_cannot_be_is_refused_by_name(pools: Pools) -> None:
     pools[2].run(refused)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
@@ -369,7 +361,17 @@ def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
     torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)
 
 
-def inference(_: Any, case: Case) -> None:
+INFERENCE = {
+    "tensor": Case({"tensor": 2}, SEQUENCE),
+    "gpt2": Case({"tensor": 2}, TENSOR, family="gpt2"),
+    "context": Case({"context": 2}, CONTEXT),
+    "mixtral": Case({"expert": 2}, EXPERT, {"experts": 4}, family="mixtral"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
+def test_inference(_: Any, case: Case) -> None:
     """Scores of the next token, of targets, and token by token, outside of a step."""
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
     mesh, plain = ya.mesh(device="cpu", **case.mesh), ya.materialize(wide(family.params(config)))
@@ -395,16 +397,3 @@ def inference(_: Any, case: Case) -> None:
         with pytest.raises(ValueError, match=r"the cache has . heads of keys, .* over 2 ranks of .* pass init_cache r"):
             cache = decoding.init_cache(over, config, len(tokens), S, torch.float64)
             decoding.decode(over, config, state.params, tokens, cache, 0)
-
-
-INFERENCE = {
-    "tensor": Case({"tensor": 2}, SEQUENCE),
-    "gpt2": Case({"tensor": 2}, TENSOR, family="gpt2"),
-    "context": Case({"context": 2}, CONTEXT),
-    "mixtral": Case({"expert": 2}, EXPERT, {"experts": 4}, family="mixtral"),
-}
-
-
-@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
-def test_inference(pools: dict[int, Pool], case: Case) -> None:
-    pools[2].run(inference, case)

@@ -24,7 +24,7 @@ import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.groups import SOON, giving_up
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, Pools
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.errors import OrderChanged, RanksDisagree
 
@@ -160,7 +160,7 @@ DAILY = [
 
 @pytest.mark.parametrize(("how", "at", "ranks", "axes", "remat"), DAILY)
 def test_none_is_wrong_and_silent(
-    pools: dict[int, Pool], how: str, at: int, ranks: list[int], axes: dict[str, int], remat: str
+    pools: Pools, how: str, at: int, ranks: list[int], axes: dict[str, int], remat: str
 ) -> None:
     judge(pools[2], how, at, ranks, axes, remat)
 
@@ -169,7 +169,7 @@ def test_none_is_wrong_and_silent(
 @pytest.mark.parametrize("ranks", [[0], [1, 2], [0, 1, 2, 3]])
 @pytest.mark.parametrize(("at", "remat"), [*itertools.product((0, LATER), ("none", "all")), (-1, "all")])
 @pytest.mark.parametrize("how", MUTANTS)
-def test_all_of_them(pools: dict[int, Pool], how: str, at: int, remat: str, ranks: list[int]) -> None:
+def test_all_of_them(pools: Pools, how: str, at: int, remat: str, ranks: list[int]) -> None:
     if at < 0 and len(ranks) < 4:
         ranks = [0, 1, 2, 3]
     judge(pools[4], how, at, ranks, BOTH, remat)

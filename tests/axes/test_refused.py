@@ -9,7 +9,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, params
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 WEIGHT = ya.Param((4, 6), split={"tensor": -1})
 
@@ -68,5 +68,5 @@ def calls(_: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [meshes, states, calls])
-def test_refused_by_name(pools: dict[int, Pool], function: Any) -> None:
+def test_refused_by_name(pools: Pools, function: Any) -> None:
     pools[2].run(function)

@@ -17,7 +17,7 @@ from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
 from tests.harness.marks import by_day
 from tests.harness.oracle import plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
@@ -85,7 +85,7 @@ def in_and_out(_: Any, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", by_day(MESHES, "shard, tensor", "expert, context", "stage, tensor"))
-def test_whole_values_go_in_and_come_out(pools: dict[int, Pool], name: str) -> None:
+def test_whole_values_go_in_and_come_out(pools: Pools, name: str) -> None:
     pools[4].run(in_and_out, MESHES[name])
 
 
@@ -100,7 +100,9 @@ def whole(state: Any) -> Any:
     return ya.unshard(state), ya.unshard(state.opt_state)
 
 
-def checkpoints(_: Any, folder: str) -> None:
+@on_ranks(4)
+def test_checkpoints_fit_any_axes(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     state = trained(made(shard=2, tensor=2))
     want, sums = whole(state), ya.checksum(state)
     for number, axes in enumerate([*MESHES.values(), MESHES["shard, tensor"]]):
@@ -123,11 +125,8 @@ def checkpoints(_: Any, folder: str) -> None:
     trained(state)  # goes on
 
 
-def test_checkpoints_fit_any_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[4].run(checkpoints, str(tmp_path))
-
-
-def aliased(_: Any) -> None:
+@on_ranks(2)
+def test_slots_of_units_on_one_rank_are_their_shards(_: Any) -> None:
     state = made(tensor=2)
     step, batch = ya.train_step(loss_of(OF), optimizer()), ya.shard_batch(batch_of(0), state.mesh)
     for _step in range(2):
@@ -151,20 +150,14 @@ def aliased(_: Any) -> None:
     assert 0 < needed == slot_bytes(slots) < whole
 
 
-def test_slots_of_units_on_one_rank_are_their_shards(pools: dict[int, Pool]) -> None:
-    pools[2].run(aliased)
-
-
-def in_other_circumstances(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_a_deterministic_run_on_other_axes_is_told(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     meshes = [ya.mesh(device="cpu", deterministic=4, **axes) for axes in ({"tensor": 2}, {})]
     for one, other, was in ((0, 1, "tensor=2"), (1, 0, "None")):
         save(f"{folder}/{one}", ya.init(params(), mesh=meshes[one]))
         with pytest.warns(UserWarning, match=f"was saved with .*'axes inside blocks': '?{was}'?.*: bits will not be"):
             load(f"{folder}/{one}", ya.init(params(), mesh=meshes[other]))
-
-
-def test_a_deterministic_run_on_other_axes_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(in_other_circumstances, str(tmp_path))
 
 
 def damaged(_: Any, folder: str) -> None:
@@ -182,12 +175,18 @@ def damaged(_: Any, folder: str) -> None:
     load(folder, ya.init({"a": {"w": ya.Param((4, 6))}}, mesh=mesh), step=0)
 
 
-def test_a_damaged_description_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_damaged_description_is_told(pools: Pools, tmp_path: Path) -> None:
     for error in pools[2].errors(damaged, str(tmp_path)):
         assert "params.a: how it was split cannot be: split={'tensor': -3} of shape (4, 6)" in error
 
 
-def programs(_: Any) -> None:
+def _gathers(program: Any) -> list[Any]:
+    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
+    return [program.trace.units[unit] for op in ops for unit in op.units]
+
+
+@on_ranks(4)
+def test_programs_know_the_ranks_of_units(_: Any) -> None:
     state = made(shard=2, tensor=2)
     batch = ya.shard_batch(batch_of(0), state.mesh)
     step = ya.train_step(loss_of(OF), optimizer())
@@ -216,16 +215,8 @@ def programs(_: Any) -> None:
     assert wider.ranks_of(wider.units[split.id]) == 4
 
 
-def _gathers(program: Any) -> list[Any]:
-    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
-    return [program.trace.units[unit] for op in ops for unit in op.units]
-
-
-def test_programs_know_the_ranks_of_units(pools: dict[int, Pool]) -> None:
-    pools[4].run(programs)
-
-
-def noise(_: Any) -> None:
+@on_ranks(4)
+def test_noise_depends_on_the_place_in_the_whole_leaf(_: Any) -> None:
     state = made(shard=2, tensor=2)
     for tree in (state.params, plain(params(OF))):  # marked: drawn layer by layer
         tx = ya.optim.contrib.add_noise(0.1, 0.5, key=1)
@@ -235,11 +226,8 @@ def noise(_: Any) -> None:
     equal(got, WITHOUT(updates))
 
 
-def test_noise_depends_on_the_place_in_the_whole_leaf(pools: dict[int, Pool]) -> None:
-    pools[4].run(noise)
-
-
-def dropout(_: Any) -> None:
+@on_ranks(2)
+def test_ranks_that_compute_the_same_draw_alike(_: Any) -> None:
     """Ranks of `tensor` draw alike, since they compute the same; those of other axes do not."""
     for axes, alike in (({"tensor": 2}, True), ({"context": 2}, False), ({"expert": 2}, False), ({"shard": 2}, False)):
         mesh = mesh_of(**axes)
@@ -255,11 +243,8 @@ def dropout(_: Any) -> None:
         assert torch.equal(*both) == alike, axes
 
 
-def test_ranks_that_compute_the_same_draw_alike(pools: dict[int, Pool]) -> None:
-    pools[2].run(dropout)
-
-
-def let_go(_: Any) -> None:
+@on_ranks(2)
+def test_a_step_lets_go_of_its_session(_: Any) -> None:
     """Slots of a first step, by hand: no garbage collector is there to find them."""
     state, step = made(tensor=2), ya.train_step(loss_of(OF), optimizer())
     batch = ya.shard_batch(batch_of(0), state.mesh)
@@ -270,7 +255,3 @@ def let_go(_: Any) -> None:
         assert not [each for each in gc.get_objects() if isinstance(each, VisitRunner)]
     finally:
         gc.enable()
-
-
-def test_a_step_lets_go_of_its_session(pools: dict[int, Pool]) -> None:
-    pools[2].run(let_go)

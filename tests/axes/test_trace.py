@@ -12,7 +12,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
@@ -35,7 +35,7 @@ def words(calls: Collectives) -> list[str]:
 SEQUENCE = Options(sequence_parallel=True)
 
 
-def test_a_visit_lists_what_its_block_calls(pools: dict[int, Pool]) -> None:
+def test_a_visit_lists_what_its_block_calls(pools: Pools) -> None:
     here, *others = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)
     embed, layer, _, head = here.visits
     assert embed.collectives == embed.adjoints == ()
@@ -66,7 +66,7 @@ def test_a_visit_lists_what_its_block_calls(pools: dict[int, Pool]) -> None:
         assert [visit[5:] for visit in other.visits] == [visit[5:] for visit in here.visits]
 
 
-def test_they_are_printed_and_part_of_what_ranks_compare(pools: dict[int, Pool]) -> None:
+def test_they_are_printed_and_part_of_what_ranks_compare(pools: Pools) -> None:
     here, _ = pools[2].run(traced, {"context": 2}, Options(zigzag=True))
     program = zero3()(here)
     line = "in layers[0] to layers[1]: 2 x ppermute context (2.0 KiB); backward: 2 x ppermute context (2.0 KiB)"
@@ -117,7 +117,7 @@ def seconds(program: Program) -> dict[tuple[Any, int], float]:
     return {(type(task.op), task.op.visit): each for task, each in zip(computes, links, strict=True)}
 
 
-def test_they_cost_what_their_axis_crosses(pools: dict[int, Pool]) -> None:
+def test_they_cost_what_their_axis_crosses(pools: Pools) -> None:
     """Tensor ranks share a node of two, the two experts do not."""
     here = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)[0]
     ring, exchange = 2048 / 2 / 1e6, 8192 / 2 * 2 / 1e5
@@ -130,7 +130,7 @@ def test_they_cost_what_their_axis_crosses(pools: dict[int, Pool]) -> None:
         assert found[Backward, 2] == pytest.approx(once * (1 + again) + ring)
 
 
-def test_a_ring_over_nodes(pools: dict[int, Pool]) -> None:
+def test_a_ring_over_nodes(pools: Pools) -> None:
     here = pools[4].run(traced, {"context": 4}, Options(zigzag=True))[0]
     assert seconds(zero3()(here))[Forward, 1] == pytest.approx(6 * 1024 / 1e5)  # one of a node's two leaves it
 
@@ -155,7 +155,7 @@ def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
 
 
 @pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
-def test_a_step_finds_the_same(pools: dict[int, Pool], axes: dict[str, int], of: Options) -> None:
+def test_a_step_finds_the_same(pools: Pools, axes: dict[str, int], of: Options) -> None:
     for faked, found in pools[2].run(learnt, axes, of):
         assert found.between == faked.between
         assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
@@ -186,7 +186,7 @@ def evaluated(_: Any) -> Trace:
     return step.program(state).trace
 
 
-def test_what_nobody_differentiates_has_no_backward(pools: dict[int, Pool]) -> None:
+def test_what_nobody_differentiates_has_no_backward(pools: Pools) -> None:
     for trace in pools[2].run(evaluated):
         layer = trace.visits[0]
         assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
@@ -224,7 +224,7 @@ def changed(_: Any) -> list[str]:
     return said
 
 
-def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
+def test_sizes_are_those_of_the_batch(pools: Pools) -> None:
     for size, loss in pools[2].run(changed):
         assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
         both = "psum over 'tensor', 96 bytes of torch.float64; got psum over 'tensor', 144 bytes of torch.float64"
@@ -246,7 +246,7 @@ def recorded(_: Any) -> str:
     return recording.timeline().to_json()
 
 
-def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
     measured = Timeline.from_json(pools[2].run(recorded)[0])
     predicted = simulate(zero3()(pools[2].run(traced, {"tensor": 2}, SEQUENCE)[0]), "a100-80g")
     assert measured.inside and "in the collectives of blocks" in str(measured)
@@ -298,7 +298,7 @@ def uneven(_: Any) -> list[float]:
     return found
 
 
-def test_sizes_of_uneven_exchanges_may_change(pools: dict[int, Pool]) -> None:
+def test_sizes_of_uneven_exchanges_may_change(pools: Pools) -> None:
     for found in pools[4].run(uneven):
         assert found == pytest.approx([found[0]] * 4)
         assert found[0] > 0

@@ -22,7 +22,7 @@ import yafsdp_fn as ya
 from models import llama
 from models.files import tree
 from models.files.tensor_writer import Writer
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.util import model_folder, tensor_files
 
 pytest.importorskip("safetensors", reason="reads and writes safetensors")
@@ -273,7 +273,7 @@ def save_where_rank_0_cannot(mesh: Any, directory: Path, after: int | None) -> s
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_failure_of_rank_0_is_every_rank_s(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
+def test_a_failure_of_rank_0_is_every_rank_s(pools: Pools, world: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for text in pools[world].run(save_where_rank_0_cannot, tmp_path / "file", None):
         assert text.startswith("FileExistsError") and str(tmp_path / "file") in text

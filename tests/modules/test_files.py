@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import one_rank
 from tests.modules.test_functionalize import CODE, FROM_FILES, made, rows, squares, tokens_of
 from yafsdp_fn.util.tensor_files import StoredTensor
@@ -81,7 +81,7 @@ def mesh_barrier(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_rank_reads_its_part_a_layer_at_a_time(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+def test_a_rank_reads_its_part_a_layer_at_a_time(pools: Pools, tmp_path: Path, world: int) -> None:
     pytest.importorskip("transformers", reason="the page trains a model of transformers")
     pools[world].run(page, tmp_path)
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as torch_pytree
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
 
 CODE, FROM_FILES, BALANCED = re.findall(
@@ -127,7 +127,7 @@ def as_the_module(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_a_transformer_is_the_module(pools: dict[int, Pool], name: str) -> None:
+def test_a_transformer_is_the_module(pools: Pools, name: str) -> None:
     pytest.importorskip("transformers", reason="trains models of transformers")
     pools[2].run(as_the_module, name)
 
@@ -163,7 +163,7 @@ def page(mesh: Any, folder: Path) -> None:
         compare(tree_of(saved, params, "model.layers", Tensor.detach), params, 0, "what was saved")
 
 
-def test_the_page_runs(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_the_page_runs(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the page trains a model of transformers")
     pools[2].run(page, tmp_path)
 
@@ -190,7 +190,7 @@ def balanced(mesh: Any, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: int, pools: dict[int, Pool]) -> None:
+def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: int, pools: Pools) -> None:
     module, tokens = mixture(), torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(0))
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -306,7 +306,8 @@ def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
         compare(ya.unshard(grads), expected, 1e-6, "gradients")
 
 
-def dropped(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     """Every rank draws the numbers of a plain state that takes that rank's place, in visits and between them."""
     params, model = ya.functionalize(made(dropout=0.5), "layers")
     sgd, rank = ya.optim.sgd(0.1), mesh.get_rank()
@@ -322,11 +323,6 @@ def dropped(mesh: Any) -> None:
         compare(ya.unshard(state), mean, 1e-5, f"step {number}")
         alone = [dataclasses.replace(own, params=mean) for own in moved]
     assert mesh.size() == 1 or losses[0]["loss"] != losses[1]["loss"]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(dropped)
 
 
 def test_threads_may_call_at_once() -> None:
@@ -493,7 +489,8 @@ class Mixed(nn.Module):
         return out
 
 
-def mixed(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: Any) -> None:
     torch.manual_seed(0)
     module, rank = Mixed().double(), mesh.get_rank()
     params, model = ya.functionalize(module, ["encoder.layers", "decoder"])
@@ -531,11 +528,6 @@ def mixed(mesh: Any) -> None:
                 grad = module.get_parameter(name).grad
                 expected = before[name] if grad is None else before[name] - 0.1 * grad
                 compare(param.detach(), expected, 1e-12, name)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(mixed)
 
 
 # ---- what is refused
@@ -789,7 +781,8 @@ def test_load_into_another_module_is_refused() -> None:
         ya.load_into(made(), ya.shard(params, None, mesh=one_rank()))
 
 
-def to_other_modules(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_load_into_after_unfreezing_and_into_a_fresh_module(mesh: Any) -> None:
     """The module's layers are frozen in turn, and in another way before what was trained goes back, and elsewhere."""
     module, tx = made(count=4), ya.optim.sgd(0.1)
     for frozen in ((0, 1), (3,), (0, 3), (0, 2), (), (0, 1, 2, 3)):
@@ -816,8 +809,3 @@ def to_other_modules(mesh: Any) -> None:
                     for number, weight in zip(numbers[name], trained[name]["up.weight"], strict=True):
                         compare(other.layers[number].up.weight.detach(), weight, 0, name)
                 compare(model(trained, tokens_of(5)).detach(), other(tokens_of(5)).detach(), 1e-6, "the function")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_load_into_after_unfreezing_and_into_a_fresh_module(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(to_other_modules)

@@ -16,13 +16,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import TOLERANCE, batch_of, compare, global_batch, relative
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, Head, Layer, Params, base_params, masked_loss
 from tests.models.theirs import their_model
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.schedules import Program
 
-Pools = dict[int, Pool]
+Pools = Pools
 WORLDS = pytest.mark.parametrize("world", [1, 2])
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 F64 = ya.Precision(torch.float64)
@@ -222,7 +222,10 @@ def leaves(tree: Any) -> dict[str, Tensor]:
     return dict(named_leaves(ya.unshard(tree)))
 
 
-def unfreeze(mesh: Any, compute: torch.dtype) -> None:
+@on_ranks()
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2])
+def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -> None:
     """Adapters; then embedding and head as well; then adapters again."""
     precision, plain = ya.Precision(compute=compute), base_params(LAYERS)
     few = ya.lora(plain, RANK)
@@ -255,12 +258,6 @@ def unfreeze(mesh: Any, compute: torch.dtype) -> None:
     last = leaves(state.params)
     assert torch.equal(last["embed"], trained["embed"].to(compute)) and state.step == 6
     assert not torch.equal(last["layers.up.a"], trained["layers.up.a"])
-
-
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2])
-def test_what_is_frozen_changes_between_steps(pools: Pools, world: int, compute: torch.dtype) -> None:
-    pools[world].run(unfreeze, compute)
 
 
 # ---- files

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import one_rank
 from tests.modules.test_architectures import CASES, by_name, inputs_of, module_of, squares
 
@@ -163,6 +163,6 @@ def trains_a_hybrid(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_hybrid_whose_decay_stays_in_float32(pools: dict[int, Pool], world: int) -> None:
+def test_a_hybrid_whose_decay_stays_in_float32(pools: Pools, world: int) -> None:
     pytest.importorskip("transformers", reason="trains a model of transformers")
     pools[world].run(trains_a_hybrid, "Bamba")

@@ -12,13 +12,17 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import base_loss, base_params, pinned
 from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
 from yafsdp_fn.program.split import Assignment
 
 
-def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize(("world", "axes"), MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rank_holds_shards_of_its_own_units(_: Any, model: str, axes: dict[str, int]) -> None:
     params = MODELS[model]()
     state = on_stages(params, **axes)
     memory, comms = state.memory, state.memory.comms
@@ -35,15 +39,6 @@ def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
         assert torch.equal(mine.double(), expected)
     n = {unit: memory.layout_of(unit).shard_numel(comms.ranks) for unit in memory.held}
     assert sum(leaf.numel() for leaf in optree.tree_leaves(state.params)) == sum(n.values()), "no memory for others"
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("world", "axes"), MESHES)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_rank_holds_shards_of_its_own_units(
-    pools: dict[int, Pool], model: str, world: int, axes: dict[str, int]
-) -> None:
-    pools[world].run(holds_its_own, model, axes)
 
 
 # ---- whole weights
@@ -93,7 +88,7 @@ def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
     assert len(loads) <= sum(len(g.layout.names) * (g.layout.shapes[0][0] if g.pinned else 1) for g in own)
 
 
-def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_whole_layers_come_from_their_stages(pools: Pools, tmp_path: Path) -> None:
     for number, (world, axes) in enumerate((MESHES[0], MESHES[3])):
         pools[world].run(whole_weights, axes, tmp_path / str(number))
 
@@ -143,7 +138,7 @@ def refused(_: Any, axes: dict[str, int]) -> None:
         ya.vdot(optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), state.params), state.params)
 
 
-def test_what_cannot_be_right_is_refused_by_name(pools: dict[int, Pool]) -> None:
+def test_what_cannot_be_right_is_refused_by_name(pools: Pools) -> None:
     pools[4].run(refused, {"stage": 2})
 
 
@@ -161,6 +156,6 @@ def page(mesh: Any, blocks: list[str]) -> None:
     assert plan.stages == 2 and plan.units == state.memory.abstract().units
 
 
-def test_the_page(pools: dict[int, Pool]) -> None:
+def test_the_page(pools: Pools) -> None:
     text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
     pools[2].run(page, re.findall(r"```python\n(.*?)```", text, re.S))

@@ -24,7 +24,7 @@ from tests.harness.histories import BUILDERS
 from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.proof.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
@@ -117,22 +117,19 @@ def check(case: Case, rng: random.Random, during: contextlib.AbstractContextMana
         raise AssertionError(f"{case}: {error}\n{program.diff(other)}") from error
 
 
-def check_drawn(mesh: Any, number: int) -> None:
-    rng = random.Random(f"{mesh.size()}-{number}")
-    case = Case.drawn(mesh.size(), rng)
-    check(case, rng, delayed(LATE, seed=mesh.get_rank()) if case.late else contextlib.nullcontext())
-
-
 ALL = [(2, n) for n in range(CASES)] + [(4, n) for n in range(-(-CASES // 5))]
 DAILY = {2: 5, 4: 1}  # of each world; all run nightly
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "number"),
     [(w, n) if n < DAILY[w] else nightly(w, n) for w, n in ALL],
 )
-def test_accepted_programs_are_exact(pools: dict[int, Pool], world: int, number: int) -> None:
-    pools[world].run(check_drawn, number)
+def test_accepted_programs_are_exact(mesh: Any, number: int) -> None:
+    rng = random.Random(f"{mesh.size()}-{number}")
+    case = Case.drawn(mesh.size(), rng)
+    check(case, rng, delayed(LATE, seed=mesh.get_rank()) if case.late else contextlib.nullcontext())
 
 
 # ---- broken engines
@@ -176,14 +173,11 @@ BROKEN: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
 }
 
 
-def check_broken(mesh: Any, what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_engine_is_seen(mesh: Any, what: str) -> None:
+    """The test above can fail."""
     case = Case("shard", "base", "zero3", "every", 2, update=True, clips=False, late=False)
     with pytest.raises(AssertionError, match=f"the changed program: beyond {TOLERANCE:g}"):
         check(case, random.Random(what), BROKEN[what]())
     communicators(mesh).drain()
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_engine_is_seen(pools: dict[int, Pool], what: str) -> None:
-    """The test above can fail."""
-    pools[2].run(check_broken, what)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from tests.harness.oracle import by_autograd
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, embed, head, param
 from yafsdp_fn.communication.streams import Event, HostStream
 
@@ -181,7 +181,7 @@ BF16 = ya.Precision(compute=torch.bfloat16)
     ids=["zero3", "microbatches", "remat", "zero2", "bf16"],
 )
 def test_only_fresh_gradients_of_one_block_are_allocated(
-    pools: dict[int, Pool], world: int, schedule: str, precision: ya.Precision, parts: int
+    pools: Pools, world: int, schedule: str, precision: ya.Precision, parts: int
 ) -> None:
     size = precision.gather_dtype.itemsize
     fresh = {"layer": 2 * [E * F * size], "embed": [V * E * size], "head": [V * E * size]}
@@ -211,7 +211,7 @@ def garbage(mesh: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_step_leaves_no_cycles(pools: dict[int, Pool], world: int) -> None:
+def test_a_step_leaves_no_cycles(pools: Pools, world: int) -> None:
     """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
     assert [found[1:] for found in pools[world].run(garbage)] == world * [[0, 0, 0]]
 
@@ -230,7 +230,7 @@ def outlives(mesh: Any) -> bool:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int) -> None:
+def test_a_dropped_state_frees_its_memory(pools: Pools, world: int) -> None:
     assert not any(pools[world].run(outlives))
 
 
@@ -270,7 +270,7 @@ def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_backward_drops_the_graph_of_its_visit(pools: dict[int, Pool], world: int) -> None:
+def test_a_backward_drops_the_graph_of_its_visit(pools: Pools, world: int) -> None:
     """One by one, not all together when the loss dies; a visit that recomputes has none but in its own backward."""
     backwards = range(LAYERS - 1, -1, -1)
     # When a layer looks, its own intermediate result has served, and so has its output, where nothing was run again.

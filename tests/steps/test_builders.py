@@ -17,7 +17,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS, Batch, Problem
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
@@ -65,7 +65,7 @@ def gradients(mesh: Mesh, builder: str, name: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: int, builder: str) -> None:
+def test_gradients_are_those_of_the_plain_loop(pools: Pools, world: int, builder: str) -> None:
     """By every schedule of a builder, with one and three microbatches."""
     pools[world].run(gradients, builder, "base")
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_the_plain_loop(pools: dict[int, Pool], world: in
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("name", KINDS)
-def test_so_are_those_of_units_of_all_kinds(pools: dict[int, Pool], world: int, builder: str, name: str) -> None:
+def test_so_are_those_of_units_of_all_kinds(pools: Pools, world: int, builder: str, name: str) -> None:
     """Two stacks of different layers, tied, frozen and pinned units."""
     pools[world].run(gradients, builder, name)
 
@@ -171,7 +171,7 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
         *((4, each) for each in REPLICAS),
     ],
 )
-def test_collectives_are_those_of_the_docstring(pools: dict[int, Pool], world: int, builder: str) -> None:
+def test_collectives_are_those_of_the_docstring(pools: Pools, world: int, builder: str) -> None:
     for found in pools[world].run(counted, builder):
         for name, form in CLOSED_FORMS[builder].items():
             expected = {} if world == 1 else dict(form)
@@ -227,7 +227,7 @@ def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
 )
 @pytest.mark.parametrize("clips", [True, False])
 def test_updates_in_the_program_have_the_bits_of_the_separate_step(
-    pools: dict[int, Pool], world: int, builder: str, clips: bool
+    pools: Pools, world: int, builder: str, clips: bool
 ) -> None:
     """Where the step clips and skips, and where it does neither."""
     pools[world].run(both_ways, builder, "frozen" if world == 2 else "base", clips)
@@ -260,6 +260,6 @@ def refused(_: Mesh, kind: str, factory: str, *args: int) -> str:
         ("nodes", ("hsdp",), "zero3"),
     ],
 )
-def test_a_builder_says_which_mesh_it_needs(pools: dict[int, Pool], kind: str, call: Any, advice: str) -> None:
+def test_a_builder_says_which_mesh_it_needs(pools: Pools, kind: str, call: Any, advice: str) -> None:
     for error in pools[4].run(refused, kind, *call):
         assert advice in error

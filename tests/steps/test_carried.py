@@ -21,13 +21,14 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.histories import ACTIONS, Life, Planned, Setting
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any
 WORLDS = pytest.mark.parametrize("world", [1, 2])
+ON_WORLDS = on_ranks(1, 2)
 
 
 def live(
@@ -85,9 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "setting"), CASES)
-def test_every_history_ends_in_the_same_bits(
-    pools: dict[int, Pool], world: int, setting: Setting, tmp_path: Path
-) -> None:
+def test_every_history_ends_in_the_same_bits(pools: Pools, world: int, setting: Setting, tmp_path: Path) -> None:
     """Every action once, in an order of its own for each setting; alone, then some drawn at random. Of four ranks with
     four settings, each does half of them."""
     seed = 10 * world + (SETTINGS if world < 4 else FOUR).index(setting)
@@ -132,8 +131,9 @@ CARRIED: dict[str, int] = {
 """Action -> gathers that the next step needs beside its program's: of the first units, and of all that is frozen."""
 
 
-def carried(_: Mesh, folder: Path) -> None:
-    life = Life(Setting("shard", "zero2", False, "frozen"), True, folder)
+@ON_WORLDS
+def test_what_is_lost_is_gathered_once(_: Mesh, tmp_path: Path) -> None:
+    life = Life(Setting("shard", "zero2", False, "frozen"), True, tmp_path)
     for action in ("step", "step", "other step", "other step", "kept", "gradients", "gradients", "step"):
         ACTIONS[action](life)
     program = life.step.program(life.state)
@@ -144,11 +144,6 @@ def carried(_: Mesh, folder: Path) -> None:
             with gathers() as found:
                 life.take(life.step)
             assert len(found) == program.count(Gather) + more, action
-
-
-@WORLDS
-def test_what_is_lost_is_gathered_once(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
-    pools[world].run(carried, tmp_path)
 
 
 # ---- updates during the backward
@@ -215,7 +210,7 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_failure_in_the_backward(pools: dict[int, Pool], world: int, clips: bool, tmp_path: Path) -> None:
+def test_a_failure_in_the_backward(pools: Pools, world: int, clips: bool, tmp_path: Path) -> None:
     """The state is as before."""
     for builder in ("zero2", "zero3"):
         pools[world].run(late, clips, builder, tmp_path)

@@ -16,7 +16,7 @@ import yafsdp_fn as ya
 from tests.harness.histories import BUILDERS, Life, Setting
 from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
 from yafsdp_fn.communication.streams import HostStream
 from yafsdp_fn.runtime.slots import acquire
@@ -61,14 +61,15 @@ def steady(_: Mesh, mesh: str, builder: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world", "mesh", "builder"), CASES)
-def test_only_fresh_gradients_are_allocated(pools: dict[int, Pool], world: int, mesh: str, builder: str) -> None:
+def test_only_fresh_gradients_are_allocated(pools: Pools, world: int, mesh: str, builder: str) -> None:
     pools[world].run(steady, mesh, builder)
 
 
-def left(mesh: Mesh, folder: Any) -> None:
+@on_ranks(1, 2)
+def test_a_dropped_state_frees_its_memory(mesh: Mesh, tmp_path: Any) -> None:
     """Cycles after each step, and tensors of dropped states that are alive."""
     for builder, clips in (("zero2", True), ("zero2", False), ("zero3", False)):
-        life = Life(Setting("shard", builder, clips, "frozen"), True, folder)
+        life = Life(Setting("shard", builder, clips, "frozen"), True, tmp_path)
         with no_collection():
             for number in range(4):
                 life.take(life.step)
@@ -94,24 +95,16 @@ def left(mesh: Mesh, folder: Any) -> None:
             assert not alive, builder
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int, tmp_path: Any) -> None:
-    pools[world].run(left, tmp_path)
-
-
-def kept(mesh: Mesh, folder: Any) -> None:
+@on_ranks(2)
+def test_streams_know_the_slots(mesh: Mesh, tmp_path: Any) -> None:
+    """They may be at work on them when a state is dropped."""
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStream, "mark_used", lambda _, memory: told.append(memory.data_ptr()))
-        life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
+        life = Life(Setting("shard", "zero3", False, "pinned"), True, tmp_path)
         for _ in range(2):
             life.take(life.step)
     slots = acquire(life.state.memory)
     buffers = [*slots._weights.values(), *slots._grads.values()]
     streams = life.state.memory.comms.streams
     assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)
-
-
-def test_streams_know_the_slots(pools: dict[int, Pool], tmp_path: Any) -> None:
-    """They may be at work on them when a state is dropped."""
-    pools[2].run(kept, tmp_path)

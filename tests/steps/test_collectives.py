@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import (
     PROBLEMS,
     SCHEDULES,
@@ -116,9 +116,7 @@ def test_two_slots_take_2_l_minus_2_gathers() -> None:
     ("schedule", "width", "resident"),
     [("zero3", 2, 0), ("zero3-demand", 2, 0), ("zero3-remat-all", 2, 0), ("zero3-far", 4, 0), ("zero3-resident", 3, 1)],
 )
-def test_counts_under_zero3(
-    pools: dict[int, Pool], layers: int, parts: int, schedule: str, width: int, resident: int
-) -> None:
+def test_counts_under_zero3(pools: Pools, layers: int, parts: int, schedule: str, width: int, resident: int) -> None:
     expected = two_slots(layers - resident, parts, width) + resident
     for counts in pools[2].run(counted, "base", layers, schedule, parts):
         assert counts == {
@@ -135,12 +133,12 @@ def test_counts_under_zero3(
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("schedule", ["zero2", "zero2-remat-all"])
-def test_counts_under_zero2(pools: dict[int, Pool], layers: int, parts: int, schedule: str) -> None:
+def test_counts_under_zero2(pools: Pools, layers: int, parts: int, schedule: str) -> None:
     for counts in pools[2].run(counted, "base", layers, schedule, parts):
         assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
 
 
-def test_counts_of_other_visits(pools: dict[int, Pool]) -> None:
+def test_counts_of_other_visits(pools: Pools) -> None:
     """A tied unit is gathered once and reduced once a microbatch; a stack visited twice, between its neighbours."""
     (tied, *_), (twice, *_), (frozen, *_), (part, *_) = (
         pools[2].run(counted, name, 5, "zero3", parts)
@@ -166,7 +164,7 @@ def world_one_is_silent(mesh: Any) -> int:
     return len(calls)
 
 
-def test_one_rank_communicates_nothing(pools: dict[int, Pool]) -> None:
+def test_one_rank_communicates_nothing(pools: Pools) -> None:
     assert pools[1].run(world_one_is_silent) == [0]
 
 
@@ -223,7 +221,7 @@ def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple
     ],
     ids=["fp32", "bf16 gather", "bf16 reduce", "bf16 both"],
 )
-def test_dtype_of_every_collective(pools: dict[int, Pool], precision: ya.Precision, recorded_too: bool) -> None:
+def test_dtype_of_every_collective(pools: Pools, precision: ya.Precision, recorded_too: bool) -> None:
     for found in pools[2].run(dtypes, precision, recorded_too):
         gathers = [(call, count) for call, count in found if call.kind == "gather"]
         reduces = [(call, count) for call, count in found if call.kind == "reduce"]

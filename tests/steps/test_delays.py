@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.streams import Event, HostStream
@@ -121,16 +121,13 @@ def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
         ("stacks", "zero3-demand", "fp32"),
     ],
 )
-def test_delays_change_nothing(pools: dict[int, Pool], world: int, which: str, case: Case) -> None:
+def test_delays_change_nothing(pools: Pools, world: int, which: str, case: Case) -> None:
     pools[world].run(with_and_without, [case], DELAYS[which])
 
 
-def one_slow_rank(mesh: Any) -> None:
+@on_ranks(3)
+def test_one_slow_rank_changes_nothing(mesh: Any) -> None:
     with_and_without(mesh, [("base", "zero3", "fp32")], DELAYS["anything"] if mesh.get_local_rank() == 1 else {})
-
-
-def test_one_slow_rank_changes_nothing(pools: dict[int, Pool]) -> None:
-    pools[3].run(one_slow_rank)
 
 
 def without_waits(mesh: Any, which: str) -> bool:
@@ -145,6 +142,6 @@ def without_waits(mesh: Any, which: str) -> bool:
 
 
 @pytest.mark.parametrize("which", ["late gathers", "late reductions"])
-def test_delays_would_show_a_missing_wait(pools: dict[int, Pool], which: str) -> None:
+def test_delays_would_show_a_missing_wait(pools: Pools, which: str) -> None:
     """The tests above can fail."""
     assert pools[2].run(without_waits, which) == [False, False]

@@ -13,7 +13,7 @@ from torch.nn.functional import dropout
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, global_batch, looped, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -29,7 +29,7 @@ from tests.harness.problems import (
 )
 
 TX = ya.optim.adamw(1e-2)
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 Aux = dict[str, Any]
 
 
@@ -46,7 +46,9 @@ def loss_with_aux(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
     }
 
 
-def evaluations(mesh: Any, by_turns: bool) -> None:
+@WORLDS
+@pytest.mark.parametrize("by_turns", [True, nightly(False)])
+def test_evaluation_is_exact_and_changes_nothing(mesh: Any, by_turns: bool) -> None:
     """by_turns: each problem with one of the schedules"""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     tolerance = 0.0 if ranks == 1 else 1e-5
@@ -79,13 +81,8 @@ def evaluations(mesh: Any, by_turns: bool) -> None:
             assert torch.equal(before, after)
 
 
-@WORLDS
-@pytest.mark.parametrize("by_turns", [True, nightly(False)])
-def test_evaluation_is_exact_and_changes_nothing(pools: dict[int, Pool], world: int, by_turns: bool) -> None:
-    pools[world].run(evaluations, by_turns)
-
-
-def aux(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_aux_is_reduced(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state, everything = ya.init(base_params(2), TX, mesh=mesh), global_batch(ranks)
     for parts in (1, 3):
@@ -100,11 +97,6 @@ def aux(mesh: Any) -> None:
             assert found["max"] == everything["targets"].max()
             means = [part.float().mean() for part in batch_of(rank)["tokens"].chunk(parts)]
             compare(found["own"], means[0] if parts == 1 else torch.stack(means), 1e-5, "own")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_aux_is_reduced(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(aux)
 
 
 # ---- evaluation inside a training step
@@ -122,7 +114,8 @@ def evaluated_within(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
     return ya.Mean(mean.total + twice.total, mean.weight), {"before": ya.Mean(*before), "other": ya.Mean(*other)}
 
 
-def within(mesh: Any) -> None:
+@WORLDS
+def test_evaluation_inside_a_training_step(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for schedule in ("zero3", "zero3-remat-all", "zero2"):
         for parts in (1, 3) if ranks == 1 else (3,):
@@ -137,11 +130,6 @@ def within(mesh: Any) -> None:
             compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
 
 
-@WORLDS
-def test_evaluation_inside_a_training_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(within)
-
-
 def dropout_within(params: Params, batch: Batch) -> ya.Mean:
     with torch.no_grad():
         sampled = dropout_loss(params, batch)
@@ -149,7 +137,8 @@ def dropout_within(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(mean.total * (1 + sampled.total.sigmoid()), mean.weight)
 
 
-def random_within(mesh: Any) -> None:
+@WORLDS
+def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
     """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
@@ -160,11 +149,6 @@ def random_within(mesh: Any) -> None:
         for _ in range(2):
             value, grads = function(state.params, batch_of(rank))
             compare((value, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches")
-
-
-@WORLDS
-def test_random_numbers_of_an_evaluation_inside(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(random_within)
 
 
 def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
@@ -190,7 +174,7 @@ def draws(mesh: Any) -> list[list[float]]:
     return out
 
 
-def test_random_numbers_are_independent(pools: dict[int, Pool]) -> None:
+def test_random_numbers_are_independent(pools: Pools) -> None:
     """Of rank, step, microbatch and layer: each draws its own, though the batches are the same."""
     found = [tuple(draw) for of_rank in pools[2].run(draws) for draw in of_rank]
     assert len(found) == 2 * 2 * 3 * 2 and len(set(found)) == len(found)
@@ -199,7 +183,8 @@ def test_random_numbers_are_independent(pools: dict[int, Pool]) -> None:
 # ---- parameters that are not the state's own
 
 
-def averaged(mesh: Any) -> None:
+@WORLDS
+def test_averaged_parameters(mesh: Any) -> None:
     """An exponential average of the parameters, by tree_map, evaluated between steps."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
@@ -221,8 +206,3 @@ def averaged(mesh: Any) -> None:
                 got = evaluate(tree, batch_of(rank))["loss"]
                 compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")
         compare(ya.unshard(mean), plain_mean, loose, "the average")
-
-
-@WORLDS
-def test_averaged_parameters(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(averaged)

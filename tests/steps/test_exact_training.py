@@ -14,7 +14,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -102,7 +102,7 @@ SOME = {1: CASES[::2], 2: CASES[1::2], 3: CASES[6:7], 4: CASES[5:6]}
 
 
 @pytest.mark.parametrize(("world", "cases"), [*SOME.items(), *(nightly(world, CASES) for world in SOME)])
-def test_ten_adamw_steps(pools: dict[int, Pool], world: int, cases: list[tuple[str, int, str, int]]) -> None:
+def test_ten_adamw_steps(pools: Pools, world: int, cases: list[tuple[str, int, str, int]]) -> None:
     for case in cases:
         pools[world].run(ten_steps, *case)
 
@@ -110,7 +110,17 @@ def test_ten_adamw_steps(pools: dict[int, Pool], world: int, cases: list[tuple[s
 # ---- dropout
 
 
-def dropout(mesh: Any, schedule: str) -> None:
+def unrolled_dropout_loss(params: Params, batch: Batch) -> ya.Mean:
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(dropout_block, x, params.layers, unroll=2)
+    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
+    return mean
+
+
+@pytest.mark.sampled
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero2-remat-all"])
+def test_dropout_replays(mesh: Any, schedule: str) -> None:
     """Each rank, step, microbatch and layer draws its own numbers; a recomputed block draws the same again."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for parts in (1, 3) if ranks == 1 else (3,):
@@ -127,14 +137,8 @@ def dropout(mesh: Any, schedule: str) -> None:
         compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
 
 
-def unrolled_dropout_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(dropout_block, x, params.layers, unroll=2)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
-
-
-def dropout_bits(mesh: Any) -> None:
+@on_ranks(1)
+def test_dropout_has_equal_bits_on_one_rank(mesh: Any) -> None:
     """A plain tree draws the same numbers without any help, visit by visit."""
     for loss in (dropout_loss, unrolled_dropout_loss):
         for schedule in ("zero3", "zero3-remat-all"):
@@ -145,17 +149,6 @@ def dropout_bits(mesh: Any) -> None:
                 with by_autograd():
                     value, grads = sharded(state.params, batch_of(0))
                 compare((value, ya.unshard(grads)), expected, 0.0, f"{loss.__name__}, {schedule}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero2-remat-all"])
-def test_dropout_replays(pools: dict[int, Pool], world: int, schedule: str) -> None:
-    pools[world].run(dropout, schedule)
-
-
-def test_dropout_has_equal_bits_on_one_rank(pools: dict[int, Pool]) -> None:
-    pools[1].run(dropout_bits)
 
 
 def test_dropout_drops_anew_at_each_step() -> None:
@@ -174,7 +167,9 @@ def in_bf16(params: Params, batch: Batch) -> ya.Mean:
     return base_loss(optree.tree_map(Tensor.bfloat16, params), batch)
 
 
-def low_precision(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_bf16_compute(mesh: Any) -> None:
+    """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     batches = [batch_of(r) for r in range(ranks)]
     params = ya.params.without_markers(plain(base_params(3)))
@@ -199,12 +194,6 @@ def low_precision(mesh: Any) -> None:
         compare(ya.unshard(got_grads), in_fp32[1], 5e-2, f"{what}: gradients against fp32")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bf16_compute(pools: dict[int, Pool], world: int) -> None:
-    """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
-    pools[world].run(low_precision)
-
-
 THREE_DTYPES = [
     (torch.float64, torch.float32, torch.float64),
     (torch.float64, torch.bfloat16, torch.float32),
@@ -219,13 +208,6 @@ def through(param: torch.dtype, compute: torch.dtype) -> Callable[[Params, Batch
         return base_loss(optree.tree_map(lambda leaf: leaf.to(param).to(compute), params), batch)
 
     return cast
-
-
-def three_dtypes(mesh: Any) -> None:
-    for dtypes in THREE_DTYPES:
-        # a slot sums up rows of an embedding in the reduce dtype, autograd in the compute dtype
-        with by_autograd() if dtypes[1] == torch.bfloat16 else contextlib.nullcontext():
-            in_dtypes(mesh, *dtypes)
 
 
 def in_dtypes(mesh: Any, param: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -248,13 +230,17 @@ def in_dtypes(mesh: Any, param: torch.dtype, compute: torch.dtype, reduce: torch
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [1, 2])
-def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
+@on_ranks(1, 2)
+def test_any_three_dtypes(mesh: Any) -> None:
     """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
-    pools[world].run(three_dtypes)
+    for dtypes in THREE_DTYPES:
+        # a slot sums up rows of an embedding in the reduce dtype, autograd in the compute dtype
+        with by_autograd() if dtypes[1] == torch.bfloat16 else contextlib.nullcontext():
+            in_dtypes(mesh, *dtypes)
 
 
-def low_precision_steps(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_ten_steps_in_bf16(mesh: Any) -> None:
     """Masters and moments stay fp32; the working copy follows them at every step."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
@@ -268,11 +254,6 @@ def low_precision_steps(mesh: Any) -> None:
         oracle = oracle.apply_gradients(grads, TX)
     assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(state.params))
     compare(ya.unshard(state), oracle.params, 1e-3, "parameters")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ten_steps_in_bf16(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(low_precision_steps)
 
 
 # ---- uneven masks
@@ -289,7 +270,8 @@ def uneven_batch(rank: int) -> Batch:
     return {"tokens": tokens, "targets": targets}
 
 
-def uneven(mesh: Any) -> None:
+@on_ranks(4)
+def test_uneven_masks(mesh: Any) -> None:
     batches = [uneven_batch(rank) for rank in range(4)]
     assert [int((batch["targets"] != IGNORED).sum()) for batch in batches] == list(VALID)
     state = ya.init(base_params(3), TX, mesh=mesh)
@@ -303,7 +285,3 @@ def uneven(mesh: Any) -> None:
         _, metrics = step(state, batches[mesh.get_local_rank()])
         assert relative(metrics["loss"], expected[0]) <= 1e-5
         assert relative(metrics["grad_norm"], ya.global_norm(expected[1])) <= 1e-5
-
-
-def test_uneven_masks(pools: dict[int, Pool]) -> None:
-    pools[4].run(uneven)

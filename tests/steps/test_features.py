@@ -19,7 +19,7 @@ from tests.extras.tape import TapeRecorder
 from tests.harness.groups import by_the_backend
 from tests.harness.marks import nightly
 from tests.harness.oracle import joined, relative
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.extras.cuda_graphs import Graphs
 
 V, STEPS = 37, 3  # the third step is the first that captures
@@ -204,7 +204,7 @@ def all_of(mesh: Any, names: list[str]) -> None:
     ],
     ids=["1-some", "2-others", "1-all", "2-all"],
 )
-def test_every_feature_alone(pools: dict[int, Pool], world: int, names: list[str]) -> None:
+def test_every_feature_alone(pools: Pools, world: int, names: list[str]) -> None:
     pools[world].run(all_of, names)
 
 
@@ -221,12 +221,12 @@ ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resi
     ],
     ids=["2-others", "3-some", "1-all", "2-all"],
 )
-def test_features_together(pools: dict[int, Pool], world: int, names: list[str]) -> None:
+def test_features_together(pools: Pools, world: int, names: list[str]) -> None:
     pools[world].run(all_of, names)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled(pools: dict[int, Pool], name: str) -> None:
+def test_compiled(pools: Pools, name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
     pools[1].run(all_of, [name])

@@ -18,7 +18,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, looped, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     SCHEDULES,
     TX,
@@ -85,7 +85,7 @@ def same_collectives(mesh: Any, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_collectives_are_those_of_one_microbatch(pools: dict[int, Pool], world: int) -> None:
+def test_collectives_are_those_of_one_microbatch(pools: Pools, world: int) -> None:
     for schedule in ("zero3", "zero2"):
         pools[world].run(same_collectives, schedule)
 
@@ -113,11 +113,12 @@ def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...
 @pytest.mark.parametrize(
     ("world", "dtype"), [(1, torch.float32), nightly(1, torch.float64), nightly(2, torch.float64), (3, torch.float64)]
 )
-def test_gradients_are_those_of_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
+def test_gradients_are_those_of_depth_order(pools: Pools, world: int, dtype: torch.dtype) -> None:
     pools[world].run(against_depth_order, dtype, ("zero3", "zero3-remat-every", "zero2-remat-all"))
 
 
-def with_dropout(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_dropout_inside_chunks(mesh: Any) -> None:
     """Numbers are those of the plain loop, in kept and in recomputed visits, and differ between microbatches."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     whole = ya.params.without_markers(plain(base_params(3)))
@@ -140,12 +141,8 @@ def with_dropout(mesh: Any) -> None:
     assert len({tuple(row.tolist()) for row in seen[0]}) == N
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_dropout_inside_chunks(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(with_dropout)
-
-
-def pure_path(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_on_the_pure_path(mesh: Any) -> None:
     params = ya.init(base_params(3), TX, mesh=mesh).params._asdict()
     del params["more"]  # torch's pytrees take None for a leaf
     batch = batch_of(mesh.get_local_rank(), rows=ROWS)
@@ -163,15 +160,13 @@ def pure_path(mesh: Any) -> None:
         compare(got, expected, 1e-5, what)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_on_the_pure_path(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(pure_path)
-
-
 # ---- Llama
 
 
-def of_llama(mesh: Any, dtype: torch.dtype) -> None:
+@on_ranks()
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
+def test_llama_against_depth_order(mesh: Any, dtype: torch.dtype) -> None:
     config = llama.CONFIGS["debug"]
     state = ya.init(llama.params(config), TX, mesh=mesh, precision=ya.Precision(dtype))
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
@@ -187,16 +182,11 @@ def of_llama(mesh: Any, dtype: torch.dtype) -> None:
         compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
-def test_llama_against_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
-    pools[world].run(of_llama, dtype)
-
-
 # ---- on fake tensors
 
 
-def lowered(mesh: Any) -> None:
+@on_ranks(1)
+def test_lowered_before_any_step(mesh: Any) -> None:
     """A program before any step; a kept visit keeps the inputs of its chunks, not their graphs."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     batch = batch_of(0, rows=ROWS)
@@ -208,7 +198,3 @@ def lowered(mesh: Any) -> None:
     state, _ = steps[0](state, batch)
     learnt = steps[0].program(state)
     assert learnt is not None and learnt.ops == programs[0].ops
-
-
-def test_lowered_before_any_step(pools: dict[int, Pool]) -> None:
-    pools[1].run(lowered)

@@ -16,7 +16,7 @@ from tests.checkpoint import test_resharding as resharding
 from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, on
 from tests.harness.oracle import batch_of, global_batch
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.runtime.test_pure_on_ranks import Setting, first_order, per_example, second_order
 from tests.steps.test_whole_trees import initial, numbers, several_units
 from yafsdp_fn.checkpoint.io import load, save
@@ -26,25 +26,25 @@ BF16 = torch.bfloat16
 
 
 @ON
-def test_initial_values_have_the_same_bits(pools: dict[int, Pool], mesh: str) -> None:
+def test_initial_values_have_the_same_bits(pools: Pools, mesh: str) -> None:
     for name in ("base", "frozen"):
         pools[4].run(on, mesh, initial, name)
 
 
 @ON
-def test_numbers_over_trees_and_map_layers(pools: dict[int, Pool], mesh: str) -> None:
+def test_numbers_over_trees_and_map_layers(pools: Pools, mesh: str) -> None:
     pools[4].run(on, mesh, numbers, "frozen")
     pools[4].run(on, mesh, several_units)
 
 
 @pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "copies", "replicate-nodes"))
-def test_gradients_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+def test_gradients_of_the_pure_path(pools: Pools, mesh: str) -> None:
     for name in ("tied", "rich"):
         pools[4].run(on, mesh, first_order, name)
 
 
 @pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "replicate", "nodes"))
-def test_other_transforms_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+def test_other_transforms_of_the_pure_path(pools: Pools, mesh: str) -> None:
     pools[4].run(on, mesh, per_example, "base")
     pools[4].run(on, mesh, second_order, "base")
 
@@ -67,7 +67,7 @@ def regularised(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_regularisers(pools: dict[int, Pool], mesh: str) -> None:
+def test_regularisers(pools: Pools, mesh: str) -> None:
     pools[4].run(on, mesh, regularised)
 
 
@@ -89,7 +89,7 @@ def rounded(mesh: Any, precision: ya.Precision) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mesh", ["shard", "replicate", "copies", "nodes"])
-def test_the_pure_path_sums_in_accumulate(pools: dict[int, Pool], mesh: str) -> None:
+def test_the_pure_path_sums_in_accumulate(pools: Pools, mesh: str) -> None:
     exact = torch.stack([slope(rank) for rank in range(4)]).sum(0)
     wide = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16, accumulate=torch.float32))
     narrow = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16))
@@ -130,7 +130,7 @@ SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": y
 @pytest.mark.parametrize(
     ("mesh", "schedule"), [("shard", "zero3"), ("replicate", "hsdp"), ("copies", "ddp"), ("nodes", "zero3")]
 )
-def test_a_step_sums_in_accumulate_too(pools: dict[int, Pool], mesh: str, schedule: str) -> None:
+def test_a_step_sums_in_accumulate_too(pools: Pools, mesh: str, schedule: str) -> None:
     pools[4].run(on, mesh, in_a_step, schedule)
 
 
@@ -149,7 +149,7 @@ def loaded(mesh: Any, directory: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mesh", ["replicate", "copies", "nodes"])
-def test_checkpoints_travel_between_meshes(pools: dict[int, Pool], tmp_path: Path, mesh: str) -> None:
+def test_checkpoints_travel_between_meshes(pools: Pools, tmp_path: Path, mesh: str) -> None:
     """From a mesh with replicas or nodes to 1, 2 and 4 ranks, and back."""
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     before = pools[4].run(on, mesh, saved, there)
@@ -162,7 +162,7 @@ def test_checkpoints_travel_between_meshes(pools: dict[int, Pool], tmp_path: Pat
         assert resharding.same(got, before[0])
 
 
-def test_replicas_save_a_shard_once(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_replicas_save_a_shard_once(pools: Pools, tmp_path: Path) -> None:
     sizes = {}
     for mesh in ("shard", "replicate", "copies"):
         pools[4].run(on, mesh, saved, str(tmp_path / mesh))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, check_exact, compare, global_batch, noting, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     TX,
     Batch,
@@ -34,7 +34,7 @@ from tests.harness.problems import (
 )
 
 FEW = ("zero3", "zero3-remat-all", "zero2")
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 
 
 # ---- trees
@@ -201,7 +201,8 @@ def depth_loss(params: Params, batch: Batch, depth: int) -> ya.Mean:
     return mean
 
 
-def depths(mesh: Any) -> None:
+@WORLDS
+def test_a_depth_may_vary_from_step_to_step(mesh: Any) -> None:
     """A depth that varies from step to step: a step for each, on one state, and each is traced once."""
     tree, (batch, whole) = base_params(5), (batch_of(mesh.get_rank()), global_batch(mesh.size()))
     traces: list[Any] = []
@@ -221,11 +222,6 @@ def depths(mesh: Any) -> None:
     assert [steps[depth].program(state).trace.visits for depth in (5, 1, 3)] == [trace.visits for trace in traces]
 
 
-@WORLDS
-def test_a_depth_may_vary_from_step_to_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(depths)
-
-
 ODD = {
     "nested": Problem(nested_params, nested_loss),
     "flat": Problem(flat_params, flat_loss),
@@ -240,25 +236,18 @@ ODD = {
 }
 
 
-def odd(mesh: Any, name: str, schedule: str) -> None:
-    check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
-
-
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("schedule", FEW)
-def test_odd_visits(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
-    pools[world].run(odd, name, schedule)
+def test_odd_visits(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
 
 
-def autocast(mesh: Any) -> None:
-    check_exact(mesh, Problem(base_params, autocast_loss), layers=3, schedules=FEW, microbatches=(1,))
-
-
-def test_autocast_is_replayed(pools: dict[int, Pool]) -> None:
+@on_ranks(1)
+def test_autocast_is_replayed(mesh: Any) -> None:
     """To the bit, on one rank."""
-    pools[1].run(autocast)
+    check_exact(mesh, Problem(base_params, autocast_loss), layers=3, schedules=FEW, microbatches=(1,))
 
 
 # ---- ranks that differ in what they use
@@ -271,7 +260,8 @@ def used_by_one(params: Params, batch: Batch) -> ya.Mean:
     return mean
 
 
-def by_one(mesh: Any) -> None:
+@on_ranks(2, 3)
+def test_ranks_that_use_different_outputs(mesh: Any) -> None:
     """Only the last rank's loss depends on the layers; the others must still take part in their reductions."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     batches = [batch_of(r) | {"use": torch.tensor(r == ranks - 1)} for r in range(ranks)]
@@ -291,15 +281,11 @@ def by_one(mesh: Any) -> None:
             compare(ya.unshard(got_grads), optree.tree_unflatten(spec, expected), 1e-5, "gradients")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_use_different_outputs(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(by_one)
-
-
 # ---- what is differentiated
 
 
-def parts_of_a_tree(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_parts_of_a_tree(mesh: Any) -> None:
     """Some of the parameters, beside others that stay fixed; plain tensors beside sharded ones."""
     ranks, batch = mesh.size(), batch_of(mesh.get_local_rank())
     state, whole, everything = (
@@ -332,8 +318,3 @@ def parts_of_a_tree(mesh: Any) -> None:
                 if ranks > 1:
                     torch.distributed.all_reduce(leaf, group=mesh.get_group())
             compare(of_scale, plain_scale, 1e-5, f"{parts} microbatches: the scale")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_parts_of_a_tree(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(parts_of_a_tree)

@@ -12,7 +12,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, Planned, batch, loss_with, state
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 REMAT = {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}
 LAST = r"rank 1 of 2, backward of embed \(visit 0, microbatch 0, step {step}\)"
@@ -80,13 +80,13 @@ DAILY = ("first visit of the first step", "backward in a program")
 
 
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
-def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], case: str) -> None:
+def test_all_ranks_end_with_an_error_that_names_the_op(pools: Pools, case: str) -> None:
     waiting, failed = pools[2].run(alone, case)
     check(case, waiting, failed)
 
 
 @pytest.mark.nightly
-def test_a_late_failure_is_no_agreement(pools: dict[int, Pool]) -> None:
+def test_a_late_failure_is_no_agreement(pools: Pools) -> None:
     """Both are in the last visit when rank 0 gives up waiting, while rank 1 still asks where rank 0 has failed."""
     check("last visit of a program", *pools[2].run(alone, "last visit of a program", SOON / 2))
 
@@ -127,7 +127,7 @@ def optimizer_alone(mesh: Any) -> list[str]:
     return seen
 
 
-def test_an_optimizer_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+def test_an_optimizer_that_raises_on_one_rank(pools: Pools) -> None:
     """Were it to go on, the ranks would be one step apart, with collectives that all meet."""
     (first, second), (failed, again) = pools[2].run(optimizer_alone)
     assert first == "returned" and re.search(r"CommunicationError: rank 0: gather of \S+ \(step 2\)", second), second
@@ -150,7 +150,7 @@ def mapping_alone(mesh: Any) -> tuple[str, str]:
     return mapped, outcome(lambda: step(now, batch(rank)))
 
 
-def test_map_layers_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+def test_map_layers_that_raises_on_one_rank(pools: Pools) -> None:
     (waiting, first), (failed, second) = pools[2].run(mapping_alone)
     assert re.search(r"CommunicationError: rank 0: gather of layers\[2\] \(map_whole_layers\)", waiting), waiting
     assert "planned: map_whole_layers" in failed

@@ -21,7 +21,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import made
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import leaves
 
 E, ROWS = 3, 4  # rows of a rank: two microbatches of two
@@ -247,11 +247,11 @@ def test_one_rank_with_dropout(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(4), nightly(range(4, 8))])
-def test_two_ranks(pools: dict[int, Pool], seeds: range) -> None:
+def test_two_ranks(pools: Pools, seeds: range) -> None:
     pools[2].run(cases, ("shard", "copies", "nodes"), seeds)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seeds", [range(2), range(2, 4)])
-def test_four_ranks(pools: dict[int, Pool], seeds: range) -> None:
+def test_four_ranks(pools: Pools, seeds: range) -> None:
     pools[4].run(cases, ("replicate", "nodes"), seeds)

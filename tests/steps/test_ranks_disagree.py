@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.runtime import execute
 
 
@@ -60,7 +60,7 @@ def visits(mesh: Any, which: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("which", LOSSES)
-def test_other_visits_in_the_first_step(pools: dict[int, Pool], which: str) -> None:
+def test_other_visits_in_the_first_step(pools: Pools, which: str) -> None:
     for rank, (first, again, seconds) in enumerate(pools[2].run(visits, which)):
         assert "RanksDisagree: ranks disagree on what to communicate" in first, first
         for side, text in enumerate(SIDES[which]):
@@ -79,7 +79,7 @@ def microbatches(mesh: Any) -> tuple[str, float]:
     return outcome(lambda: step(now, batch(rank))), time.monotonic() - start
 
 
-def test_another_number_of_microbatches(pools: dict[int, Pool]) -> None:
+def test_another_number_of_microbatches(pools: Pools) -> None:
     for text, seconds in pools[2].run(microbatches):
         assert "RanksDisagree" in text and seconds < TIMEOUT, text
         assert "ranks disagree on the program" in text and "rank 1: " in text
@@ -105,7 +105,7 @@ def schedules(mesh: Any, as_programs: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
-def test_other_schedules(pools: dict[int, Pool], as_programs: bool) -> None:
+def test_other_schedules(pools: Pools, as_programs: bool) -> None:
     """Refused each time, and nothing is lost: no collective of a program has run."""
     for found in pools[2].run(schedules, as_programs):
         for text in found:
@@ -127,7 +127,7 @@ def later(mesh: Any, which: str) -> tuple[str, str]:
     return outcome(lambda: step(now, batch(rank)), SOON), outcome(lambda: step(now, batch(rank)))
 
 
-def test_other_visits_on_one_rank_later(pools: dict[int, Pool]) -> None:
+def test_other_visits_on_one_rank_later(pools: Pools) -> None:
     (first, first_again), (second, second_again) = pools[2].run(later, "swapped")
     assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
     assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in second and "layers[0]" in second
@@ -141,7 +141,7 @@ def uneven(mesh: Any) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_mesh_of_another_size_than_the_world(pools: dict[int, Pool], world: int) -> None:
+def test_a_mesh_of_another_size_than_the_world(pools: Pools, world: int) -> None:
     for text in pools[world].run(uneven):
         ranks = f"{world} rank{'s' * (world > 1)}"
         assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
@@ -164,7 +164,7 @@ def builds(mesh: Any, which: str) -> str:
 
 
 @pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
-def test_other_parameters(pools: dict[int, Pool], which: str) -> None:
+def test_other_parameters(pools: Pools, which: str) -> None:
     for text in pools[2].run(builds, which):
         assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
@@ -178,7 +178,7 @@ def auxiliary(mesh: Any, which: str) -> str:
 
 
 @pytest.mark.parametrize("which", ["sizes", "structures"])
-def test_other_aux(pools: dict[int, Pool], which: str) -> None:
+def test_other_aux(pools: Pools, which: str) -> None:
     for text in pools[2].run(auxiliary, which):
         assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
@@ -198,7 +198,7 @@ def building(mesh: Any) -> str:
     return outcome(lambda: step(now, batch(rank)), SOON)
 
 
-def test_a_schedule_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
+def test_a_schedule_that_raises_on_one_rank(pools: Pools) -> None:
     waiting, failed = pools[2].run(building)
     assert re.search(r"CommunicationError: rank 0: .*program", waiting) and "has probably stopped" in waiting, waiting
     assert "planned: schedule" in failed
@@ -227,7 +227,7 @@ def beside(mesh: Any) -> str:
     return outcome(lambda: step(now, batch(rank)), SOON)
 
 
-def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(pools: dict[int, Pool]) -> None:
+def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(pools: Pools) -> None:
     """Its gather would meet another layer's of the same size."""
     alone, other = pools[2].run(beside)
     assert "forward of layers[0] (without grad, microbatch 0, step 2)" in alone and "Error" in alone, alone
@@ -247,7 +247,7 @@ def out_of_memory(mesh: Any) -> list[str]:
     return [first, outcome(lambda: step(now, batch(rank)))]
 
 
-def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(pools: dict[int, Pool]) -> None:
+def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(pools: Pools) -> None:
     for rank, (first, again) in enumerate(pools[2].run(out_of_memory)):
         assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
         assert "the communicators are lost since" in again and "restart all ranks" in again, again

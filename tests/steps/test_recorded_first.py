@@ -18,7 +18,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.errors import RanksDisagree
 
 Table = Callable[[int], Tensor]
@@ -101,7 +101,10 @@ LOSSES: dict[str, Callable[[], LossFn]] = {
 }
 
 
-def trains(mesh: Any, which: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize("which", LOSSES)
+def test_a_loss_of_values_trains(mesh: Any, which: str) -> None:
     """Two steps as the plain loop's; step 0 runs the program, which computes the same bits as it does from then on."""
     total, rank = LOSSES[which](), mesh.get_rank()
     step, first = ya.train_step(total, TX), ya.train_step(total, TX)
@@ -123,13 +126,6 @@ def trains(mesh: Any, which: str) -> None:
             assert torch.equal(metrics["loss"], evaluated)
             assert not same(bits(now), start)
             assert step.lower(now, batch(rank)) == step.program(now)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("which", LOSSES)
-def test_a_loss_of_values_trains(pools: dict[int, Pool], world: int, which: str) -> None:
-    pools[world].run(trains, which)
 
 
 # ---- tables that are cached while a loss is traced on fake tensors
@@ -177,12 +173,12 @@ def across_stages(_: Any, there_before: bool) -> tuple[str, float]:
     return outcome(run, SOON if left_alone else None), found[-1]
 
 
-def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: dict[int, Pool]) -> None:
+def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: Pools) -> None:
     first, _ = pools[2].run(across_stages, False)
     assert "made while the loss was traced" in first[0], first
 
 
-def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(pools: dict[int, Pool]) -> None:
+def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(pools: Pools) -> None:
     want = ya.train_step(tabled(cached(), in_block=True), TX)(state(), batch())[1]["loss"].item()
     for said, found in pools[2].run(across_stages, True):
         assert said == "returned" and found == pytest.approx(want, rel=1e-5)
@@ -252,7 +248,8 @@ def test_outputs_of_a_recorded_visit_may_be_written_in_place() -> None:
     assert got[1] == 2 * got[0]
 
 
-def inner_gradients(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_gradient_inside_the_loss_is_refused(mesh: Any) -> None:
     """Each is refused by name, and the state is as before."""
 
     def of_weights(tree: Any, data: Any) -> Tensor:
@@ -275,11 +272,6 @@ def inner_gradients(mesh: Any) -> None:
                 ya.train_step(total, TX)(now, batch())
         assert same(bits(now), before)
         ya.train_step(loss, TX)(now, batch())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_inside_the_loss_is_refused(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(inner_gradients)
 
 
 def test_a_recording_is_closed() -> None:
@@ -350,7 +342,7 @@ def differs(mesh: Any, which: str) -> tuple[str, list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("which", OTHERS)
-def test_ranks_that_record_other_calls_say_so(pools: dict[int, Pool], which: str) -> None:
+def test_ranks_that_record_other_calls_say_so(pools: Pools, which: str) -> None:
     _, text, _ = OTHERS[which]
     for error, before, after in pools[2].run(differs, which):
         assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")

@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from tests.harness.histories import BUILDERS
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare, global_batch
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import Batch, Params, base_loss, base_params, layer
 from yafsdp_fn.schedules import Program
 
@@ -91,7 +91,7 @@ CASES += [(4, "replicate", "plain", "regulariser"), (4, "replicate", "clipped", 
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize(("world", "mesh", "when", "loss"), CASES)
 def test_every_builder_is_exact_or_says_why_not(
-    pools: dict[int, Pool], world: int, mesh: str, when: str, loss: str, builder: str
+    pools: Pools, world: int, mesh: str, when: str, loss: str, builder: str
 ) -> None:
     not_here = builder in NOT_HERE[mesh] or (builder == "ddp" and world == 4)
     assert pools[world].run(refused, mesh, when, loss, builder) == [[not_here, not_here]] * world

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.groups import outcome
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import batch, block, model, with_block
 
 TX = ya.optim.sgd(0.1)
@@ -75,17 +75,17 @@ def steps(mesh: Any, which: str, remat: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("which", OTHER)
-def test_other_values_are_refused_by_name(pools: dict[int, Pool], world: int, which: str) -> None:
+def test_other_values_are_refused_by_name(pools: Pools, world: int, which: str) -> None:
     for said, kept in pools[world].run(steps, which, "all"):
         assert re.search(SAID, said), said
         assert kept
 
 
 @pytest.mark.parametrize("which", OTHER)
-def test_where_graphs_are_kept_any_values_serve(pools: dict[int, Pool], which: str) -> None:
+def test_where_graphs_are_kept_any_values_serve(pools: Pools, which: str) -> None:
     assert {said for said, _ in pools[2].run(steps, which, "none")} == {"returned"}
 
 
 @pytest.mark.parametrize("which", SAME)
-def test_the_same_values_serve(pools: dict[int, Pool], which: str) -> None:
+def test_the_same_values_serve(pools: Pools, which: str) -> None:
     assert {said for said, _ in pools[2].run(steps, which, "all")} == {"returned"}

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES, base_loss, base_params, stacks_loss, stacks_params
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 State = ya.ShardedState
 
 
@@ -31,7 +31,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # ---- several states
 
 
-def in_turn(mesh: Any) -> None:
+@WORLDS
+def test_states_in_turn(mesh: Any) -> None:
     """Four states on one mesh, of two layouts and two precisions, share step functions; each goes as if alone."""
     rank = mesh.get_local_rank()
     kinds = [
@@ -58,11 +59,7 @@ def in_turn(mesh: Any) -> None:
 
 
 @WORLDS
-def test_states_in_turn(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(in_turn)
-
-
-def not_donated(mesh: Any) -> None:
+def test_without_donation(mesh: Any) -> None:
     rank = mesh.get_local_rank()
     for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
@@ -83,11 +80,7 @@ def not_donated(mesh: Any) -> None:
 
 
 @WORLDS
-def test_without_donation(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(not_donated)
-
-
-def replaced(mesh: Any) -> None:
+def test_replaced_parameters(mesh: Any) -> None:
     """A state whose parameters were replaced by others: the steps that follow start from those."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
@@ -109,11 +102,7 @@ def replaced(mesh: Any) -> None:
 
 
 @WORLDS
-def test_replaced_parameters(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(replaced)
-
-
-def by_hand(mesh: Any) -> None:
+def test_steps_by_hand(mesh: Any) -> None:
     """`train_step` is value_and_grad and apply_gradients; its gradients are memory of their own."""
     rank = mesh.get_local_rank()
     for name in ("base", "frozen", "tied"):
@@ -134,11 +123,7 @@ def by_hand(mesh: Any) -> None:
 
 
 @WORLDS
-def test_steps_by_hand(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(by_hand)
-
-
-def any_batch(mesh: Any) -> None:
+def test_batches_of_any_shape(mesh: Any) -> None:
     """A program depends on visits, never on shapes: batches may change theirs from step to step."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)
@@ -149,15 +134,12 @@ def any_batch(mesh: Any) -> None:
         compare(got, expected, 1e-5, f"{rows} rows")
 
 
-@WORLDS
-def test_batches_of_any_shape(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(any_batch)
-
-
 # ---- programs
 
 
-def lowered(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize("world", [2])
+def test_lower_before_any_step(mesh: Any) -> None:
     """What `lower` builds on fake tensors before any step is what the first step finds; it leaves the state alone."""
     rank = mesh.get_local_rank()
     for number, (name, problem) in enumerate(PROBLEMS.items()):
@@ -181,12 +163,8 @@ def lowered(mesh: Any) -> None:
                 ya.verify(program)
 
 
-@pytest.mark.parametrize("world", [2])
-def test_lower_before_any_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(lowered)
-
-
-def given(mesh: Any) -> None:
+@WORLDS
+def test_a_saved_program_gives_the_same_bits(mesh: Any) -> None:
     """A program, saved as text, goes on with the same bits as the step function that made it, as in a resumed run."""
     rank = mesh.get_local_rank()
     schedules = ("zero3-far", "zero2-remat-all")
@@ -209,11 +187,7 @@ def given(mesh: Any) -> None:
 
 
 @WORLDS
-def test_a_saved_program_gives_the_same_bits(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(given)
-
-
-def as_pytree(mesh: Any) -> None:
+def test_a_state_is_a_pytree(mesh: Any) -> None:
     """A state goes through both kinds of pytrees."""
     rank = mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
@@ -230,8 +204,3 @@ def as_pytree(mesh: Any) -> None:
     value, _ = ya.value_and_grad(base_loss)(copied.params, batch_of(rank, seed=1))
     assert relative(value, expected["loss"]) <= 1e-5 and same(bits(state), before)
     assert relative(ya.unshard(copied).embed, plain(base_params(3)).embed) > 0
-
-
-@WORLDS
-def test_a_state_is_a_pytree(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(as_pytree)

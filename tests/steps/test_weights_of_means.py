@@ -18,7 +18,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
 from tests.harness.oracle import batch_of, check_exact, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, TX, Batch, Head, Params, Problem, base_loss, base_params, block, embed
 from tests.steps.staged.models import F64
 
@@ -79,16 +79,12 @@ def of_all_layers(params: Params, batch: Batch) -> ya.Mean:
 ALLOWED: dict[str, Loss] = {loss.__name__: loss for loss in (in_the_head, of_an_argument, beside_visits, of_all_layers)}
 
 
-def check(mesh: Any, name: str, schedule: str) -> None:
-    check_exact(mesh, Problem(base_params, ALLOWED[name]), layers=3, schedules=(schedule,))
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero3-remat-every", "zero2-remat-all"])
-def test_what_depends_on_no_parameter(pools: dict[int, Pool], name: str, world: int, schedule: str) -> None:
-    pools[world].run(check, name, schedule)
+def test_what_depends_on_no_parameter(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, Problem(base_params, ALLOWED[name]), layers=3, schedules=(schedule,))
 
 
 @functools.cache
@@ -96,7 +92,10 @@ def stages_of(_: Any) -> Any:
     return ya.mesh(device="cpu", stage=2)
 
 
-def staged(mesh: Any, name: str) -> None:
+@pytest.mark.sampled
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
+def test_across_stages(mesh: Any, name: str) -> None:
     loss, params = ALLOWED[name], base_params(3)
     state = ya.init(
         params,
@@ -114,13 +113,6 @@ def staged(mesh: Any, name: str) -> None:
             value, grads = function(state.params, ya.shard_batch(batch, stages_of(mesh)))
             expected = ya.value_and_grad(loss)(oracle.params, batch)
             compare((value, ya.unshard(grads)), expected, 1e-12, f"{name}, {order.__name__}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
-def test_across_stages(pools: dict[int, Pool], name: str, world: int) -> None:
-    pools[world].run(staged, name)
 
 
 # ---- what depends
@@ -167,7 +159,10 @@ REFUSED: dict[str, Loss] = {loss.__name__: loss for loss in (of_the_hidden, of_t
 TEXT = "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
 
 
-def refused(mesh: Any, name: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_is_refused(mesh: Any, name: str) -> None:
     """In a first step and in later ones; the state is as before, and trains on."""
     for remat in (ya.schedules.remat.none, ya.schedules.remat.all):
         state = ya.init(base_params(3), TX, mesh=mesh)
@@ -180,13 +175,6 @@ def refused(mesh: Any, name: str) -> None:
             assert same(bits(state), before)
             state, metrics = step(state, good)
             assert metrics["loss"].isfinite()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_depends_is_refused(pools: dict[int, Pool], name: str, world: int) -> None:
-    pools[world].run(refused, name)
 
 
 def test_what_a_frozen_unit_makes() -> None:

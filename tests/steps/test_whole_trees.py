@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
 
 NAMES = ("base", "tied", "stacks", "frozen", "units", "pinned")
@@ -38,7 +38,7 @@ def initial(mesh: Any, name: str) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", NAMES)
-def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: dict[int, Pool], name: str, world: int) -> None:
+def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: Pools, name: str, world: int) -> None:
     pools[world].run(initial, name)
 
 
@@ -64,7 +64,7 @@ def is_params(node: Any) -> bool:
 
 
 @WORLDS
-def test_padding_stays_zero(pools: dict[int, Pool], world: int) -> None:
+def test_padding_stays_zero(pools: Pools, world: int) -> None:
     pools[world].run(padding_is_zero)
 
 
@@ -98,7 +98,7 @@ def numbers(mesh: Any, name: str) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_over_trees(pools: dict[int, Pool], name: str, world: int) -> None:
+def test_numbers_over_trees(pools: Pools, name: str, world: int) -> None:
     pools[world].run(numbers, name)
 
 
@@ -160,7 +160,7 @@ def whole_layers(mesh: Any) -> None:
 
 
 @WORLDS
-def test_map_layers(pools: dict[int, Pool], world: int) -> None:
+def test_map_layers(pools: Pools, world: int) -> None:
     pools[world].run(whole_layers)
 
 
@@ -181,5 +181,5 @@ def sum_of(layer: Any) -> Tensor:
 
 
 @WORLDS
-def test_map_layers_over_several_units(pools: dict[int, Pool], world: int) -> None:
+def test_map_layers_over_several_units(pools: Pools, world: int) -> None:
     pools[world].run(several_units)

@@ -25,7 +25,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import Batch, E, V, block, embed, layer, masked_loss, param
 from tests.proof.changed import any_change
 from tests.steps.staged.models import F64
@@ -187,5 +187,5 @@ def check(mesh: Any, number: int) -> None:
         for n in range(count * (10 if EVERY else 1))
     ],
 )
-def test_accepted_pipelines_are_exact_and_end(pools: dict[int, Pool], world: int, number: int) -> None:
+def test_accepted_pipelines_are_exact_and_end(pools: Pools, world: int, number: int) -> None:
     pools[world].run(check, number, timeout=300)

@@ -16,7 +16,7 @@ import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, Params, base_params, block, embed, head
 from tests.steps.staged.models import F64
 
@@ -70,7 +70,10 @@ def writing(name: str, first: bool) -> Callable[[Params, Batch], ya.Mean]:
     return loss
 
 
-def check_writes(_: Any, name: str, first: bool) -> None:
+@on_ranks(2)
+@pytest.mark.sampled
+@pytest.mark.parametrize(("name", "first"), [(name, first) for name in WRITES for first in (True, False)])
+def test_writes_in_place_are_exact(_: Any, name: str, first: bool) -> None:
     """One rank's part."""
     loss = writing(name, first)
     state = ya.init(base_params(3), TX, mesh=mesh_of(), precision=F64, stages=STAGES)
@@ -81,12 +84,6 @@ def check_writes(_: Any, name: str, first: bool) -> None:
         state, _metrics = step(state, batch)
         oracle, _metrics = plain(oracle, batch)
         compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("name", "first"), [(name, first) for name in WRITES for first in (True, False)])
-def test_writes_in_place_are_exact(pools: dict[int, Pool], name: str, first: bool) -> None:
-    pools[2].run(check_writes, name, first)
 
 
 # ---- from the second step on, something else
@@ -227,7 +224,7 @@ RAISED = r"the loss raised TypeError \(.*\), and the visit has another block"
         ),
     ],
 )
-def test_said(pools: dict[int, Pool], name: str, message: str) -> None:
+def test_said(pools: Pools, name: str, message: str) -> None:
     """By the first stage; the other waits for it."""
     found, other = pools[2].run(said, name)
     assert re.search(message, found), found

@@ -13,7 +13,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import Batch, batch_of, by_autograd, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.steps.staged import models
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime.reductions import combine
@@ -131,7 +131,7 @@ SHARED = ["v", "1f1b", "zero-bubble, recomputed, updates", "interleaved, gathere
 
 
 @pytest.mark.parametrize(("world", "stages", "name"), EVERY if ALL else SOME)
-def test_exact(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+def test_exact(pools: Pools, world: int, stages: int, name: str) -> None:
     at = list(HOW).index(name) + CASES.index((world, stages))
     every = (1, stages, 2 * stages + 1)
     microbatches = every if ALL else (every[at % 3],)
@@ -145,7 +145,7 @@ def test_exact(pools: dict[int, Pool], world: int, stages: int, name: str) -> No
     if ALL
     else [(*CASES[k // 2], ("tied", "pinned")[k % 2], name) for k, name in enumerate(SHARED)],
 )
-def test_shared(pools: dict[int, Pool], world: int, stages: int, model: str, name: str) -> None:
+def test_shared(pools: Pools, world: int, stages: int, model: str, name: str) -> None:
     """Units that several stages have: a tied embedding, gains of all layers."""
     pools[world].run(check, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
 
@@ -159,7 +159,7 @@ PRODUCTS = [
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "stages", "name"), PRODUCTS)
-def test_weights_that_are_multiplied_with_weights(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+def test_weights_that_are_multiplied_with_weights(pools: Pools, world: int, stages: int, name: str) -> None:
     """The later half of a backward needs a weight whose slot has held other units in between."""
     pools[world].run(check, "products", name, stages, (2 * stages + 1,), False)
 
@@ -169,6 +169,6 @@ def check_by_autograd(*args: Any) -> None:
         check(*args)
 
 
-def test_weights_that_are_not_large(pools: dict[int, Pool]) -> None:
+def test_weights_that_are_not_large(pools: Pools) -> None:
     """As small weights are by default; in the other tests all go the way of large ones."""
     pools[4].run(check_by_autograd, "skip", "zero-bubble, gathered anew", 2, (3,), True)

@@ -11,7 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import Params, base_loss, base_params, frozen_loss, frozen_params
 from tests.steps.staged.models import F64
 
@@ -23,7 +23,9 @@ def mesh_of(stages: int = 2) -> Any:
     return ya.mesh(device="cpu", stage=stages)
 
 
-def check(_: Any, update: bool, measured: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(("update", "measured"), [(False, True), (True, True), (True, False)])
+def test_a_frozen_stage(_: Any, update: bool, measured: bool) -> None:
     """measured: updates follow a norm"""
     tx = CLIPPED if measured else ya.optim.adamw(1e-2)
     params: Params = base_params(3)
@@ -43,12 +45,9 @@ def check(_: Any, update: bool, measured: bool) -> None:
         compare(ya.unshard(state), ya.params.without_markers(oracle.params), 1e-12, f"step {number}")
 
 
-@pytest.mark.parametrize(("update", "measured"), [(False, True), (True, True), (True, False)])
-def test_a_frozen_stage(pools: dict[int, Pool], update: bool, measured: bool) -> None:
-    pools[2].run(check, update, measured)
-
-
-def reaching(_: Any, border: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "border"), [(2, 3), (4, 6)])
+def test_frozen_layers_in_a_stage_that_trains(_: Any, border: int) -> None:
     """Visits 0 to 4 train nothing, and nothing asks for a gradient of what they take; border: of stage 1"""
     tx, params, mesh = ya.optim.adamw(1e-2), frozen_params(4), mesh_of()
     batch = global_batch(ranks := mesh.size() // 2, rows=2)
@@ -67,8 +66,3 @@ def reaching(_: Any, border: int) -> None:
         oracle, expected = whole(oracle, batch)
         compare(metrics["loss"], expected["loss"], 1e-12, "loss")
         compare(ya.unshard(state), ya.params.without_markers(oracle.params), 1e-12, f"step {number}")
-
-
-@pytest.mark.parametrize(("world", "border"), [(2, 3), (4, 6)])
-def test_frozen_layers_in_a_stage_that_trains(pools: dict[int, Pool], world: int, border: int) -> None:
-    pools[world].run(reaching, border)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, joined, looped, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import TX, Layer, base_params
 from tests.runtime.test_gradients import again, checkpointed, hooked, inner_twice, loss_of, plain_head, several_uses
 from tests.steps.staged.models import F64
@@ -33,7 +33,9 @@ def odd(x: Tensor, w: Layer) -> Tensor:
     return again(checkpointed(inner_twice(several_uses(x, w), w), w), w)
 
 
-def exact(_: Any, block: Callable[[Tensor, Layer], Tensor]) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("block", [odd, hooked])
+def test_exact(_: Any, block: Callable[[Tensor, Layer], Tensor]) -> None:
     mesh = mesh_of()
     batches = [batch_of(rank, rows=2 * PARTS) for rank in range(mesh.size() // 2)]
     state = ya.init(base_params(3), TX, mesh=mesh, precision=F64, stages=STAGES)
@@ -43,8 +45,3 @@ def exact(_: Any, block: Callable[[Tensor, Layer], Tensor]) -> None:
     function = ya.value_and_grad(loss, schedule=HALVES, microbatches=PARTS)
     _value, grads = function(state.params, ya.shard_batch(joined(batches), mesh))
     compare(ya.unshard(grads), expected, 1e-12, block.__name__)
-
-
-@pytest.mark.parametrize("block", [odd, hooked])
-def test_exact(pools: dict[int, Pool], block: Callable[[Tensor, Layer], Tensor]) -> None:
-    pools[4].run(exact, block)

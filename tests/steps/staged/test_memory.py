@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import measuring, programs, tracer
 
@@ -80,7 +80,7 @@ def after_steps(_: Any, order: str) -> tuple[Held, Held]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", ORDERS)
-def test_steps_leave_nothing(pools: dict[int, Pool], order: str) -> None:
+def test_steps_leave_nothing(pools: Pools, order: str) -> None:
     for early, late in pools[2].run(after_steps, order):
         assert late.tensors == early.tensors
         assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
@@ -105,7 +105,7 @@ def forgotten(_: Any) -> tuple[bool, int, list[float]]:
     return there, len(step._function.programs._cached), [*losses, float(metrics["loss"])]
 
 
-def test_shapes_of_batches_are_forgotten(pools: dict[int, Pool]) -> None:
+def test_shapes_of_batches_are_forgotten(pools: Pools) -> None:
     for there, kept, losses in pools[2].run(forgotten):
         assert not there and kept == 2 and losses[0] == losses[-1]
 
@@ -131,7 +131,7 @@ def measured(_: Any) -> tuple[list[int], list[float]]:
     return counts, losses
 
 
-def test_visits_are_measured_in_the_first_step_alone(pools: dict[int, Pool]) -> None:
+def test_visits_are_measured_in_the_first_step_alone(pools: Pools) -> None:
     for counts, losses in pools[2].run(measured):
         assert counts[0] > 0 and counts == [counts[0]] * 3
         assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)

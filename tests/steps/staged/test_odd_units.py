@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import Batch, E, Params, base_loss, base_params, block, embed, layer, masked_loss, param
 from tests.steps.staged.models import F64
 
@@ -49,7 +49,13 @@ def mesh_of(stages: int) -> Any:
     return ya.mesh(device="cpu", stage=stages)
 
 
-def check(_: Any, problem: str, update: bool) -> None:
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("world", "problem", "update"),
+    [(2, "table", True), (4, "table", False), (3, "again", True), (2, "unused", False), (4, "unused", True)],
+)
+def test_exact(_: Any, problem: str, update: bool) -> None:
     """One rank's part."""
     params, loss, stages, units = PROBLEMS[problem]
     assignment = ya.schedules.Assignment(units, (*range(stages),))
@@ -70,12 +76,3 @@ def check(_: Any, problem: str, update: bool) -> None:
         oracle, expected = plain(oracle, batch)
         compare((metrics["loss"], metrics["grad_norm"]), (expected["loss"], expected["grad_norm"]), 1e-12, "metrics")
         compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("world", "problem", "update"),
-    [(2, "table", True), (4, "table", False), (3, "again", True), (2, "unused", False), (4, "unused", True)],
-)
-def test_exact(pools: dict[int, Pool], world: int, problem: str, update: bool) -> None:
-    pools[world].run(check, problem, update)

@@ -12,7 +12,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head
 
 TX = ya.optim.adamw(1e-3)
@@ -138,7 +138,7 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_refused(pools: dict[int, Pool], loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+def test_refused(pools: Pools, loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     for text in pools[2].run(said, loss, options):
         assert message in text, text
 
@@ -155,6 +155,6 @@ def given(_: Any) -> str:
     return str(refused.value)
 
 
-def test_a_pipeline_of_another_step(pools: dict[int, Pool]) -> None:
+def test_a_pipeline_of_another_step(pools: Pools) -> None:
     for said in pools[2].run(given):
         assert said.startswith("the program does not fit: split")

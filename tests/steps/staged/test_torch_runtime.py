@@ -24,7 +24,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.unlike import TINY, Model
 from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
@@ -232,7 +232,7 @@ def cases_of(folder: Path, stages: int, names: set[str] | None, formats: tuple[A
     return found
 
 
-def test_torch_runs_what_is_written(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_torch_runs_what_is_written(pools: Pools, tmp_path: Path) -> None:
     pools[2].run(check, 1, cases_of(tmp_path, 2, {"zbv", "chance 1", "searched"}, ("compute_comms",)))
 
 
@@ -241,5 +241,5 @@ BOTH = ("compute_only", "compute_comms")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "ranks"), [(2, 1), (4, 1), (4, 2)])
-def test_torch_runs_every_program(pools: dict[int, Pool], tmp_path: Path, world: int, ranks: int) -> None:
+def test_torch_runs_every_program(pools: Pools, tmp_path: Path, world: int, ranks: int) -> None:
     pools[world].run(check, ranks, cases_of(tmp_path, world // ranks, None, BOTH))

@@ -18,7 +18,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.steps.staged import models
 from tests.steps.staged.test_exact_stages import TOLERANCE, TX, looped, mesh_of
 from yafsdp_fn import schedules as s
@@ -100,7 +100,7 @@ INSIDE = {"zero2": s.zero2(), "zero3, recomputed": s.zero3(remat="all")}
 
 
 @pytest.mark.parametrize(("world", "stages"), CASES)
-def test_torchs_own_rows_run_exactly(pools: dict[int, Pool], world: int, stages: int) -> None:
+def test_torchs_own_rows_run_exactly(pools: Pools, world: int, stages: int) -> None:
     cases = []
     for at, (family, of) in enumerate(FAMILIES.items()):
         if not ALL and CASES[at % len(CASES)] != (world, stages):
