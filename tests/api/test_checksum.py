@@ -16,7 +16,7 @@ from tests.harness.failing import batch, loss, params, state
 from tests.harness.groups import outcome
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.params.sharded import handles
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(ya.optim.linear_schedule(0.1, 0.0, 9)))
@@ -122,11 +122,8 @@ def test_of_two_copies_both_are(pools: Pools) -> None:
         assert "\n  opt_state.1.0.count: rank 3 differs from ranks 0-2\n" in texts[3], texts[3]
 
 
-def behind(mesh: Any) -> str:
+@on_ranks(3)
+def test_another_step_on_one_rank(mesh: Any) -> None:
     now = state(mesh, TX)
-    return outcome(lambda: ya.checksum(dataclasses.replace(now, step=7 * (mesh.get_rank() == 2))))
-
-
-def test_another_step_on_one_rank(pools: Pools) -> None:
-    for text in pools[3].run(behind):
-        assert "\n  step: rank 2 differs from ranks 0-1\n" in text, text
+    text = outcome(lambda: ya.checksum(dataclasses.replace(now, step=7 * (mesh.get_rank() == 2))))
+    assert "\n  step: rank 2 differs from ranks 0-1\n" in text, text

@@ -98,8 +98,9 @@ def test_a_generator_in_the_loop_has_the_weights_of_each_step(mesh: Any) -> None
         assert torch.equal(*texts)
 
 
-def held(mesh: Any) -> tuple[int, int, int]:
-    """Bytes: the peak while weights are asked for, shards, the largest unit."""
+@on_ranks(1, 2)
+def test_two_units_are_there_at_most(mesh: Any) -> None:
+    """In bytes, while weights are asked for."""
     tree = {"layers": ya.Stacked({"w": param(6, 64, 64), "v": param(6, 64, 32)})}
     state = ya.init(tree, ya.optim.sgd(1.0), mesh=mesh)
     shards = sum(leaf.numel() * 4 for leaf in optree.tree_leaves(state.params))
@@ -111,13 +112,9 @@ def held(mesh: Any) -> tuple[int, int, int]:
 
         return ask
 
-    return tensor_peak(build, torch.device("cpu"), 1), shards, 64 * 96 * 4
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_two_units_are_there_at_most(pools: Pools, world: int) -> None:
-    for peak, shards, unit in pools[world].run(held):
-        assert unit < peak <= shards + 2 * unit + 1000, (peak, shards, unit)
+    peak = tensor_peak(build, torch.device("cpu"), 1)
+    unit = 64 * 96 * 4
+    assert unit < peak <= shards + 2 * unit + 1000, (peak, shards, unit)
 
 
 def stops(mesh: Any, how: str) -> str:
@@ -148,8 +145,10 @@ def test_a_rank_that_stops_is_named_and_others_go_on(pools: Pools) -> None:
         assert pools[2].run(stops, how) == ["ended", "ended"]
 
 
-def asleep(mesh: Any) -> tuple[str, float]:
-    """Rank 1 stays at a layer until rank 0 has given up: how a loop over weights ends, and when."""
+@on_ranks(2)
+@pytest.mark.nightly
+def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(mesh: Any) -> None:
+    """Rank 1 stays at a layer until rank 0 has given up."""
     state, store = ya.init(params(), TX, mesh=breakable()), side_store("asleep", timedelta(seconds=TIMEOUT))
     dict(ya.named_weights(state.params))
     began = time.monotonic()
@@ -161,13 +160,8 @@ def asleep(mesh: Any) -> tuple[str, float]:
 
     how, seconds = outcome(ask, SOON), time.monotonic() - began
     store.set("given up", "")
-    return how, seconds
-
-
-@pytest.mark.nightly
-def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: Pools) -> None:
-    for rank, (how, seconds) in enumerate(pools[2].run(asleep)):
-        assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how
+    rank = mesh.get_rank()
+    assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how
 
 
 def test_what_is_not_sharded_is_refused() -> None:

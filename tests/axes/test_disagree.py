@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import by_day, nightly
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 
 TX = ya.optim.sgd(0.1)
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,25 +23,6 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "another": lambda x: ya.ppermute(x, "tensor", [(0, 1), (1, 0)]),
     "of another size": lambda x: ya.psum(torch.cat([x, x]), "tensor")[: len(x)],
 }
-
-
-def told(_: Any, how: str, layer: int) -> str:
-    """The error of a first step in which rank 1 calls something else in one layer."""
-    mesh, rank = ya.mesh(device="cpu", tensor=2), torch.distributed.get_rank()
-    tree = {"layers": ya.Stacked({"w": ya.Param((3, 4), split={"tensor": -1}), "number": ya.Param((3,))})}
-    state = ya.shard({"layers": {"w": torch.ones(3, 4), "number": torch.arange(3.0)}}, TX, mesh=mesh, like=tree)
-
-    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        mine = (x * w["w"].sum()).exp()
-        odd = rank == 1 and int(w["number"]) == layer
-        return (WRONG[how](mine) if odd else ya.psum(mine, "tensor")) * 0.01, None
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return ya.scan(block, x, params["layers"])[0].sum()
-
-    with pytest.raises(RuntimeError) as caught:
-        ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
@@ -82,12 +63,28 @@ def test_their_traces_say_so_before_anything_runs(pools: Pools) -> None:
         assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("how", WRONG)
-def test_ranks_say_so(pools: Pools, how: str, layer: int) -> None:
-    for error in pools[2].run(told, how, layer):
-        assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
+def test_ranks_say_so(_: Any, how: str, layer: int) -> None:
+    """In a first step, in which rank 1 calls something else in one layer."""
+    mesh, rank = ya.mesh(device="cpu", tensor=2), torch.distributed.get_rank()
+    tree = {"layers": ya.Stacked({"w": ya.Param((3, 4), split={"tensor": -1}), "number": ya.Param((3,))})}
+    state = ya.shard({"layers": {"w": torch.ones(3, 4), "number": torch.arange(3.0)}}, TX, mesh=mesh, like=tree)
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        mine = (x * w["w"].sum()).exp()
+        odd = rank == 1 and int(w["number"]) == layer
+        return (WRONG[how](mine) if odd else ya.psum(mine, "tensor")) * 0.01, None
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return ya.scan(block, x, params["layers"])[0].sum()
+
+    with pytest.raises(RuntimeError) as caught:
+        ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
+    error = f"{type(caught.value).__name__}: {caught.value}"
+    assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
 
 
 def alike(_: Any) -> list[float]:
@@ -180,7 +177,8 @@ def test_another_dtype_is_told_in_later_steps(pools: Pools, kind: str, ranks: in
     assert all("CommunicationError" in said[2] for said in others)
 
 
-def mixed(_: Any) -> list[str]:
+@on_ranks(2)
+def test_batches_of_another_dtype_go_on(_: Any) -> None:
     """A batch of another dtype, alike on all ranks, and a number that counts."""
     mesh = breakable_stages(1, tensor=2)
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
@@ -191,11 +189,7 @@ def mixed(_: Any) -> list[str]:
 
     step = ya.eval_step(loss)
     xs = torch.ones(2), torch.ones(2).double(), torch.ones(4), torch.ones(4).double()
-    return [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)]
-
-
-def test_batches_of_another_dtype_go_on(pools: Pools) -> None:
-    assert pools[2].run(mixed) == [["returned"] * 4] * 2
+    assert [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)] == ["returned"] * 4
 
 
 def rows_of(how: str, rank: int, ranks: int, wrong: bool) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
@@ -138,7 +138,9 @@ def test_a_ring_over_nodes(pools: Pools) -> None:
 # ---- learnt from a real step
 
 
-def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
+@on_ranks(2)
+@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
+def test_a_step_finds_the_same(_: Any, axes: dict[str, int], of: Options) -> None:
     """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
     mesh = mesh_of(**axes)
     state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
@@ -151,18 +153,14 @@ def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
     lowered = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
     for other in (step, again, lowered) * 2:
         state, _ = other(state, cut)
-    return faked, found.trace
+    found = found.trace
+    assert found.between == faked.between
+    assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
+    assert any(visit.collectives for visit in found.visits)
 
 
-@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
-def test_a_step_finds_the_same(pools: Pools, axes: dict[str, int], of: Options) -> None:
-    for faked, found in pools[2].run(learnt, axes, of):
-        assert found.between == faked.between
-        assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
-        assert any(visit.collectives for visit in found.visits)
-
-
-def evaluated(_: Any) -> Trace:
+@on_ranks(2)
+def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
     """A loss with a visit without grad, and what nobody differentiates, evaluated and trained with."""
     mesh = mesh_of(tensor=2)
     tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)}), "other": {"w": torch.ones(3)}}
@@ -183,17 +181,14 @@ def evaluated(_: Any) -> Trace:
     for _ in range(3):
         evaluate(state.params, x)
         state, _ = step(state, x)
-    return step.program(state).trace
+    trace = step.program(state).trace
+    layer = trace.visits[0]
+    assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
+    assert words(layer.adjoints) == ["psum tensor 24"]  # not that of ys
 
 
-def test_what_nobody_differentiates_has_no_backward(pools: Pools) -> None:
-    for trace in pools[2].run(evaluated):
-        layer = trace.visits[0]
-        assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
-        assert words(layer.adjoints) == ["psum tensor 24"]  # not that of ys
-
-
-def changed(_: Any) -> list[str]:
+@on_ranks(2)
+def test_sizes_are_those_of_the_batch(_: Any) -> None:
     """Batches of another length go on, other sizes of the same batch do not; nor do others between visits."""
     mesh, extra = mesh_of(tensor=2), {"rows": 0, "loss": False}
     tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)})}
@@ -221,16 +216,12 @@ def changed(_: Any) -> list[str]:
             state, _ = step(state, torch.ones(rows, 3, dtype=torch.float64))
         except ya.errors.OrderChanged as error:
             said.append(str(error))
-    return said
-
-
-def test_sizes_are_those_of_the_batch(pools: Pools) -> None:
-    for size, loss in pools[2].run(changed):
-        assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
-        both = "psum over 'tensor', 96 bytes of torch.float64; got psum over 'tensor', 144 bytes of torch.float64"
-        assert both in size
-        assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
-        assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
+    size, loss = said
+    assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
+    both = "psum over 'tensor', 96 bytes of torch.float64; got psum over 'tensor', 144 bytes of torch.float64"
+    assert both in size
+    assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
+    assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
 
 
 # ---- in timelines
@@ -271,7 +262,8 @@ def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
         Timeline.from_json(text)
 
 
-def uneven(_: Any) -> list[float]:
+@on_ranks(4)
+def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
     """Sizes from data: of an exchange, and of what follows it in its block, other ones in each step and line."""
     mesh, now = mesh_of(expert=2, tensor=2), {"step": 0}
     tree = {"layers": ya.Stacked({"w": torch.full((2, 3), 0.5, dtype=torch.float64)})}
@@ -295,10 +287,5 @@ def uneven(_: Any) -> list[float]:
         found.append(float(metrics["loss"]))
     kinds = [call.kind for call in step.program(state).trace.visits[0].collectives]
     assert kinds == ["uneven all_to_all", "psum", "uneven all_to_all"]
-    return found
-
-
-def test_sizes_of_uneven_exchanges_may_change(pools: Pools) -> None:
-    for found in pools[4].run(uneven):
-        assert found == pytest.approx([found[0]] * 4)
-        assert found[0] > 0
+    assert found == pytest.approx([found[0]] * 4)
+    assert found[0] > 0

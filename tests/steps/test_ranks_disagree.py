@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.runtime import execute
 
 
@@ -49,44 +49,43 @@ SIDES = {
 }
 
 
-def visits(mesh: Any, which: str) -> tuple[str, str, float]:
+@on_ranks(2)
+@pytest.mark.parametrize("which", LOSSES)
+def test_other_visits_in_the_first_step(mesh: Any, which: str) -> None:
     """Rank 0 has the model's own loss, rank 1 another one, in the first step."""
     mesh = breakable()
     rank = mesh.get_local_rank()
     step, now = ya.train_step(LOSSES[which] if rank else loss, TX), state(mesh)
     start = time.monotonic()
     first = outcome(lambda: step(now, batch(rank)))
-    return first, outcome(lambda: step(now, batch(rank))), time.monotonic() - start
+    again = outcome(lambda: step(now, batch(rank)))
+    seconds = time.monotonic() - start
+    assert "RanksDisagree: ranks disagree on what to communicate" in first, first
+    for side, text in enumerate(SIDES[which]):
+        assert f"rank {side}: {text}" in first
+    assert "every rank must visit the same units in the same order" in first
+    assert seconds < TIMEOUT
+    # the collectives before it have met, but the ranks stand at different places
+    assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", again), again
 
 
-@pytest.mark.parametrize("which", LOSSES)
-def test_other_visits_in_the_first_step(pools: Pools, which: str) -> None:
-    for rank, (first, again, seconds) in enumerate(pools[2].run(visits, which)):
-        assert "RanksDisagree: ranks disagree on what to communicate" in first, first
-        for side, text in enumerate(SIDES[which]):
-            assert f"rank {side}: {text}" in first
-        assert "every rank must visit the same units in the same order" in first
-        assert seconds < TIMEOUT
-        # the collectives before it have met, but the ranks stand at different places
-        assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", again), again
-
-
-def microbatches(mesh: Any) -> tuple[str, float]:
+@on_ranks(2)
+def test_another_number_of_microbatches(mesh: Any) -> None:
     mesh = breakable()
     rank = mesh.get_local_rank()
     step, now = ya.train_step(loss, TX, microbatches=1 + rank), state(mesh)
     start = time.monotonic()
-    return outcome(lambda: step(now, batch(rank))), time.monotonic() - start
+    text = outcome(lambda: step(now, batch(rank)))
+    seconds = time.monotonic() - start
+    assert "RanksDisagree" in text and seconds < TIMEOUT, text
+    assert "ranks disagree on the program" in text and "rank 1: " in text
 
 
-def test_another_number_of_microbatches(pools: Pools) -> None:
-    for text, seconds in pools[2].run(microbatches):
-        assert "RanksDisagree" in text and seconds < TIMEOUT, text
-        assert "ranks disagree on the program" in text and "rank 1: " in text
-
-
-def schedules(mesh: Any, as_programs: bool) -> list[str]:
-    """Rank 0 has ZeRO-3, rank 1 ZeRO-2; then both the same."""
+@on_ranks(2)
+@pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
+def test_other_schedules(mesh: Any, as_programs: bool) -> None:
+    """Rank 0 has ZeRO-3, rank 1 ZeRO-2: refused each time. Nothing is lost, since no collective of a program has run;
+    then both have the same."""
     rank = mesh.get_local_rank()
     own = (ya.schedules.zero3(), ya.schedules.zero2())[rank]
     fault = Fault()
@@ -101,16 +100,9 @@ def schedules(mesh: Any, as_programs: bool) -> list[str]:
     expected, _ = ya.train_step(loss, TX)(state(mesh), batch(rank))
     now, _ = ya.train_step(loss, TX)(now, batch(rank))
     assert same(bits(now), bits(expected))
-    return found
-
-
-@pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
-def test_other_schedules(pools: Pools, as_programs: bool) -> None:
-    """Refused each time, and nothing is lost: no collective of a program has run."""
-    for found in pools[2].run(schedules, as_programs):
-        for text in found:
-            assert "RanksDisagree: ranks disagree on the program; op 0 differs" in text
-            assert re.search(r"rank 0: gather embed -> slot \d+\n\s+rank 1: gather embed -> slot \d+", text)
+    for text in found:
+        assert "RanksDisagree: ranks disagree on the program; op 0 differs" in text
+        assert re.search(r"rank 0: gather embed -> slot \d+\n\s+rank 1: gather embed -> slot \d+", text)
 
 
 def later(mesh: Any, which: str) -> tuple[str, str]:
@@ -135,20 +127,19 @@ def test_other_visits_on_one_rank_later(pools: Pools) -> None:
         assert "lost since" in text
 
 
-def uneven(mesh: Any) -> str:
+@on_ranks(1, 2)
+def test_a_mesh_of_another_size_than_the_world(mesh: Any) -> None:
     """Meshes and worlds that do not fit."""
-    return outcome(lambda: ya.mesh(shard=mesh.size() + 1, device="cpu"))
+    world = mesh.size()
+    text = outcome(lambda: ya.mesh(shard=mesh.size() + 1, device="cpu"))
+    ranks = f"{world} rank{'s' * (world > 1)}"
+    assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
+    assert f"torchrun --nproc-per-node {world + 1}" in text
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_mesh_of_another_size_than_the_world(pools: Pools, world: int) -> None:
-    for text in pools[world].run(uneven):
-        ranks = f"{world} rank{'s' * (world > 1)}"
-        assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
-        assert f"torchrun --nproc-per-node {world + 1}" in text
-
-
-def builds(mesh: Any, which: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
+def test_other_parameters(mesh: Any, which: str) -> None:
     """States whose description depends on the rank."""
     mesh = breakable()
     rank = mesh.get_local_rank()
@@ -160,27 +151,19 @@ def builds(mesh: Any, which: str) -> str:
         now = ya.init(tree, TX, mesh=mesh, seed=seed, precision=precision)
         ya.train_step(lambda p, data: ya.apply(lambda w: w.square().sum(), p["head"]), TX)(now, batch(rank))
 
-    return outcome(run)
+    text = outcome(run)
+    assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
 
-@pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
-def test_other_parameters(pools: Pools, which: str) -> None:
-    for text in pools[2].run(builds, which):
-        assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
-
-
-def auxiliary(mesh: Any, which: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["sizes", "structures"])
+def test_other_aux(mesh: Any, which: str) -> None:
     mesh = breakable()
     rank = mesh.get_local_rank()
     aux: Any = {"a": ya.Sum(torch.ones(2 + rank))} if which == "sizes" else {"a": ya.Sum(torch.ones(2))} if rank else {}
     step = ya.train_step(lambda params, data: (loss(params, data), aux), TX, has_aux=True)
-    return outcome(lambda: step(state(mesh), batch(rank)))
-
-
-@pytest.mark.parametrize("which", ["sizes", "structures"])
-def test_other_aux(pools: Pools, which: str) -> None:
-    for text in pools[2].run(auxiliary, which):
-        assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
+    text = outcome(lambda: step(state(mesh), batch(rank)))
+    assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
 
 def building(mesh: Any) -> str:
@@ -234,7 +217,8 @@ def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_ot
     assert "Error" in other, other
 
 
-def out_of_memory(mesh: Any) -> list[str]:
+@on_ranks(2)
+def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(mesh: Any) -> None:
     """Rank 1 alone finds no memory for the slots of a first step, and tries again."""
     mesh = breakable()
     rank = mesh.get_local_rank()
@@ -244,10 +228,6 @@ def out_of_memory(mesh: Any) -> list[str]:
         if rank == 1:
             patch.setattr(execute, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
         first = outcome(lambda: step(now, batch(rank)), SOON)
-    return [first, outcome(lambda: step(now, batch(rank)))]
-
-
-def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(pools: Pools) -> None:
-    for rank, (first, again) in enumerate(pools[2].run(out_of_memory)):
-        assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
-        assert "the communicators are lost since" in again and "restart all ranks" in again, again
+    again = outcome(lambda: step(now, batch(rank)))
+    assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
+    assert "the communicators are lost since" in again and "restart all ranks" in again, again

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import measuring, programs, tracer
 
@@ -57,7 +57,10 @@ def mesh_of(stages: int) -> Any:
     return ya.mesh(device="cpu", stage=stages)
 
 
-def after_steps(_: Any, order: str) -> tuple[Held, Held]:
+@on_ranks(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_leave_nothing(_: Any, order: str) -> None:
     """What is held after a quarter of the steps, and after all of them."""
     build, per_stage, shape = ORDERS[order]
     one = ya.params.initializers.normal(1.0)
@@ -75,18 +78,13 @@ def after_steps(_: Any, order: str) -> tuple[Held, Held]:
         state, _ = step(state, batch)
         if number == STEPS // 4:
             early = held()
-    return early, held()
+    late = held()
+    assert late.tensors == early.tensors
+    assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("order", ORDERS)
-def test_steps_leave_nothing(pools: Pools, order: str) -> None:
-    for early, late in pools[2].run(after_steps, order):
-        assert late.tensors == early.tensors
-        assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
-
-
-def forgotten(_: Any) -> tuple[bool, int, list[float]]:
+@on_ranks(2)
+def test_shapes_of_batches_are_forgotten(_: Any) -> None:
     """Whether what was kept for the first of five lengths is still there, how many are, and losses."""
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
@@ -102,15 +100,13 @@ def forgotten(_: Any) -> tuple[bool, int, list[float]]:
         gc.collect()
         there = first() is not None
         state, metrics = step(state, torch.ones(2, E))
-    return there, len(step._function.programs._cached), [*losses, float(metrics["loss"])]
+    kept = len(step._function.programs._cached)
+    losses = [*losses, float(metrics["loss"])]
+    assert not there and kept == 2 and losses[0] == losses[-1]
 
 
-def test_shapes_of_batches_are_forgotten(pools: Pools) -> None:
-    for there, kept, losses in pools[2].run(forgotten):
-        assert not there and kept == 2 and losses[0] == losses[-1]
-
-
-def measured(_: Any) -> tuple[list[int], list[float]]:
+@on_ranks(2)
+def test_visits_are_measured_in_the_first_step_alone(_: Any) -> None:
     """How many visits have been measured after steps on three lengths, and their losses."""
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
@@ -128,10 +124,5 @@ def measured(_: Any) -> tuple[list[int], list[float]]:
             state, metrics = step(state, torch.ones(rows, E))
             counts.append(len(calls))
             losses.append(float(metrics["loss"]))
-    return counts, losses
-
-
-def test_visits_are_measured_in_the_first_step_alone(pools: Pools) -> None:
-    for counts, losses in pools[2].run(measured):
-        assert counts[0] > 0 and counts == [counts[0]] * 3
-        assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)
+    assert counts[0] > 0 and counts == [counts[0]] * 3
+    assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)
