@@ -70,9 +70,10 @@ def shapes(_: Any) -> None:
             CONTEXT.must_be_dealt({"tokens": torch.zeros(4, 8, dtype=torch.int64)})
 
 
-def test_a_batch_that_was_dealt_otherwise(pools: Pools) -> None:
-    pools[2].run(batches)
-    pools[2].run(shapes)
+@on_ranks(2)
+def test_a_batch_that_was_dealt_otherwise(mesh: Any) -> None:
+    batches(mesh)
+    shapes(mesh)
 
 
 # ---- axes that nothing uses

@@ -137,10 +137,11 @@ CASES = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), CASES)
-def test_an_axis_of_two(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[2].run(exact, axes, of, schedule, microbatches)
+def test_an_axis_of_two(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    exact(mesh, axes, of, schedule, microbatches)
 
 
 FOUR = [
@@ -153,9 +154,10 @@ FOUR = [
 ]
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), FOUR)
-def test_four_ranks(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[4].run(exact, axes, of, schedule, microbatches)
+def test_four_ranks(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    exact(mesh, axes, of, schedule, microbatches)
 
 
 STAGES = [
@@ -165,9 +167,10 @@ STAGES = [
 ]
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
-def test_stages(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[4].run(exact, axes, of, schedule, microbatches)
+def test_stages(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    exact(mesh, axes, of, schedule, microbatches)
 
 
 # ---- nightly: every mesh with every schedule, and three axes on eight ranks
@@ -204,10 +207,11 @@ EVERY = [*in_turn(MESHES, SCHEDULES), *in_turn([{"stage": 2, name: 2} for name i
 EVERY += [({"tensor": 4}, Options(dropout=0.2), "recomputed", 2)]
 
 
+@on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EVERY)
-def test_every_schedule(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[4].run(exact, axes, of, schedule, microbatches)
+def test_every_schedule(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    exact(mesh, axes, of, schedule, microbatches)
 
 
 EIGHT = [
@@ -224,10 +228,11 @@ EIGHT = [
 ]
 
 
+@on_ranks(8)
 @pytest.mark.nightly
 @pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EIGHT)
-def test_eight_ranks(pools: Pools, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    pools[8].run(exact, axes, of, schedule, microbatches)
+def test_eight_ranks(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+    exact(mesh, axes, of, schedule, microbatches)
 
 
 # ---- sums of other dtypes

@@ -18,7 +18,7 @@ from models import mixtral
 from models.parts.axes import Axes
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import EXPERT, SIZE, Case, S, batch_of, config_of, exact, wide
-from tests.harness.pool import Pool, Pools, on_ranks
+from tests.harness.pool import Pool, on_ranks
 
 TENSOR, SEQUENCE = Axes(expert=True, tensor=True), Axes(expert=True, tensor=True, sequence=True)
 CONTEXT, ALL = Axes(expert=True, context=True), Axes(expert=True, tensor=True, sequence=True, context=True)
@@ -56,6 +56,7 @@ CASES = {
 }  # fmt: skip
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "case"),
     [
@@ -63,8 +64,8 @@ CASES = {
         for name, (world, nightly, case) in CASES.items()
     ],
 )
-def test_exact(pools: Pools, world: int, case: Case) -> None:
-    pools[world].run(exact, case)
+def test_exact(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 @pytest.mark.nightly
@@ -168,8 +169,9 @@ def refused(_: Any) -> None:
         run(Axes(), EXPERT, experts=5)
 
 
-def test_what_cannot_be_is_refused_by_name(pools: Pools) -> None:
-    pools[2].run(refused)
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
+    refused(mesh)
     for options in ({"capacity": 0.0}, {"capacity": float("inf")}, {"capacity": 1.0, "layer": mixtral.block(CONFIG)}):
         with pytest.raises(ValueError, match="expected a positive number, and no `layer` of your own beside it"):
             mixtral.loss(CONFIG, **options)

@@ -128,9 +128,10 @@ TWO = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("case", TWO.values(), ids=TWO)
-def test_two_ranks(pools: Pools, case: Case) -> None:
-    pools[2].run(exact, case)
+def test_two_ranks(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 TWO_MORE = {
@@ -176,9 +177,10 @@ def daily(cases: dict[str, Case]) -> list[Any]:
     ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("case", daily(TWO_MORE))
-def test_relatives_and_options(pools: Pools, case: Case) -> None:
-    pools[2].run(exact, case)
+def test_relatives_and_options(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 FOUR = {
@@ -192,9 +194,10 @@ FOUR = {
 }
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("case", daily(FOUR))
-def test_four_ranks(pools: Pools, case: Case) -> None:
-    pools[4].run(exact, case)
+def test_four_ranks(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 class Shapes(TorchDispatchMode):
@@ -337,8 +340,9 @@ def refused(_: Any) -> None:
             run(TENSOR, TENSOR, {**batch, name: batch[name] + 9})
 
 
-def test_what_cannot_be_is_refused_by_name(pools: Pools) -> None:
-    pools[2].run(refused)
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
+    refused(mesh)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
     for family in (llama, gpt2):

@@ -17,7 +17,7 @@ from models import hf, llama
 from models.parts.axes import NONE, Axes
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import FAMILIES, SEQUENCE, SIZE, TENSOR, Case, S, config_of, optimizer, trained, wide
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.checkpoint import load, save
 
 LLAMA = Case({}, TENSOR)
@@ -77,14 +77,16 @@ CASES = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("case", "dtype"), CASES.values(), ids=CASES)
-def test_pairs_of_split_matrices(pools: Pools, case: Case, dtype: Any) -> None:
-    pools[2].run(exact, case, dtype)
+def test_pairs_of_split_matrices(mesh: Any, case: Case, dtype: Any) -> None:
+    exact(mesh, case, dtype)
 
 
+@on_ranks(4)
 @pytest.mark.nightly
-def test_on_four_ranks(pools: Pools) -> None:
-    pools[4].run(exact, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
+def test_on_four_ranks(mesh: Any) -> None:
+    exact(mesh, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
 
 
 def batch() -> Any:

@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.axes.model import H, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import nightly
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.optim.test_leafwise import rows, sizes
 from yafsdp_fn import optim
 from yafsdp_fn.checkpoint import load, save
@@ -93,21 +93,24 @@ def compared(state: Any, want: Any, name: str) -> None:
     close({path: got[path] for path in wanted}, wanted, f"{name}: the optimizer's state", 1e-10)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("axes", [{"tensor": 2}, nightly({"expert": 2})])
-def test_on_an_axis_of_two(pools: Pools, axes: dict[str, int]) -> None:
-    pools[2].run(trained, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
+def test_on_an_axis_of_two(mesh: Any, axes: dict[str, int]) -> None:
+    trained(mesh, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
 
 
+@on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
-def test_on_four_ranks(pools: Pools, axes: dict[str, int], tmp_path: Path) -> None:
-    pools[4].run(trained, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))
+def test_on_four_ranks(mesh: Any, axes: dict[str, int], tmp_path: Path) -> None:
+    trained(mesh, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))
 
 
+@on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize("axes", [{"shard": 2, "context": 2}, {"tensor": 4}, {"replicate": 2, "shard": 1, "tensor": 2}])
-def test_on_more_meshes(pools: Pools, axes: dict[str, int]) -> None:
-    pools[4].run(trained, axes, tuple(TXS))
+def test_on_more_meshes(mesh: Any, axes: dict[str, int]) -> None:
+    trained(mesh, axes, tuple(TXS))
 
 
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:

@@ -45,7 +45,10 @@ def equal(got: Any, want: Any) -> None:
         assert torch.equal(a, b), path
 
 
-def in_and_out(_: Any, axes: dict[str, int]) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("name", by_day(MESHES, "shard, tensor", "expert, context", "stage, tensor"))
+def test_whole_values_go_in_and_come_out(_: Any, name: str) -> None:
+    axes = MESHES[name]
     state, marked = made(**axes), ya.PlainState.create(params(OF), optimizer()).params
     want, stages = WITHOUT(marked), stages_of(OF, axes)
     equal(ya.unshard(state), want)
@@ -82,11 +85,6 @@ def in_and_out(_: Any, axes: dict[str, int]) -> None:
     with torch.no_grad():
         close(ya.functional_loss(loss_of(OF))(state.params, batch), plain_loss, "loss")
     close(ya.eval_step(loss_of(OF))(state, batch)["loss"], plain_loss, "evaluation")
-
-
-@pytest.mark.parametrize("name", by_day(MESHES, "shard, tensor", "expert, context", "stage, tensor"))
-def test_whole_values_go_in_and_come_out(pools: Pools, name: str) -> None:
-    pools[4].run(in_and_out, MESHES[name])
 
 
 def trained(state: Any, split: bool = True) -> Any:

@@ -15,7 +15,7 @@ from torch.func import grad, jvp
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 
 OF = Options(sequence_parallel=True)
 WITHOUT = ya.params.without_markers
@@ -51,14 +51,16 @@ def transforms(_: Any, axes: dict[str, int]) -> None:
     close(ya.unshard(_along(f, state.params, direction)), along, "Hessian, forward over reverse")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
-def test_derivatives_of_any_order(pools: Pools, axes: dict[str, int]) -> None:
-    pools[2].run(transforms, axes)
+def test_derivatives_of_any_order(mesh: Any, axes: dict[str, int]) -> None:
+    transforms(mesh, axes)
 
 
+@on_ranks(4)
 @pytest.mark.nightly
-def test_derivatives_on_two_axes(pools: Pools) -> None:
-    pools[4].run(transforms, {"shard": 2, "tensor": 2})
+def test_derivatives_on_two_axes(mesh: Any) -> None:
+    transforms(mesh, {"shard": 2, "tensor": 2})
 
 
 # ---- by example

@@ -52,14 +52,16 @@ def compare(mesh: Any, name: str, rows: tuple[int, ...] = (2, 2)) -> None:
             torch.testing.assert_close(got, right, atol=1e-13, rtol=1e-10)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", SMALL)
-def test_gradients_on_two_ranks_are_those_of_the_plain_loop(pools: Pools, name: str) -> None:
-    pools[2].run(compare, name)
+def test_gradients_on_two_ranks_are_those_of_the_plain_loop(mesh: Any, name: str) -> None:
+    compare(mesh, name)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", SMALL)
-def test_a_rank_may_have_no_rows(pools: Pools, name: str) -> None:
-    pools[2].run(compare, name, (4, 0))
+def test_a_rank_may_have_no_rows(mesh: Any, name: str) -> None:
+    compare(mesh, name, (4, 0))
 
 
 def loads(mesh: Any) -> tuple[float, torch.Tensor]:

@@ -24,6 +24,7 @@ from yafsdp_fn.schedules import Program
 
 Pools = Pools
 WORLDS = pytest.mark.parametrize("world", [1, 2])
+ON_WORLDS = on_ranks(1, 2)
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 F64 = ya.Precision(torch.float64)
 RANK, ALPHA, LAYERS = 2, 3.0, 3
@@ -120,18 +121,17 @@ def exact(mesh: Any, remats: tuple[str, ...], dtype: torch.dtype | None) -> None
         assert all(relative(found[path], grad) < TOLERANCE[torch.float64] for path, grad in grads.items())
 
 
-@WORLDS
-def test_gradients_are_those_of_merged_weights(pools: Pools, world: int) -> None:
-    pools[world].run(exact, tuple(REMATS), None)
+@ON_WORLDS
+def test_gradients_are_those_of_merged_weights(mesh: Any) -> None:
+    exact(mesh, tuple(REMATS), None)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "dtype"), [(1, torch.int8), (2, torch.int8), (2, torch.bfloat16), (3, None), (4, None)]
 )
-def test_gradients_with_bases_of_other_dtypes_and_on_more_ranks(
-    pools: Pools, world: int, dtype: torch.dtype | None
-) -> None:
-    pools[world].run(exact, ("none", "all"), dtype)
+def test_gradients_with_bases_of_other_dtypes_and_on_more_ranks(mesh: Any, dtype: torch.dtype | None) -> None:
+    exact(mesh, ("none", "all"), dtype)
 
 
 def train(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> list[str]:

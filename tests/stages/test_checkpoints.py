@@ -48,8 +48,9 @@ def test_checkpoints_pass_from_any_number_of_stages_to_any_other(pools: Pools, t
         assert {value for pair in found for value in pair} == first, (world, axes)
 
 
-def resharded(mesh: Any, optimizer: str) -> None:
-    tx = OPTIMIZERS[optimizer]()
+@on_ranks(4)
+def test_a_state_goes_from_stages_to_others_and_back(mesh: Any) -> None:
+    tx = OPTIMIZERS["muon"]()
     state = trained(mesh, {"stage": 2}, tx)
     expected = ya.checksum(state)
     units = len(state.memory.units)
@@ -65,10 +66,6 @@ def resharded(mesh: Any, optimizer: str) -> None:
         assert ya.checksum(state) == expected and state.step == 2, options
     tensors = ya.shard(ya.unshard(state), mesh=mesh_of(stage=1), precision=F64)
     same(tensors.params, state.params)
-
-
-def test_a_state_goes_from_stages_to_others_and_back(pools: Pools) -> None:
-    pools[4].run(resharded, "muon")
 
 
 @on_ranks(2)

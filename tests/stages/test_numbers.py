@@ -44,11 +44,13 @@ def numbers(_: Any, model: str, axes: dict[str, int]) -> None:
     assert ya.checksum(state.copy()) == ya.checksum(state)
 
 
+@on_ranks()
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world", "axes"), MESHES)
-def test_norms_and_trees_are_those_of_the_plain_tree(pools: Pools, world: int, axes: dict[str, int]) -> None:
+def test_norms_and_trees_are_those_of_the_plain_tree(mesh: Any, axes: dict[str, int]) -> None:
+    world = mesh.size()
     for model in MODELS if world == 2 else ("pinned",) if len(axes) > 1 else ("frozen", "lora"):
-        pools[world].run(numbers, model, axes)
+        numbers(mesh, model, axes)
 
 
 # ---- optimizers

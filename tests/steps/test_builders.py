@@ -17,7 +17,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import PROBLEMS, Batch, Problem
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
@@ -63,20 +63,20 @@ def gradients(mesh: Mesh, builder: str, name: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_gradients_are_those_of_the_plain_loop(pools: Pools, world: int, builder: str) -> None:
+def test_gradients_are_those_of_the_plain_loop(mesh: Any, builder: str) -> None:
     """By every schedule of a builder, with one and three microbatches."""
-    pools[world].run(gradients, builder, "base")
+    gradients(mesh, builder, "base")
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks(1, 2, 4)
 @pytest.mark.parametrize("builder", BUILDERS)
 @pytest.mark.parametrize("name", KINDS)
-def test_so_are_those_of_units_of_all_kinds(pools: Pools, world: int, builder: str, name: str) -> None:
+def test_so_are_those_of_units_of_all_kinds(mesh: Any, builder: str, name: str) -> None:
     """Two stacks of different layers, tied, frozen and pinned units."""
-    pools[world].run(gradients, builder, name)
+    gradients(mesh, builder, name)
 
 
 # ---- collectives
@@ -221,16 +221,16 @@ def both_ways(_: Mesh, builder: str, name: str, clips: bool) -> None:
     torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
 
 
+@on_ranks()
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"), [*((2, each) for each in UPDATED), *((4, each) for each in REPLICAS[1:])]
 )
 @pytest.mark.parametrize("clips", [True, False])
-def test_updates_in_the_program_have_the_bits_of_the_separate_step(
-    pools: Pools, world: int, builder: str, clips: bool
-) -> None:
+def test_updates_in_the_program_have_the_bits_of_the_separate_step(mesh: Any, builder: str, clips: bool) -> None:
     """Where the step clips and skips, and where it does neither."""
-    pools[world].run(both_ways, builder, "frozen" if world == 2 else "base", clips)
+    world = mesh.size()
+    both_ways(mesh, builder, "frozen" if world == 2 else "base", clips)
 
 
 # ---- where a builder does not make sense

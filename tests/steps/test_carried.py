@@ -21,13 +21,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.histories import ACTIONS, Life, Planned, Setting
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 ON_WORLDS = on_ranks(1, 2)
 
 
@@ -85,14 +85,16 @@ CASES = [
 ]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("world", "setting"), CASES)
-def test_every_history_ends_in_the_same_bits(pools: Pools, world: int, setting: Setting, tmp_path: Path) -> None:
+def test_every_history_ends_in_the_same_bits(mesh: Any, setting: Setting, tmp_path: Path) -> None:
     """Every action once, in an order of its own for each setting; alone, then some drawn at random. Of four ranks with
     four settings, each does half of them."""
+    world = mesh.size()
     seed = 10 * world + (SETTINGS if world < 4 else FOUR).index(setting)
     every = random.Random(seed).sample(list(ACTIONS), len(ACTIONS) // (2 if world == 4 else 1))
     histories = [every, *(drawn(seed + number, 12) for number in range(2 if world == 1 else 0))]
-    pools[world].run(every_way, setting, histories, tmp_path)
+    every_way(mesh, setting, histories, tmp_path)
 
 
 # ---- how often weights are gathered
@@ -210,7 +212,7 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_failure_in_the_backward(pools: Pools, world: int, clips: bool, tmp_path: Path) -> None:
+def test_a_failure_in_the_backward(mesh: Any, clips: bool, tmp_path: Path) -> None:
     """The state is as before."""
     for builder in ("zero2", "zero3"):
-        pools[world].run(late, clips, builder, tmp_path)
+        late(mesh, clips, builder, tmp_path)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.streams import Event, HostStream
@@ -109,6 +109,7 @@ def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
         assert all(torch.equal(a, b) for a, b in pairs), (name, schedule, precision)
 
 
+@on_ranks()
 @pytest.mark.sampled
 @pytest.mark.parametrize(("which", "world"), [*((which, 2) for which in DELAYS), ("anything", 3)])
 @pytest.mark.parametrize(
@@ -121,8 +122,8 @@ def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
         ("stacks", "zero3-demand", "fp32"),
     ],
 )
-def test_delays_change_nothing(pools: Pools, world: int, which: str, case: Case) -> None:
-    pools[world].run(with_and_without, [case], DELAYS[which])
+def test_delays_change_nothing(mesh: Any, which: str, case: Case) -> None:
+    with_and_without(mesh, [case], DELAYS[which])
 
 
 @on_ranks(3)

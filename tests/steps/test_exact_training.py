@@ -14,7 +14,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -101,10 +101,11 @@ CASES = [
 SOME = {1: CASES[::2], 2: CASES[1::2], 3: CASES[6:7], 4: CASES[5:6]}
 
 
+@on_ranks()
 @pytest.mark.parametrize(("world", "cases"), [*SOME.items(), *(nightly(world, CASES) for world in SOME)])
-def test_ten_adamw_steps(pools: Pools, world: int, cases: list[tuple[str, int, str, int]]) -> None:
+def test_ten_adamw_steps(mesh: Any, cases: list[tuple[str, int, str, int]]) -> None:
     for case in cases:
-        pools[world].run(ten_steps, *case)
+        ten_steps(mesh, *case)
 
 
 # ---- dropout

@@ -19,7 +19,7 @@ from tests.extras.tape import TapeRecorder
 from tests.harness.groups import by_the_backend
 from tests.harness.marks import nightly
 from tests.harness.oracle import joined, relative
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from yafsdp_fn.extras.cuda_graphs import Graphs
 
 V, STEPS = 37, 3  # the third step is the first that captures
@@ -196,6 +196,7 @@ def all_of(mesh: Any, names: list[str]) -> None:
             follows_the_plain_loop(mesh, name)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "names"),
     [
@@ -204,14 +205,15 @@ def all_of(mesh: Any, names: list[str]) -> None:
     ],
     ids=["1-some", "2-others", "1-all", "2-all"],
 )
-def test_every_feature_alone(pools: Pools, world: int, names: list[str]) -> None:
-    pools[world].run(all_of, names)
+def test_every_feature_alone(mesh: Any, names: list[str]) -> None:
+    all_of(mesh, names)
 
 
 ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]
 """What is cut unevenly, and what crosses several ranks as one."""
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "names"),
     [
@@ -221,12 +223,13 @@ ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resi
     ],
     ids=["2-others", "3-some", "1-all", "2-all"],
 )
-def test_features_together(pools: Pools, world: int, names: list[str]) -> None:
-    pools[world].run(all_of, names)
+def test_features_together(mesh: Any, names: list[str]) -> None:
+    all_of(mesh, names)
 
 
+@on_ranks(1)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled(pools: Pools, name: str) -> None:
+def test_compiled(mesh: Any, name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
-    pools[1].run(all_of, [name])
+    all_of(mesh, [name])

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from yafsdp_fn.lab import peers
 from yafsdp_fn.program.ops import Forward, Gather, Reduce
 
@@ -187,13 +187,15 @@ def recorded(module: Model, tokens: Tensor, targets: Tensor) -> tuple[list[Event
     return found, frozenset(freed), most
 
 
-def test_it_is_what_fsdp2_does(pools: Pools) -> None:
-    pools[2].run(check, [name for name in SAME if name != "kept by two"], (("shard", 2),))
+@on_ranks(2)
+def test_it_is_what_fsdp2_does(mesh: Any) -> None:
+    check(mesh, [name for name in SAME if name != "kept by two"], (("shard", 2),))
 
 
+@on_ranks(4)
 @pytest.mark.nightly
-def test_weights_that_a_node_keeps(pools: Pools) -> None:
-    pools[4].run(check, ["kept by two", "every"], (("node", 2), ("local", 2)))
+def test_weights_that_a_node_keeps(mesh: Any) -> None:
+    check(mesh, ["kept by two", "every"], (("node", 2), ("local", 2)))
 
 
 # ---- errors

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 
 
 def spoiled(bad: Callable[[Tensor], Tensor]) -> LossFn:
@@ -66,14 +66,16 @@ def not_finite(mesh: Any, which: str, everywhere: bool) -> None:
         assert metrics["loss"].isfinite() and float(metrics["skipped"]) == 0.0
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("which", BAD)
-def test_a_step_that_is_not_finite_is_skipped(pools: Pools, which: str) -> None:
-    pools[1].run(not_finite, which, True)
+def test_a_step_that_is_not_finite_is_skipped(mesh: Any, which: str) -> None:
+    not_finite(mesh, which, True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("which", ["nan", "a gradient"])
-def test_one_rank_that_is_not_finite_skips_all(pools: Pools, which: str) -> None:
-    pools[2].run(not_finite, which, False)
+def test_one_rank_that_is_not_finite_skips_all(mesh: Any, which: str) -> None:
+    not_finite(mesh, which, False)
 
 
 def test_skipping_can_be_switched_off() -> None:

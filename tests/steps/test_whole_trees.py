@@ -11,11 +11,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
 
 NAMES = ("base", "tied", "stacks", "frozen", "units", "pinned")
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+WORLDS = on_ranks(1, 2, 3, 4)
 BF16 = ya.Precision(compute=torch.bfloat16)
 
 
@@ -38,11 +38,16 @@ def initial(mesh: Any, name: str) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", NAMES)
-def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: Pools, name: str, world: int) -> None:
-    pools[world].run(initial, name)
+def test_init_and_shard_have_the_same_bits_at_every_world_size(mesh: Any, name: str) -> None:
+    initial(mesh, name)
 
 
-def padding_is_zero(mesh: Any) -> None:
+def is_params(node: Any) -> bool:
+    return isinstance(node, Params)
+
+
+@WORLDS
+def test_padding_stays_zero(mesh: Any) -> None:
     """After init, in gradients, moments, steps and random trees: sums over shards are sums over leaves."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     step = ya.train_step(base_loss, TX)
@@ -57,15 +62,6 @@ def padding_is_zero(mesh: Any) -> None:
             torch.distributed.all_reduce(squares, group=mesh.get_group())
         whole = torch.stack([leaf.double().square().sum() for leaf in optree.tree_leaves(ya.unshard(tree))]).sum()
         assert relative(squares, whole) < 1e-12
-
-
-def is_params(node: Any) -> bool:
-    return isinstance(node, Params)
-
-
-@WORLDS
-def test_padding_stays_zero(pools: Pools, world: int) -> None:
-    pools[world].run(padding_is_zero)
 
 
 def numbers(mesh: Any, name: str) -> None:
@@ -98,8 +94,8 @@ def numbers(mesh: Any, name: str) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_over_trees(pools: Pools, name: str, world: int) -> None:
-    pools[world].run(numbers, name)
+def test_numbers_over_trees(mesh: Any, name: str) -> None:
+    numbers(mesh, name)
 
 
 # ---- map_whole_layers
@@ -120,7 +116,8 @@ def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
     return out
 
 
-def whole_layers(mesh: Any) -> None:
+@WORLDS
+def test_map_layers(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_rank()
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
@@ -159,11 +156,6 @@ def whole_layers(mesh: Any) -> None:
             compare(value, ya.value_and_grad(base_loss)(plain_params, global_batch(ranks))[0], 1e-6, "the moved stack")
 
 
-@WORLDS
-def test_map_layers(pools: Pools, world: int) -> None:
-    pools[world].run(whole_layers)
-
-
 def several_units(mesh: Any) -> None:
     """Layers of two units, and of a frozen and a trained one, with moments that know the trained ones only."""
     for name, of in (("units", "layers"), ("frozen", "more"), ("frozen", "layers")):
@@ -181,5 +173,5 @@ def sum_of(layer: Any) -> Tensor:
 
 
 @WORLDS
-def test_map_layers_over_several_units(pools: Pools, world: int) -> None:
-    pools[world].run(several_units)
+def test_map_layers_over_several_units(mesh: Any) -> None:
+    several_units(mesh)

@@ -13,7 +13,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import Batch, batch_of, by_autograd, compare, joined
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from tests.steps.staged import models
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime.reductions import combine
@@ -130,24 +130,28 @@ SOME = [*DAILY, *(nightly(*case) for case in OTHERS if case not in DAILY)]
 SHARED = ["v", "1f1b", "zero-bubble, recomputed, updates", "interleaved, gathered anew, updates"]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("world", "stages", "name"), EVERY if ALL else SOME)
-def test_exact(pools: Pools, world: int, stages: int, name: str) -> None:
+def test_exact(mesh: Any, stages: int, name: str) -> None:
+    world = mesh.size()
     at = list(HOW).index(name) + CASES.index((world, stages))
     every = (1, stages, 2 * stages + 1)
     microbatches = every if ALL else (every[at % 3],)
     for skips in (True, False) if ALL else (bool(at % 2),):
-        pools[world].run(check, "skip", name, stages, microbatches, skips)
+        check(mesh, "skip", name, stages, microbatches, skips)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "stages", "model", "name"),
     [(*case, model, name) for case in CASES for model in ("tied", "pinned") for name in SHARED]
     if ALL
     else [(*CASES[k // 2], ("tied", "pinned")[k % 2], name) for k, name in enumerate(SHARED)],
 )
-def test_shared(pools: Pools, world: int, stages: int, model: str, name: str) -> None:
+def test_shared(mesh: Any, stages: int, model: str, name: str) -> None:
     """Units that several stages have: a tied embedding, gains of all layers."""
-    pools[world].run(check, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
+    world = mesh.size()
+    check(mesh, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
 
 
 PRODUCTS = [
@@ -157,11 +161,12 @@ PRODUCTS = [
 ]
 
 
+@on_ranks()
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "stages", "name"), PRODUCTS)
-def test_weights_that_are_multiplied_with_weights(pools: Pools, world: int, stages: int, name: str) -> None:
+def test_weights_that_are_multiplied_with_weights(mesh: Any, stages: int, name: str) -> None:
     """The later half of a backward needs a weight whose slot has held other units in between."""
-    pools[world].run(check, "products", name, stages, (2 * stages + 1,), False)
+    check(mesh, "products", name, stages, (2 * stages + 1,), False)
 
 
 def check_by_autograd(*args: Any) -> None:
@@ -169,6 +174,7 @@ def check_by_autograd(*args: Any) -> None:
         check(*args)
 
 
-def test_weights_that_are_not_large(pools: Pools) -> None:
+@on_ranks(4)
+def test_weights_that_are_not_large(mesh: Any) -> None:
     """As small weights are by default; in the other tests all go the way of large ones."""
-    pools[4].run(check_by_autograd, "skip", "zero-bubble, gathered anew", 2, (3,), True)
+    check_by_autograd(mesh, "skip", "zero-bubble, gathered anew", 2, (3,), True)
