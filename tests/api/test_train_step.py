@@ -24,6 +24,7 @@ from tests.harness.small import (
     loss,
     model,
     one_rank,
+    with_ends,
 )
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2))
@@ -120,11 +121,9 @@ def test_a_batch_without_any_weight_is_skipped() -> None:
 # ---- randomness
 
 
-def dropped(params: Model, b: Any) -> ya.Mean:
-    x = ya.apply(embed, params.embed, b["tokens"])
-    x, _ = ya.scan(dropout_block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
-    return mean
+@with_ends
+def dropped(params: Model, x: Tensor) -> Any:
+    return ya.scan(dropout_block, x, params.layers)[0]
 
 
 @pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])

@@ -99,6 +99,16 @@ def head(w: Any, x: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ w["w"]).flatten(0, 1), targets.flatten())
 
 
+def with_ends(middle: Callable[[Any, Tensor], Any]) -> LossFn:
+    """The model's loss with `middle(tree, x)` between the embedding and the head."""
+
+    def loss(tree: Any, data: Any) -> Tensor:
+        x = middle(tree, ya.apply(embed, tree["embed"], data["tokens"]))
+        return ya.apply(head, tree["head"], x, data["targets"])
+
+    return loss
+
+
 def loss_with(fault: Fault | None = None) -> LossFn:
     """The model's loss; its blocks report to `fault`."""
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import yafsdp_fn as ya
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import Pools
-from tests.harness.problems import SCHEDULES, Batch, Head, Params, embed, head, param
+from tests.harness.problems import SCHEDULES, Batch, Head, Params, param, with_ends
 from yafsdp_fn.communication.streams import Event, HostStream
 
 E, F, V, LAYERS = 64, 96, 72, 5
@@ -51,11 +51,9 @@ def block(x: Tensor, w: Weights) -> tuple[Tensor, None]:
     return x + torch.tanh((x * w.scale) @ w.up.T) @ w.down.T, None
 
 
-def loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(block, x, params.layers)[0]
 
 
 def batch() -> Batch:
@@ -253,11 +251,9 @@ def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
             h.register_hook(look)
         return out, None
 
-    def loss(params: Params, batch: Batch) -> ya.Mean:
-        x = ya.apply(embed, params.embed, batch["tokens"])
-        x, _ = ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+    @with_ends
+    def loss(params: Params, x: Tensor) -> Any:
+        return ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))[0]
 
     state, found = ya.init(params(), TX, mesh=mesh), []
     step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule])

@@ -18,15 +18,13 @@ from tests.harness.problems import (
     PROBLEMS,
     SCHEDULES,
     TX,
-    Batch,
     Head,
     Layer,
     base_loss,
     base_params,
     block,
-    embed,
-    head,
     param,
+    with_ends,
 )
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.schedules import Gather, Reduce
@@ -186,12 +184,11 @@ def cast_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
     return block(x, Layer(*(leaf.to(x.dtype) for leaf in w)))
 
 
-def mixed_loss(params: Mixed, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def mixed_loss(params: Mixed, x: Tensor) -> Tensor:
     x, _ = ya.scan(cast_block, x, params.lower)
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple[Collective, int]]:

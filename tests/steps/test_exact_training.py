@@ -26,11 +26,10 @@ from tests.harness.problems import (
     base_params,
     dropout_block,
     dropout_loss,
-    embed,
-    head,
     masked_loss,
     tied_loss,
     tied_params,
+    with_ends,
 )
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
@@ -111,11 +110,9 @@ def test_ten_adamw_steps(mesh: Any, cases: list[tuple[str, int, str, int]]) -> N
 # ---- dropout
 
 
-def unrolled_dropout_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(dropout_block, x, params.layers, unroll=2)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def unrolled_dropout_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(dropout_block, x, params.layers, unroll=2)[0]
 
 
 @pytest.mark.sampled

@@ -31,6 +31,7 @@ from tests.harness.problems import (
     layer,
     masked_loss,
     param,
+    with_ends,
 )
 
 FEW = ("zero3", "zero3-remat-all", "zero2")
@@ -93,27 +94,25 @@ def odd_block(carry: dict[str, Any], w: Layer) -> tuple[dict[str, Any], dict[str
     return new, {"x": x, "argmax": x.argmax(-1), "twice": x, "ones": torch.ones(2), "none": None}
 
 
-def odd_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def odd_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     carry = {"x": x, "count": torch.tensor(0), "same": x, "sum": x.new_zeros(())}
     carry, ys = ya.scan(odd_block, carry, params.layers)
     assert ys["none"] is None and not ys["argmax"].requires_grad and not carry["count"].requires_grad
     x = carry["x"] + 0.5 * carry["same"] * carry["count"] + carry["sum"]
     extra = (ys["x"] * ys["twice"]).sum() * 1e-2 + ys["ones"].sum() * 0
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + extra, weight)
+    return x, extra
 
 
 def identity_block(x: Tensor, w: Layer) -> tuple[Tensor, Tensor]:
     return x, w.up.square().sum() * x.sum()
 
 
-def identity_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def identity_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     """The carry comes out as the very tensor that went in."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, ys = ya.scan(identity_block, x, params.layers)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + 1e-2 * ys.sum(), weight)
+    return x, 1e-2 * ys.sum()
 
 
 def recurrent_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -162,14 +161,13 @@ def autocast_loss(params: Params, batch: Batch) -> ya.Mean:
         return base_loss(params, batch)
 
 
-def inplace_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def inplace_loss(params: Params, x: Tensor) -> Tensor:
     """Outputs of a visit are the loss's own, to be written to."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x += 1.0
     x, _ = ya.scan(block, x, params.layers)
     x.mul_(2.0)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -184,14 +182,13 @@ def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
 # ---- parts of a stack
 
 
-def parts_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def parts_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     """The first layers, every second one backwards, one twice in a visit; layer 3 never."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers, order=range(3))
     x, _ = ya.scan(block, x, params.layers, order=range(0, 5, 2), reverse=True)
     x, ys = ya.scan(block_with_y, x, params.layers, order=[1, 1, 2], unroll=2)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + 1e-2 * ys.sum(), weight)
+    return x, 1e-2 * ys.sum()
 
 
 def depth_loss(params: Params, batch: Batch, depth: int) -> ya.Mean:

@@ -10,7 +10,21 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
+from tests.harness.failing import (
+    TX,
+    Fault,
+    LossFn,
+    batch,
+    bits,
+    embed,
+    head,
+    layer,
+    loss,
+    loss_with,
+    same,
+    state,
+    with_ends,
+)
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.runtime import execute
@@ -23,10 +37,9 @@ def swapped(params: Any, data: Any) -> torch.Tensor:
     return total + ya.scan(layer, x, params["layers"])[0].sum()
 
 
-def backwards(params: Any, data: Any) -> torch.Tensor:
-    x = ya.apply(embed, params["embed"], data["tokens"])
-    x, _ = ya.scan(layer, x, params["layers"], reverse=True)
-    return ya.apply(head, params["head"], x, data["targets"])
+@with_ends
+def backwards(params: Any, x: torch.Tensor) -> Any:
+    return ya.scan(layer, x, params["layers"], reverse=True)[0]
 
 
 def headless(params: Any, data: Any) -> torch.Tensor:

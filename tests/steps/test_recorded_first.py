@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state
+from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state, with_ends
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
 from tests.harness.pool import Pools, on_ranks
@@ -75,10 +75,10 @@ def tabled(table: Table, *, in_block: bool) -> LossFn:
     def body(x: Tensor, w: Any) -> tuple[Tensor, None]:
         return layer(x + table(x.shape[-1]), w)[0], None
 
-    def total(tree: Any, data: Any) -> Tensor:
-        x = ya.apply(embed, tree["embed"], data["tokens"])
+    @with_ends
+    def total(tree: Any, x: Tensor) -> Tensor:
         x, _ = ya.scan(body if in_block else layer, x, tree["layers"])
-        return ya.apply(head, tree["head"], x * table(x.shape[-1]), data["targets"])
+        return x * table(x.shape[-1])
 
     return total
 
@@ -219,10 +219,9 @@ def test_no_outputs_are_kept_while_a_call_is_recorded() -> None:
         seen.append(weakref.ref(out))
         return out, None
 
-    def total(tree: Any, data: Any) -> Tensor:
-        x = ya.apply(embed, tree["embed"], data["tokens"])
-        x, _ = ya.scan(counting, x, tree["layers"])
-        return ya.apply(head, tree["head"], x, data["targets"])
+    @with_ends
+    def total(tree: Any, x: Tensor) -> Any:
+        return ya.scan(counting, x, tree["layers"])[0]
 
     gc.disable()
     try:

@@ -17,7 +17,7 @@ from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.problems import Batch, Params, base_params, block, embed, head
+from tests.harness.problems import Batch, Params, base_params, block, embed, head, with_ends
 from tests.steps.staged.models import F64
 
 TX = ya.optim.adamw(1e-2)
@@ -59,13 +59,12 @@ def writing(name: str, first: bool) -> Callable[[Params, Batch], ya.Mean]:
     """first: into what the first stage has made, else into what the last has."""
     write = WRITES[name]
 
-    def loss(params: Params, batch: Batch) -> ya.Mean:
-        x = ya.apply(embed, params.embed, batch["tokens"])
+    @with_ends
+    def loss(params: Params, x: Tensor) -> Tensor:
         x = write(x) if first else x
         x, _ = ya.scan(block, x, params.layers)
         x = x if first else write(x)
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        return x
 
     return loss
 
@@ -95,21 +94,19 @@ class Other:
     now = False
 
 
-def as_item(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def as_item(params: Params, x: Tensor) -> Tensor:
     x, _ = ya.scan(block, x, params.layers)
     factor = x.detach().mean().item() if Other.now else 1.0
-    mean: ya.Mean = ya.apply(head, params.head, x * factor, batch["targets"])
-    return mean
+    return x * factor
 
 
-def as_numpy(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def as_numpy(params: Params, x: Tensor) -> Tensor:
     x, _ = ya.scan(block, x, params.layers)
     if Other.now:
         x.detach().numpy()
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def one_less(params: Params, batch: Batch) -> ya.Mean:
@@ -122,16 +119,15 @@ def one_less(params: Params, batch: Batch) -> ya.Mean:
     return mean if not Other.now else ya.Mean(mean.total + ya.apply(lambda w: w.scale.sum(), params.head), mean.weight)
 
 
-def no_pair(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def no_pair(params: Params, x: Tensor) -> Tensor:
     """A visit is replaced by one of the same unit, which gives a tensor."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     if Other.now:
         x = ya.apply(lambda w, x: x * w.scale, params.head, x) * 2.0
     else:
         x, _ = ya.apply(lambda w, x: (x * w.scale, 3), params.head, x)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def another_block(params: Params, batch: Batch) -> ya.Mean:

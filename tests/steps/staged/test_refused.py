@@ -9,27 +9,26 @@ from typing import Any
 import optree
 import pytest
 import torch
+from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head
+from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head, with_ends
 
 TX = ya.optim.adamw(1e-3)
 
 
-def sums_all_layers(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def sums_all_layers(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     x, ys = ya.scan(block_with_y, x, params.layers)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + ys.sum(), weight)
+    return x, ys.sum()
 
 
-def mixes(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def mixes(params: Params, x: Tensor) -> Tensor:
     y, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x + y, batch["targets"])
-    return mean
+    return x + y
 
 
 def regularised(params: Params, batch: Batch) -> ya.Mean:
@@ -62,13 +61,12 @@ def detached_and_marked(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(total.detach().requires_grad_(), weight)
 
 
-def asks(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def asks(params: Params, x: Tensor) -> Tensor:
     if x.sum() > 1e9:
         x = x * 2
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def odd_aux(params: Params, batch: Batch) -> Any:
@@ -81,11 +79,9 @@ def part_of_a_stack(params: Params, batch: Batch) -> ya.Mean:
     return plain(params._replace(layers=optree.tree_map(lambda leaf: leaf[:1], params.layers)), batch)
 
 
-def plain(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def plain(params: Params, x: Tensor) -> Any:
+    return ya.scan(block, x, params.layers)[0]
 
 
 SCHEDULES: dict[str, Any] = {
