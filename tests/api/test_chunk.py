@@ -397,14 +397,12 @@ def test_in_a_step(remat: Any) -> None:
         x = ya.apply(small.embed, params.embed, batch["tokens"])
         layer = ya.chunk(lambda x, w: (small.block(x, w)[0] * scale, None), 2, in_axes=(0, None))
         x, _ = ya.scan(layer, x, params.layers)
-        mean: ya.Mean = ya.apply(small.head, params.head, x, batch["targets"])
-        return mean
+        return ya.apply(small.head, params.head, x, batch["targets"])
 
     def around(params: small.Model, batch: Any) -> ya.Mean:
         x = ya.apply(small.embed, params.embed, batch["tokens"])
         x = ya.chunk(lambda x: ya.scan(small.block, x, params.layers)[0], 2, in_axes=0)(x)
-        mean: ya.Mean = ya.apply(small.head, params.head, x, batch["targets"])
-        return mean
+        return ya.apply(small.head, params.head, x, batch["targets"])
 
     schedule = ya.schedules.zero3(remat=remat)
     both = ya.value_and_grad(closes_over, schedule=schedule)

@@ -118,8 +118,7 @@ def test_memory_that_several_visits_read_is_one_value() -> None:
         table = torch.ones(x.shape[-1], dtype=x.dtype)
         x, _ = ya.scan(lambda c, w, t: block(c * t[:3].sum(), w), x, p.layers, consts=table)
         x, _ = ya.scan(lambda c, w: (c.view_as(c), None), x, p.layers)  # gives what it takes
-        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
-        return mean
+        return ya.apply(head, p.head, x, b["targets"])
 
     visits = trace(with_table, model(), META).visits
     (table,) = set.intersection(*(set(visit.cost.takes) for visit in visits[1 : 1 + L]))
@@ -146,8 +145,7 @@ def test_what_the_loss_saves_outside_of_blocks() -> None:
 
 def test_torch_func_inside_of_blocks_and_losses() -> None:
     def slope(x: Tensor, w: Any) -> Tensor:
-        found: Tensor = torch.func.grad(lambda x: block(x, w)[0].square().sum())(x)
-        return found
+        return torch.func.grad(lambda x: block(x, w)[0].square().sum())(x)
 
     def run(p: Model, b: Any) -> Tensor:
         x = ya.apply(embed, p.embed, b["tokens"])
@@ -167,8 +165,7 @@ def test_compiled_blocks_are_traced_as_written() -> None:
 
     def run(p: Model, b: Any) -> ya.Mean:
         x, _ = ya.scan(compiled, ya.apply(embed, p.embed, b["tokens"]), p.layers)
-        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
-        return mean
+        return ya.apply(head, p.head, x, b["targets"])
 
     assert trace(run, model(), META) == trace(loss, model(), META)
 
@@ -229,8 +226,7 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
 
 def checkpointed(f: Any) -> Any:
     def recomputed(w: Any, q: Tensor) -> Tensor:
-        out: Tensor = torch.utils.checkpoint.checkpoint(lambda q: f(w, q), q, use_reentrant=False)
-        return out
+        return torch.utils.checkpoint.checkpoint(lambda q: f(w, q), q, use_reentrant=False)
 
     return recomputed
 
@@ -254,8 +250,7 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
         x, mask = x * w["gain"], torch.ones(S, S, dtype=torch.bool) if is_causal else None
         inside: Any = F.multi_head_attention_forward
         how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
-        out: Tensor = inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
-        return out
+        return inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
 
     def run(p: Any, b: Tensor) -> Tensor:
         return ya.apply(attend, p["a"], b).sum()

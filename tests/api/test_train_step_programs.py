@@ -43,7 +43,7 @@ def test_lower_looks_without_running() -> None:
     assert lowered.count(Gather) == 2 * L - 2 + 2 + max(0, 2 * L - 4) and lowered.count(Reduce) == 2 * (L + 2)
     state, _ = step(state, batch())
     program = step.program(state)
-    assert program is not None and program.ops == lowered.ops and program.fingerprint() == lowered.fingerprint()
+    assert program.ops == lowered.ops and program.fingerprint() == lowered.fingerprint()
     assert step.lower(state, batch()) is program
 
 
@@ -150,8 +150,7 @@ def test_the_same_number_of_other_units_is_refused() -> None:
 
     def either(params: Any, b: Any) -> Tensor:
         x = ya.apply(lambda w: w["w"] * 1, params[b["which"]])
-        out: Tensor = ya.apply(lambda w, x: (w["w"] * x).sum(), params["c"], x)
-        return out
+        return ya.apply(lambda w, x: (w["w"] * x).sum(), params["c"], x)
 
     step = ya.train_step(either, TX)
     state, _ = step(state, {"which": "a"})

@@ -207,8 +207,7 @@ def test_a_thread_does_not_know_the_mesh(every: Any) -> None:
         return found
 
     def loss(p: Any, x: Tensor) -> Tensor:
-        out: Tensor = ya.apply(block, p["a"], x).sum()
-        return out
+        return ya.apply(block, p["a"], x).sum()
 
     for function in (
         lambda: ya.train_step(loss, ya.optim.sgd(0.1))(state, x),
@@ -260,8 +259,7 @@ def test_a_backward_does_not_know_the_mesh() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            out: Tensor = ya.psum(grad, "tensor")
-            return out
+            return ya.psum(grad, "tensor")
 
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"a collective over 'tensor' in a backward pass .* remat= of a schedule"):

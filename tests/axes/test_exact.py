@@ -15,6 +15,7 @@ import torch
 import yafsdp_fn as ya
 from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, params
 from tests.harness.marks import nightly
+from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.schedules.builders import _schedule
 from yafsdp_fn.util.mesh_axes import INSIDE
@@ -63,9 +64,7 @@ def optimizer() -> Any:
 
 
 def close(got: Any, want: Any, what: str, most: float = 1e-12) -> None:
-    for path, a, b in zip(optree.tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        error = float((a - b).norm() / b.norm().clamp_min(1e-300))
-        assert error < most, f"{what}: {path}: {error}"
+    compare(got, want, most, what)
 
 
 @functools.cache
@@ -79,10 +78,6 @@ def plain(of: Options, microbatches: int = 1) -> tuple[Any, Any, list[dict[str, 
         state, found = step(state, batch_of(number))
         metrics.append(found)
     return *both, metrics, state.params
-
-
-def whole(tree: Any) -> Any:
-    return ya.unshard(tree)
 
 
 @functools.cache
@@ -109,7 +104,7 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
     for _ in range(2 if schedule != "updates" else 0):  # recorded, and by its program
         value, grads = both(state.params, cut(batch_of(0)))
         close(value, loss, "loss")
-        close(whole(grads), ya.params.without_markers(gradients), "gradient")
+        close(grads, gradients, "gradient")
         close(ya.global_norm(grads), ya.global_norm(gradients), "norm")
     step = ya.train_step(loss_of(of), optimizer(), **how)
     with ya.timeline.record() as recording:
@@ -123,7 +118,7 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
     assert [span.op for span in spans if isinstance(span.op, computes)] == [
         op for op in own if isinstance(op, computes)
     ]
-    close(whole(state), ya.params.without_markers(after), "parameters")
+    close(state, after, "parameters")
 
 
 SP = Options(sequence_parallel=True)
@@ -249,7 +244,7 @@ def test_sums_in_a_wider_dtype(_: Any) -> None:
             both = ya.value_and_grad(loss_of(PLAIN), schedule=schedule, microbatches=2)
             for _ in range(2):
                 _, grads = both(state.params, ya.shard_batch(batch_of(0), state.mesh))
-                close(ya.unshard(grads), ya.params.without_markers(plain(PLAIN)[1]), "gradient", 1e-6)
+                close(grads, plain(PLAIN)[1], "gradient", 1e-6)
 
 
 # ---- deterministic meshes: the same bits at every number of ranks on `shard`

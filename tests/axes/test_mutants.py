@@ -33,8 +33,7 @@ Calls = Sequence[Callable[[Tensor], Tensor]]
 
 
 def psum(x: Tensor, axis: str = "tensor") -> Tensor:
-    out: Tensor = ya.psum(x, axis) / ya.axis_size(axis)
-    return out
+    return ya.psum(x, axis) / ya.axis_size(axis)
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -43,8 +42,7 @@ def gathered(x: Tensor) -> Tensor:
 
 def passed_on(x: Tensor) -> Tensor:
     n = ya.axis_size("tensor")
-    out: Tensor = ya.ppermute(x, "tensor", [(k, (k + 1) % n) for k in range(n)])
-    return out
+    return ya.ppermute(x, "tensor", [(k, (k + 1) % n) for k in range(n)])
 
 
 RIGHT: Calls = (psum, gathered, passed_on)
@@ -105,14 +103,14 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
                 state = step(state, X)[0]
         except (OrderChanged, RanksDisagree) as error:
             if len(ranks) == mesh.size():  # all failed at one place
-                close(ya.unshard(state), before, "the state")
+                close(state, before, "the state")
                 model.step = 0  # as the first step was
                 step(state, X)
             return f"{type(error).__name__}: {error}"
         except RuntimeError as error:
             return f"waited: {error} {getattr(error, '__notes__', '')}"
         plain = of_plain(plain, X)[0]
-        close(ya.unshard(state), ya.params.without_markers(plain.params), f"rank {rank}, step {number}")
+        close(state, plain.params, f"rank {rank}, step {number}")
     return "exact"
 
 

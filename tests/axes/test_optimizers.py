@@ -79,7 +79,7 @@ def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = 
             state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
             for number in range(STEPS):
                 state, _ = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
-            close(ya.unshard(state), WITHOUT(want.params), f"{name}: parameters")
+            close(state, want.params, f"{name}: parameters")
             compared(state, want, name)
         if folder:
             save(f"{folder}/{name}", state)

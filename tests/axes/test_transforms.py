@@ -45,10 +45,10 @@ def transforms(_: Any, axes: dict[str, int]) -> None:
     direction, batch = ya.normal_like(5, state.params), ya.shard_batch(batch_of(0), mesh, split={"context": 1})
     f = ya.functional_loss(lambda p: loss_of(OF)(p, batch))
     gradient, slope, twice, along = plain()
-    close(ya.unshard(grad(f)(state.params)), gradient, "gradient")
+    close(grad(f)(state.params), gradient, "gradient")
     close(jvp(f, (state.params,), (direction,))[1], slope, "slope")
-    close(ya.unshard(_twice(f, state.params, direction)), twice, "Hessian")
-    close(ya.unshard(_along(f, state.params, direction)), along, "Hessian, forward over reverse")
+    close(_twice(f, state.params, direction), twice, "Hessian")
+    close(_along(f, state.params, direction), along, "Hessian, forward over reverse")
 
 
 @on_ranks(2)
@@ -90,7 +90,7 @@ def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
     for row in range(len(own["tokens"])):
         want = grad(f)(tree, row_of(0, row))
         got = optree.tree_map(lambda leaf, row=row: leaf[row], each)
-        close(ya.unshard(got), want, f"gradient of row {row}")
+        close(got, want, f"gradient of row {row}")
         close(along[row], ya.vdot(want, u), f"slope of row {row}")
 
 
@@ -121,8 +121,7 @@ def chunked(p: Any, x: Tensor) -> Tensor:
 
     def mlp(w: Any, x: Tensor) -> Tensor:
         def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-            out: Tensor = ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
-            return out
+            return ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
 
         out: Tensor = ya.chunk(whole, 2, in_axes=(0, None, None))(x, w["up"], w["down"])
         return out.square().mean()
@@ -136,8 +135,8 @@ def test_chunks_with_collectives(_: Any) -> None:
     state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
     want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1)).params, x)
     for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all")):
-        close(ya.unshard(ya.grad(chunked, schedule=schedule)(state.params, x)), want, "gradient")
-    close(ya.unshard(grad(ya.functional_loss(chunked))(state.params, x)), want, "gradient by torch.func")
+        close(ya.grad(chunked, schedule=schedule)(state.params, x), want, "gradient")
+    close(grad(ya.functional_loss(chunked))(state.params, x), want, "gradient by torch.func")
 
 
 @on_ranks(2)
@@ -150,4 +149,4 @@ def test_a_derivative_inside_of_a_block(_: Any) -> None:
     step = ya.train_step(penalised, ya.optim.sgd(0.1))
     for _ in range(3):
         want, state = step(want, x)[0], step(state, x)[0]
-        close(ya.unshard(state), want.params, "parameters")
+        close(state, want.params, "parameters")

@@ -90,10 +90,16 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float(off / size) if size else float("inf") * bool(off) if off else 0.0
 
 
+def whole(tree: Tree) -> Tree:
+    """Whole tensors of a state or any tree, without markers; every rank calls this."""
+    return ya.params.without_markers(ya.unshard(tree))
+
+
 def compare(got: Tree, expected: Tree, tolerance: float, what: str) -> None:
-    """Every leaf within `tolerance`, relative to the leaf; 0 asks for equal bits. Names the leaves that are not."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(ya.params.without_markers(expected))
-    found, found_spec = optree.tree_flatten(ya.params.without_markers(got))
+    """Every leaf, whole and without markers, within `tolerance`, relative to the leaf; 0 asks for equal bits. Names the
+    leaves that are not."""
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(whole(expected))
+    found, found_spec = optree.tree_flatten(whole(got))
     assert found_spec == spec, f"{what}: structure {found_spec}, expected {spec}"
     wrong = []
     for accessor, a, b in zip(accessors, found, leaves, strict=True):

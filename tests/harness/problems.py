@@ -138,8 +138,7 @@ def tied_loss(params: Params, batch: Batch) -> ya.Mean:
     """The embedding is visited first and last."""
     x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(tied_head, (params.head, params.embed), x, batch["targets"])
-    return mean
+    return ya.apply(tied_head, (params.head, params.embed), x, batch["targets"])
 
 
 def stacks_params(layers: int) -> Params:

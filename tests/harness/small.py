@@ -68,8 +68,7 @@ def with_ends(middle: Callable[[Model, Tensor], Any]) -> Loss:
 
     def run(params: Model, batch: Any) -> ya.Mean:
         x = middle(params, ya.apply(embed, params.embed, batch["tokens"]))
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        return ya.apply(head, params.head, x, batch["targets"])
 
     return run
 

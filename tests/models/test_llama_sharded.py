@@ -78,8 +78,7 @@ def save_and_load(
     again = ya.shard(lazy, TX, mesh=mesh, precision=precision)
     shards: Sequence[torch.Tensor] = optree.tree_leaves(state.params)
     assert all(torch.equal(a, b) for a, b in zip(optree.tree_leaves(again.params), shards, strict=True))
-    whole: list[torch.Tensor] = optree.tree_leaves(ya.unshard(state))
-    return whole
+    return optree.tree_leaves(ya.unshard(state))
 
 
 @pytest.mark.sampled

@@ -347,8 +347,7 @@ def as_the_module(mesh: Any, name: str) -> None:
         total, weight = squares(reference(**whole, **others))
         reference.zero_grad()
         (total / weight).backward()
-        value: Tensor = (total / weight).detach()
-        return value
+        return (total / weight).detach()
 
     state = ya.shard(params, sgd, mesh=mesh, precision=ya.Precision(torch.float64))
     gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))

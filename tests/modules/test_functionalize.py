@@ -84,20 +84,17 @@ def as_the_module(mesh: Any, name: str) -> None:
     params, model = ya.functionalize(module, layers)
 
     def call(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = model(params, batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
-        return logits
+        return model(params, batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
 
     def of_module(batch: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = module(batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
-        return logits
+        return module(batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
 
     def differentiated() -> Tensor:
         """The loss of the module on the whole batch; its gradients are in the module."""
         total, weight = cross_entropy(of_module(whole), whole["targets"])
         module.zero_grad()
         (total / weight).backward()
-        value: Tensor = (total / weight).detach()
-        return value
+        return (total / weight).detach()
 
     logits = of_module(whole)
     compare(call(ya.materialize(params), whole), logits, 0, "logits of the plain tree")
@@ -113,7 +110,7 @@ def as_the_module(mesh: Any, name: str) -> None:
     for how in ("in the first call", "in the second"):
         value, grads = gradients(state.params, own)
         compare(value.double(), expected, 1e-6, f"value {how}")
-        compare(ya.unshard(grads), tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
+        compare(grads, tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
     step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all, update=True))
     for _ in range(3):
         differentiated()
@@ -238,8 +235,7 @@ class Model(nn.Module):
         x = self.drop(self.embed(tokens) + self.position)
         for number, layer in enumerate(self.layers[:]):
             x, _ = layer(x, scale=1.0 + number, **how) if number else layer(x=x, **how)
-        out: Tensor = self.tail(x)
-        return out
+        return self.tail(x)
 
 
 def made(**settings: Any) -> Model:
@@ -269,7 +265,7 @@ def test_units_leaves_and_what_is_frozen() -> None:
     assert "down.weight" not in params["layers"].tree and params["layers"].tree["up.weight"].shape == (3, 8, 8)
     state = ya.shard(params, None, mesh=one_rank())
     assert {g.name for g in state.memory.groups if not g.trainable} == {"tail.frozen"}
-    compare(ya.unshard(state), tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
+    compare(state, tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
 
 
 @pytest.mark.parametrize(
@@ -288,9 +284,9 @@ def test_gradients_are_those_of_the_module(remat: Any) -> None:
     for _ in range(2):
         got, grads = gradients(state.params, tokens)
         compare(got, value.detach(), 0, "value")
-        compare(ya.unshard(grads), expected, 1e-6, "gradients")
+        compare(grads, expected, 1e-6, "gradients")
     composed, plain = torch.func.grad(squares(model)), ya.materialize(params)
-    compare(ya.unshard(composed(state.params, tokens)), composed(plain, tokens), 1e-6, "torch.func.grad")
+    compare(composed(state.params, tokens), composed(plain, tokens), 1e-6, "torch.func.grad")
 
 
 def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
@@ -303,7 +299,7 @@ def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
     state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
     for _ in range(2):
         _, grads = gradients(state.params, tokens)
-        compare(ya.unshard(grads), expected, 1e-6, "gradients")
+        compare(grads, expected, 1e-6, "gradients")
 
 
 @on_ranks(1, 2)
@@ -320,7 +316,7 @@ def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
         moved, losses = zip(*(step(own, tokens_of(r)) for r, own in enumerate(alone)), strict=True)
         compare(metrics["loss"], torch.stack([found["loss"] for found in losses]).mean(), 1e-6, f"loss {number}")
         mean = optree.tree_map(lambda *leaves: sum(leaves) / len(leaves), *(own.params for own in moved))
-        compare(ya.unshard(state), mean, 1e-5, f"step {number}")
+        compare(state, mean, 1e-5, f"step {number}")
         alone = [dataclasses.replace(own, params=mean) for own in moved]
     assert mesh.size() == 1 or losses[0]["loss"] != losses[1]["loss"]
 
@@ -426,7 +422,7 @@ def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_kno
     expected = tree_of(module, params, "layers", lambda p: p.grad)
     state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
     for _ in range(2):
-        compare(ya.unshard(gradients(state.params, x)[1]), expected, 1e-6, "gradients")
+        compare(gradients(state.params, x)[1], expected, 1e-6, "gradients")
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
 
 
@@ -485,8 +481,7 @@ class Mixed(nn.Module):
         x = self.ways[1](torch.tanh(self.ways[0](x)))
         for layer in self.encoder.layers:
             x = layer(x) if isinstance(layer, nn.Tanh) else layer(x)[0]
-        out: Tensor = self.decoder(x)
-        return out
+        return self.decoder(x)
 
 
 @on_ranks(1, 2)
@@ -515,7 +510,7 @@ def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: A
         ]
         trained, _ = step(state, own)
         trained_again, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh, precision=F64), own)
-        compare(ya.unshard(trained.params), ya.unshard(trained_again.params), 1e-12, "schedules")
+        compare(trained.params, trained_again.params, 1e-12, "schedules")
         named = {model.name_of(name): weight for name, weight in ya.named_weights(trained.params)}
         assert named.keys() == before.keys()
         for made in (trained.params, ya.unshard(trained.params), named):

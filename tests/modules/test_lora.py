@@ -38,8 +38,7 @@ def adapter(*, outs: int = 6, ins: int = 5, rank: int = 2, stored: torch.dtype =
 def formed(w: ya.LowRank) -> Tensor:
     """The matrix, by its definition."""
     base = w.weight.double() if w.row_scale is None else w.weight.double() * w.row_scale[:, None]
-    matrix: Tensor = base + w.factor * (w.b @ w.a)
-    return matrix
+    return base + w.factor * (w.b @ w.a)
 
 
 # ---- the tree
@@ -286,7 +285,6 @@ def test_a_base_has_no_master_no_gradient_and_no_moments(dtype: torch.dtype | No
     for _ in range(2):
         state, _ = step(state, tokens())
     memory, program = state.memory, step.program(state)
-    assert program is not None
     pairs = sum(g.layout.shard_numel(1) * len(g.units) for g in memory.groups if g.trainable)
     whole = sum(leaf.numel() for leaf in optree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor))
     assert whole <= 2 * pairs + 8, "two moments of the adapters, and counts"

@@ -15,6 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import base_loss, base_params, pinned
 from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
+from tests.steps.staged.models import TWO_STAGES
 from yafsdp_fn.program.split import Assignment
 
 
@@ -115,7 +116,7 @@ def refused(_: Any, axes: dict[str, int]) -> None:
     with pytest.raises(TypeError, match=r"expected an Assignment, as ya.schedules.assign makes"):
         ya.init(params, mesh=mesh, stages=2)
     with pytest.raises(ya.errors.RanksDisagree, match="stages differs"):
-        one, other = scattered(5, 2), Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+        one, other = scattered(5, 2), TWO_STAGES
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
     with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
         ya.mesh(device="cpu", stage=2, deterministic=8)

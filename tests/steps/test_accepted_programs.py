@@ -67,8 +67,7 @@ class Case(NamedTuple):
         return Case(mesh, problem, builder, remat, rng.choice((1, 2)), *(rng.random() < p for p in (0.6, 0.5, 0.3)))
 
     def built(self) -> Schedule:
-        schedule: Schedule = BUILDERS[self.builder](update=self.update, remat=REMAT[self.remat])
-        return schedule
+        return BUILDERS[self.builder](update=self.update, remat=REMAT[self.remat])
 
     def lived(self, schedule: Schedule | Program) -> tuple[dict[str, Any], Program]:
         """What is seen in four steps under `schedule`, and the program that ran."""
@@ -86,7 +85,6 @@ class Case(NamedTuple):
             if number == 1:
                 seen["evaluation"] = evaluate(state, batch)
         program = step.program(state)
-        assert program is not None
         return {**seen, "parameters": ya.unshard(state)}, program
 
 

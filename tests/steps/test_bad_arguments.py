@@ -77,8 +77,7 @@ OTHERS: list[Case] = [
 
 
 def cut(params: Params) -> Params:
-    short: Params = optree.tree_map(lambda leaf: leaf[..., :-1], params)
-    return short
+    return optree.tree_map(lambda leaf: leaf[..., :-1], params)
 
 
 @on_ranks(2)

@@ -130,7 +130,6 @@ def counted(_: Mesh, builder: str) -> dict[str, dict[str, int]]:
         with sent(mesh) as found:
             state, _ = step(state, batch)
         program = step.program(state)
-        assert program is not None
         told = {key: bytes for key, bytes in program.wire_bytes().items() if bytes}
         if communicators(mesh).nodes == 1 and "gather in node" in told:  # all ranks are of one node, and of one group
             told["gather"] += told.pop("gather in node")
@@ -192,7 +191,6 @@ def trained(mesh: Mesh, problem: Problem, tx: Any, schedule: Any, batches: list[
     for batch in batches:
         state, metrics = step(state, batch)
     program = step.program(state)
-    assert program is not None
     return state, metrics, program
 
 

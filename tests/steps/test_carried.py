@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.failing import bits, same
 from tests.harness.histories import ACTIONS, Life, Planned, Setting
 from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
@@ -42,7 +43,7 @@ def live(
         tensors = optree.tree_leaves((out, life.state.params, life.state.opt_state))
         seen.append((action, [leaf.clone() for leaf in tensors if isinstance(leaf, Tensor)]))
     program = life.step.program(life.state)
-    assert program is not None and program.has_updates is update
+    assert program.has_updates is update
     assert copies or not update or bool(program.carried())
     return seen
 
@@ -139,7 +140,7 @@ def test_what_is_lost_is_gathered_once(_: Mesh, tmp_path: Path) -> None:
     for action in ("step", "step", "other step", "other step", "kept", "gradients", "gradients", "step"):
         ACTIONS[action](life)
     program = life.step.program(life.state)
-    assert program is not None and len(program.carried()) == 8
+    assert len(program.carried()) == 8
     for action, again in CARRIED.items():
         ACTIONS[action](life)
         for more in (again, 0):
@@ -149,14 +150,6 @@ def test_what_is_lost_is_gathered_once(_: Mesh, tmp_path: Path) -> None:
 
 
 # ---- updates during the backward
-
-
-def bits(state: ya.ShardedState) -> list[Tensor]:
-    return [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state)) if isinstance(leaf, Tensor)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 GONE = "was being written when its step was interrupted; load a checkpoint into a new state"

@@ -56,7 +56,7 @@ def steady(_: Mesh, mesh: str, builder: str) -> None:
             assert [n for n in found.streams if n > ACTIVATIONS] == [], what
             assert sorted(n for n in found.large() if n > 0) == FRESH and sum(found.large()) == 0, what
             program = step.program(states[0])
-            assert program is not None and program.has_updates is update
+            assert program.has_updates is update
 
 
 @pytest.mark.sampled

@@ -75,7 +75,6 @@ def counted(mesh: Any, name: str, layers: int, schedule: str, parts: int) -> Cou
     for _ in range(2):  # recorded; then by the program, which fills the slots that it finds filled from then on
         state, _ = step(state, batch_of(mesh.get_local_rank()))
     program = step.program(state)
-    assert program is not None
     with recorded() as calls:
         state, _ = step(state, batch_of(mesh.get_local_rank()))
     units = program.trace.units

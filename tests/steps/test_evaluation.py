@@ -127,7 +127,7 @@ def test_evaluation_inside_a_training_step(mesh: Any) -> None:
                 state, got = step(state, batch_of(rank, seed=number))
                 oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
                 compare(got, expected, 1e-5, f"{schedule}, {parts} microbatches, step {number}")
-            compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
+            compare(state, oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
 
 
 def dropout_within(params: Params, batch: Batch) -> ya.Mean:
@@ -148,7 +148,7 @@ def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
         expected = looped(dropout_within, params, [batch_of(r) for r in range(ranks)], parts=parts)
         for _ in range(2):
             value, grads = function(state.params, batch_of(rank))
-            compare((value, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches")
+            compare((value, grads), expected, 1e-5, f"{parts} microbatches")
 
 
 def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
@@ -205,4 +205,4 @@ def test_averaged_parameters(mesh: Any) -> None:
             for tree, expected in ((mean, plain_mean), (state, oracle)):
                 got = evaluate(tree, batch_of(rank))["loss"]
                 compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")
-        compare(ya.unshard(mean), plain_mean, loose, "the average")
+        compare(mean, plain_mean, loose, "the average")

@@ -132,7 +132,7 @@ def test_dropout_replays(mesh: Any, schedule: str) -> None:
             assert relative(metrics["loss"], value) <= 1e-5, (schedule, parts, number)
             assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= 1e-5, (schedule, parts, number)
             oracle = oracle.apply_gradients(grads, TX)
-        compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
+        compare(state, oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
 
 
 @on_ranks(1)
@@ -146,7 +146,7 @@ def test_dropout_has_equal_bits_on_one_rank(mesh: Any) -> None:
             for _ in range(2):
                 with by_autograd():
                     value, grads = sharded(state.params, batch_of(0))
-                compare((value, ya.unshard(grads)), expected, 0.0, f"{loss.__name__}, {schedule}")
+                compare((value, grads), expected, 0.0, f"{loss.__name__}, {schedule}")
 
 
 def test_dropout_drops_anew_at_each_step() -> None:
@@ -186,10 +186,10 @@ def test_bf16_compute(mesh: Any) -> None:
         for _ in range(2):
             got, got_grads = function(state.params, batches[rank])
             compare(got, value, 1e-5, f"{what}: value")
-            compare(ya.unshard(got_grads), grads, 1e-5 if exact else 1e-2, f"{what}: gradients")
+            compare(got_grads, grads, 1e-5 if exact else 1e-2, f"{what}: gradients")
         in_fp32 = looped(base_loss, params, batches)
         compare(got, in_fp32[0], 1e-2, f"{what}: value against fp32")
-        compare(ya.unshard(got_grads), in_fp32[1], 5e-2, f"{what}: gradients against fp32")
+        compare(got_grads, in_fp32[1], 5e-2, f"{what}: gradients against fp32")
 
 
 THREE_DTYPES = [
@@ -251,7 +251,7 @@ def test_ten_steps_in_bf16(mesh: Any) -> None:
         assert relative(metrics["loss"], value) <= 1e-3
         oracle = oracle.apply_gradients(grads, TX)
     assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(state.params))
-    compare(ya.unshard(state), oracle.params, 1e-3, "parameters")
+    compare(state, oracle.params, 1e-3, "parameters")
 
 
 # ---- uneven masks
@@ -277,7 +277,7 @@ def test_uneven_masks(mesh: Any) -> None:
     function = ya.value_and_grad(base_loss, microbatches=2)
     for _ in range(2):
         value, grads = function(state.params, batches[mesh.get_local_rank()])
-        compare((value, ya.unshard(grads)), expected, 1e-5, "uneven masks")
+        compare((value, grads), expected, 1e-5, "uneven masks")
     step = ya.train_step(base_loss, TX, microbatches=2, donate=False)
     for _ in range(2):
         _, metrics = step(state, batches[mesh.get_local_rank()])

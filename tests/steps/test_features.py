@@ -127,8 +127,7 @@ def loss_of(config: Config, features: Features) -> Callable[[llama.Llama, Batch]
     def loss(params: llama.Llama, batch: Batch) -> ya.Mean:
         x = ya.apply(llama.embed, params.embed, batch["tokens"])
         x, _ = ya.scan(layer, x, params.layers, unroll=features.unroll)
-        mean: ya.Mean = ya.apply(head, llama.head_unit(config, params), x, batch["targets"])
-        return mean
+        return ya.apply(head, llama.head_unit(config, params), x, batch["targets"])
 
     return loss
 

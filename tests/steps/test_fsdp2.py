@@ -29,8 +29,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(SIZE, 8), nn.Linear(8, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Model(nn.Module):
@@ -44,8 +43,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

@@ -83,8 +83,7 @@ def rounded(mesh: Any, precision: ya.Precision) -> list[Tensor]:
     own = slope(mesh.get_rank())
 
     def loss(params: Any) -> Tensor:
-        total: Tensor = ya.apply(lambda w: (w * own).sum(), params["w"])
-        return total
+        return ya.apply(lambda w: (w * own).sum(), params["w"])
 
     return [4 * ya.unshard(tree)["w"] for tree in (grad(loss)(state.params), grad(loss)(state.params))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F_
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, Params, base_params, dropout_block, embed, head
@@ -58,11 +58,6 @@ STAGED = {
 }
 
 
-@functools.cache
-def mesh_of(**axes: int) -> Any:
-    return ya.mesh(device="cpu", **axes)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", STAGED)
 def test_stages_draw_what_one_stage_draws(_: Any, name: str) -> None:
@@ -87,7 +82,7 @@ def test_stages_draw_what_one_stage_draws(_: Any, name: str) -> None:
         oracle, expected = plain(oracle, batch)
         for key in ("loss", "aux"):
             compare(metrics[key], expected[key], 1e-12, f"{name}, step {number}: {key}")
-        compare(ya.unshard(state), oracle.params, 1e-12, f"{name}, step {number}")
+        compare(state, oracle.params, 1e-12, f"{name}, step {number}")
         assert torch.equal(after, before)
     found = ya.eval_step(summed_loss, schedule=schedule, **options)(state, batch)
     compare(found, ya.eval_step(summed_loss, **options)(oracle, batch), 1e-12, f"{name}: evaluation")
@@ -96,8 +91,7 @@ def test_stages_draw_what_one_stage_draws(_: Any, name: str) -> None:
 def by_value_loss(params: Params, batch: Batch) -> ya.Mean:
     x = torch.poisson(ya.apply(embed, params.embed, batch["tokens"]).detach().abs())
     x, _ = ya.scan(dropout_block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def refused(_: Any) -> None:
@@ -222,8 +216,7 @@ def test_a_backward_draws_by_step_and_microbatch(remat: str) -> None:
     def loss(params: Params, batch: Batch) -> ya.Mean:
         x = NoisyBackward.apply(ya.apply(embed, params.embed, batch["tokens"]))
         x, _ = ya.scan(block, x, params.layers)
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        return ya.apply(head, params.head, x, batch["targets"])
 
     state = ya.init(base_params(2), TX, mesh=one_rank(), precision=F64)
     oracle = ya.PlainState.create(ya.unshard(state), TX)
@@ -233,7 +226,7 @@ def test_a_backward_draws_by_step_and_microbatch(remat: str) -> None:
         torch.manual_seed(number)
         state, _ = step(state, batch)
         oracle, _ = plain(oracle, batch)
-        compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
+        compare(state, oracle.params, 1e-12, f"step {number}")
 
 
 def test_a_tree_without_a_state_draws_from_torchs_generators() -> None:

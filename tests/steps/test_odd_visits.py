@@ -55,10 +55,7 @@ def nested_loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
     x, _ = ya.scan(lambda x, w: block(x, w["only"]), x, params["input"]["stacks"][1])
     scale, rest = params["output"]
     x = ya.apply(lambda w, x: block(x, w)[0], rest["inner"], x)
-    mean: ya.Mean = ya.apply(
-        lambda w, x, targets: head(Head(*w), x, targets), (scale, rest["out"]), x, batch["targets"]
-    )
-    return mean
+    return ya.apply(lambda w, x, targets: head(Head(*w), x, targets), (scale, rest["out"]), x, batch["targets"])
 
 
 class Flat(NamedTuple):
@@ -80,8 +77,7 @@ def flat_block(w: Flat, tokens: Tensor, targets: Tensor) -> ya.Mean:
 
 
 def flat_loss(params: Flat, batch: Batch) -> ya.Mean:
-    mean: ya.Mean = ya.apply(flat_block, params, batch["tokens"], batch["targets"])
-    return mean
+    return ya.apply(flat_block, params, batch["tokens"], batch["targets"])
 
 
 # ---- carries and outputs
@@ -124,8 +120,7 @@ def recurrent_loss(params: Params, batch: Batch) -> ya.Mean:
 
     x = ya.apply(embed, params.embed, batch["tokens"])
     h, _ = ya.scan(step, torch.zeros_like(x), params.layers, consts=(batch["tokens"], x))
-    mean: ya.Mean = ya.apply(head, params.head, h, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, h, batch["targets"])
 
 
 def shared_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -136,10 +131,7 @@ def shared_loss(params: Params, batch: Batch) -> ya.Mean:
 
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(both, x, (params.layers, params.layers), consts=x)
-    mean: ya.Mean = ya.apply(
-        lambda w, x, t: head(w[0], x * w[1].scale, t), (params.head, params.head), x, batch["targets"]
-    )
-    return mean
+    return ya.apply(lambda w, x, t: head(w[0], x * w[1].scale, t), (params.head, params.head), x, batch["targets"])
 
 
 def unrolled_reverse_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -175,8 +167,7 @@ def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     y, _ = ya.scan(block, x, params.layers)
     use = (batch["tokens"][:, :1] % 2 == 0).unsqueeze(-1)
-    mean: ya.Mean = ya.apply(head, params.head, torch.where(use, y, x) if bool(use.any()) else x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, torch.where(use, y, x) if bool(use.any()) else x, batch["targets"])
 
 
 # ---- parts of a stack
@@ -194,8 +185,7 @@ def parts_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
 def depth_loss(params: Params, batch: Batch, depth: int) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers, order=range(depth))
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 @WORLDS
@@ -214,7 +204,7 @@ def test_a_depth_may_vary_from_step_to_step(mesh: Any) -> None:
         state, metrics = steps[depth](state, batch)
         alone, expected = steps[depth](alone, whole)
         compare(metrics["loss"], expected["loss"], 1e-12, f"loss of step {number}, depth {depth}")
-        compare(ya.unshard(state.params), alone.params, 1e-9, f"step {number}, depth {depth}")
+        compare(state.params, alone.params, 1e-9, f"step {number}, depth {depth}")
     assert [len(trace.visits) for trace in traces] == [7, 3, 5]
     assert [steps[depth].program(state).trace.visits for depth in (5, 1, 3)] == [trace.visits for trace in traces]
 
@@ -253,8 +243,7 @@ def test_autocast_is_replayed(mesh: Any) -> None:
 def used_by_one(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     y, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, y if batch["use"] else x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, y if batch["use"] else x, batch["targets"])
 
 
 @on_ranks(2, 3)
@@ -275,7 +264,7 @@ def test_ranks_that_use_different_outputs(mesh: Any) -> None:
         for _ in range(2):
             got, got_grads = function(state.params, batches[rank])
             compare(got, value.detach(), 1e-5, "value")
-            compare(ya.unshard(got_grads), optree.tree_unflatten(spec, expected), 1e-5, "gradients")
+            compare(got_grads, optree.tree_unflatten(spec, expected), 1e-5, "gradients")
 
 
 # ---- what is differentiated
@@ -297,8 +286,7 @@ def test_parts_of_a_tree(mesh: Any) -> None:
     def with_scale(scale: dict[str, Tensor], params: Params, batch: Batch) -> ya.Mean:
         x = ya.apply(embed, params.embed, batch["tokens"]) * scale["embed"]
         x, _ = ya.scan(lambda x, w, s: block(x * s, w), x, params.layers, consts=scale["layers"])
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        return ya.apply(head, params.head, x, batch["targets"])
 
     scale = {"embed": torch.linspace(0.5, 1.5, E), "layers": torch.tensor(1.1)}
     for parts in (1, 3):
@@ -308,9 +296,9 @@ def test_parts_of_a_tree(mesh: Any) -> None:
         value, (plain_scale, plain_params) = ya.value_and_grad(with_scale, argnums=(0, 1))(scale, whole, everything)
         for _ in range(3):
             got, grads = some(state.params.layers, state.params, batch)
-            compare((got, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches: the layers alone")
+            compare((got, grads), expected, 1e-5, f"{parts} microbatches: the layers alone")
             got, (of_scale, of_params) = both(scale, state.params, batch)
-            compare((got, ya.unshard(of_params)), (value, plain_params), 1e-5, f"{parts} microbatches: beside a scale")
+            compare((got, of_params), (value, plain_params), 1e-5, f"{parts} microbatches: beside a scale")
             for leaf in of_scale.values():
                 if ranks > 1:
                     torch.distributed.all_reduce(leaf, group=mesh.get_group())

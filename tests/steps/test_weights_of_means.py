@@ -5,7 +5,6 @@ In first steps, in later ones and across stages, against the plain loop; what de
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
-from tests.harness.oracle import batch_of, check_exact, compare
+from tests.harness.meshes import mesh_of
+from tests.harness.oracle import batch_of, check_exact, compare, global_batch
 from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, TX, Batch, Head, Params, Problem, base_loss, base_params, block, embed
-from tests.steps.staged.models import F64
+from tests.steps.staged.models import F64, TWO_STAGES
 
 Loss = Callable[[Params, Batch], ya.Mean]
 
@@ -46,8 +46,7 @@ def in_the_head(params: Params, batch: Batch) -> ya.Mean:
         return ya.Mean(weighed(w, x, targets, each), each.sum())
 
     x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
@@ -58,8 +57,7 @@ def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
 
     x, each = ya.apply(embed_and_counts, params.embed, batch["tokens"], batch["targets"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"], each * 2)
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"], each * 2)
 
 
 def beside_visits(params: Params, batch: Batch) -> ya.Mean:
@@ -87,32 +85,18 @@ def test_what_depends_on_no_parameter(mesh: Any, name: str, schedule: str) -> No
     check_exact(mesh, Problem(base_params, ALLOWED[name]), layers=3, schedules=(schedule,))
 
 
-@functools.cache
-def stages_of(_: Any) -> Any:
-    return ya.mesh(device="cpu", stage=2)
-
-
 @pytest.mark.sampled
 @on_ranks(2, 4)
 @pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
 def test_across_stages(mesh: Any, name: str) -> None:
-    loss, params = ALLOWED[name], base_params(3)
-    state = ya.init(
-        params,
-        TX,
-        mesh=stages_of(mesh),
-        precision=F64,
-        stages=ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1)),
-    )
-    oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX)
-    ranks = mesh.size() // 2
-    batch = {key: torch.cat([batch_of(r)[key] for r in range(ranks)]) for key in ("tokens", "targets")}
+    loss = ALLOWED[name]
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2), precision=F64, stages=TWO_STAGES)
+    params, batch = ya.unshard(state), global_batch(mesh.size() // 2)
     for sharding in (ya.schedules.zero3(remat="all"), ya.schedules.zero2()):
         for order in (ya.schedules.gpipe, ya.schedules.zero_bubble):
             function = ya.value_and_grad(loss, schedule=order(sharding), microbatches=3)
-            value, grads = function(state.params, ya.shard_batch(batch, stages_of(mesh)))
-            expected = ya.value_and_grad(loss)(oracle.params, batch)
-            compare((value, ya.unshard(grads)), expected, 1e-12, f"{name}, {order.__name__}")
+            got = function(state.params, ya.shard_batch(batch, state.mesh))
+            compare(got, ya.value_and_grad(loss)(params, batch), 1e-12, f"{name}, {order.__name__}")
 
 
 # ---- what depends
@@ -126,8 +110,7 @@ def of_the_hidden(params: Params, batch: Any) -> ya.Mean:
         return ya.Mean(weighed(w, x, targets, each), each.sum() + (x.sum() if bad else 0))
 
     x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"], batch["bad"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"], batch["bad"])
 
 
 def of_the_weights(params: Params, batch: Any) -> ya.Mean:
@@ -136,8 +119,7 @@ def of_the_weights(params: Params, batch: Any) -> ya.Mean:
         return ya.Mean(weighed(w, x, targets, each), each.sum() * (w.scale.sum() if bad else 1))
 
     x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"], batch["bad"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"], batch["bad"])
 
 
 def of_what_passes(params: Params, batch: Any) -> ya.Mean:

@@ -25,14 +25,14 @@ BF16 = ya.Precision(compute=torch.bfloat16)
 def initial(mesh: Any, name: str) -> None:
     abstract = PROBLEMS[name].params(3)
     expected = ya.materialize(abstract, seed=5)
-    compare(ya.unshard(ya.init(abstract, TX, mesh=mesh, seed=5)), expected, 0.0, f"{name}: init")
+    compare(ya.init(abstract, TX, mesh=mesh, seed=5), expected, 0.0, f"{name}: init")
     if name != "frozen":  # what is frozen is stored as it is gathered
         state = ya.init(abstract, TX, mesh=mesh, seed=5, precision=BF16)
-        compare(ya.unshard(state), expected, 0.0, f"{name}: masters beside a bf16 working copy")
-    compare(ya.unshard(ya.shard(ya.PlainState.create(abstract, TX, seed=5).params, TX, mesh=mesh)), expected, 0.0, name)
+        compare(state, expected, 0.0, f"{name}: masters beside a bf16 working copy")
+    compare(ya.shard(ya.PlainState.create(abstract, TX, seed=5).params, TX, mesh=mesh), expected, 0.0, name)
     lazy = optree.tree_map(lambda x: ya.Lazy(x.shape, x.dtype, lambda at, x=x: x if at is None else x[at]), expected)
     marked = optree.tree_unflatten(optree.tree_structure(abstract), optree.tree_leaves(lazy))
-    compare(ya.unshard(ya.shard(marked, TX, mesh=mesh)), expected, 0.0, f"{name}: lazy")
+    compare(ya.shard(marked, TX, mesh=mesh), expected, 0.0, f"{name}: lazy")
 
 
 @pytest.mark.sampled
@@ -69,7 +69,7 @@ def numbers(mesh: Any, name: str) -> None:
     state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
     a, b = (ya.normal_like(seed, state.params) for seed in (1, 2))
     plain_a, plain_b = (ya.params.without_markers(ya.normal_like(seed, marked)) for seed in (1, 2))
-    compare(ya.unshard(a), plain_a, 0.0, f"{name}: normal_like")
+    compare(a, plain_a, 0.0, f"{name}: normal_like")
     assert all(relative(x, y) > 0.5 for x, y in zip(*map(optree.tree_leaves, (plain_a, plain_b)), strict=True))
     tolerance = 1e-6
     compare(ya.global_norm(a), ya.global_norm(plain_a), tolerance, f"{name}: global_norm")
@@ -112,8 +112,7 @@ def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
             x = 1.5 * x - 0.5 * x @ x.T @ x
         return w - 0.1 * x
 
-    out: Layer = optree.tree_map(update, layer, gradient)
-    return out
+    return optree.tree_map(update, layer, gradient)
 
 
 @WORLDS
@@ -129,7 +128,7 @@ def test_map_layers(mesh: Any) -> None:
             assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
         doubled = ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer), stack)
         expected = optree.tree_map(lambda x: 2 * x.double(), rows)
-        compare(ya.unshard(doubled), expected, 0.0, "an elementwise function, in another dtype")
+        compare(doubled, expected, 0.0, "an elementwise function, in another dtype")
 
         names = ya.map_whole_layers(
             lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, stack
@@ -142,11 +141,11 @@ def test_map_layers(mesh: Any) -> None:
         _, grads = function(state.params, batch_of(rank))
         whole_grads = ya.unshard(grads).layers
         moved = ya.map_whole_layers(newton_schulz, stack, grads.layers)
-        compare(ya.unshard(moved), ya.map_whole_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
+        compare(moved, ya.map_whole_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
         shift = torch.arange(3.0)
         added = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), stack, shift)
         expected = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), rows, shift)
-        compare(ya.unshard(added), expected, 0.0, "rest=a plain tensor")
+        compare(added, expected, 0.0, "rest=a plain tensor")
 
         # the result is a stack: the state goes on with it
         params = state.params._replace(layers=moved)
@@ -164,7 +163,7 @@ def several_units(mesh: Any) -> None:
         stack, rows = getattr(state.params, of), getattr(marked, of)
         kept = ya.map_whole_layers(lambda layer: layer, stack)
         assert all(torch.equal(a, b) for a, b in zip(kept.leaves, stack.leaves, strict=True))
-        compare(ya.unshard(kept), rows, 0.0, f"{name}.{of}: identity")
+        compare(kept, rows, 0.0, f"{name}.{of}: identity")
         compare(ya.map_whole_layers(sum_of, stack), ya.map_whole_layers(sum_of, rows), 1e-6, f"{name}.{of}: sums")
 
 

@@ -11,6 +11,8 @@ import yafsdp_fn as ya
 from tests.harness.problems import Batch, E, Head, Layer, Params, V, embed, layer, masked_loss, param, pinned
 
 F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
+TWO_STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+"""Of `base_params(3)`: the embedding and a layer, then two layers and the head."""
 
 
 def block(x: Tensor, w: Layer, consts: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:

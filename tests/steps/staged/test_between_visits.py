@@ -3,7 +3,6 @@ values, and visits that are not those that were traced."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +14,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import nightly
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, Params, base_params, block, embed, head, with_ends
-from tests.steps.staged.models import F64
+from tests.steps.staged.models import F64, TWO_STAGES
 
 TX = ya.optim.adamw(1e-2)
-STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-
-
-@functools.cache
-def mesh_of() -> Any:
-    return ya.mesh(device="cpu", stage=2, shard=1)
 
 
 # ---- writes in place
@@ -75,14 +69,14 @@ def writing(name: str, first: bool) -> Callable[[Params, Batch], ya.Mean]:
 def test_writes_in_place_are_exact(_: Any, name: str, first: bool) -> None:
     """One rank's part."""
     loss = writing(name, first)
-    state = ya.init(base_params(3), TX, mesh=mesh_of(), precision=F64, stages=STAGES)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), precision=F64, stages=TWO_STAGES)
     oracle = ya.PlainState.create(ya.unshard(state), TX)
     step, plain = (ya.train_step(loss, TX, microbatches=2) for _ in range(2))
     for number in range(2):
         batch = batch_of(0, rows=4, seed=number)
         state, _metrics = step(state, batch)
         oracle, _metrics = plain(oracle, batch)
-        compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
+        compare(state, oracle.params, 1e-12, f"step {number}")
 
 
 # ---- from the second step on, something else
@@ -138,24 +132,21 @@ def another_block(params: Params, batch: Batch) -> ya.Mean:
     else:
         x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def fewer_tokens(params: Params, batch: Batch) -> ya.Mean:
     tokens = batch["tokens"][:, :1] if Other.now else batch["tokens"]
     x = ya.apply(embed, params.embed, tokens)
     x, _ = ya.scan(block, x.expand(*batch["tokens"].shape, x.shape[-1]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def smaller(params: Params, batch: Batch) -> ya.Mean:
     """What leaves the first stage is of another shape, which would fit by broadcasting."""
     x = ya.apply(lambda w, tokens: embed(w, tokens[:, :1] if Other.now else tokens), params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def without_mask(params: Params, batch: Batch) -> ya.Mean:
@@ -163,8 +154,7 @@ def without_mask(params: Params, batch: Batch) -> ya.Mean:
     mask = None if Other.now else torch.ones(batch["tokens"].shape)
     x = ya.apply(lambda w, tokens, mask: embed(w, tokens), params.embed, batch["tokens"], mask)
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 LOSSES = {
@@ -176,7 +166,7 @@ def said(_: Any, name: str) -> str:
     """How the second step of this rank ends."""
     Other.now = False
     loss = LOSSES[name]
-    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=STAGES)
+    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=TWO_STAGES)
     step = ya.train_step(loss, TX, microbatches=2)
     state, _ = step(state, batch_of(0, rows=4))
     Other.now = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import weakref
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.meshes import mesh_of
 from tests.harness.pool import on_ranks
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import measuring, programs, tracer
@@ -52,11 +52,6 @@ def loss(params: Any, batch: Tensor) -> ya.Mean:
     return ya.Mean(ya.apply(lambda w, x: (x * w).square().sum(), params["last"], x), float(batch.numel()))
 
 
-@functools.cache
-def mesh_of(stages: int) -> Any:
-    return ya.mesh(device="cpu", stage=stages)
-
-
 @on_ranks(2)
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", ORDERS)
@@ -72,7 +67,7 @@ def test_steps_leave_nothing(_: Any, order: str) -> None:
     batch, tx = torch.ones(PARTS * ROWS, E), ya.optim.sgd(1e-6)
     trace = ya.planner.trace(loss, params, batch[:ROWS])
     stages = ya.schedules.assign(trace, 2, per_stage=per_stage, shape=shape)
-    state = ya.init(params, tx, mesh=mesh_of(2), stages=stages)
+    state = ya.init(params, tx, mesh=mesh_of(stage=2), stages=stages)
     step = ya.train_step(loss, tx, schedule=build(s.zero3()), microbatches=PARTS)
     for number in range(STEPS):
         state, _ = step(state, batch)
@@ -89,7 +84,7 @@ def test_shapes_of_batches_are_forgotten(_: Any) -> None:
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
     step, losses = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b()), []
-    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(2), stages=units)
+    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "KEPT_SHAPES", 2)
         for rows in (2, 3, 4, 5):
@@ -111,7 +106,7 @@ def test_visits_are_measured_in_the_first_step_alone(_: Any) -> None:
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
     step = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b())
-    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(2), stages=units)
+    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
     counts, losses, calls = list[int](), list[float](), list[Any]()
 
     def counted(*given: Any) -> Any:

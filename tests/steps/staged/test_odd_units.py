@@ -3,13 +3,13 @@ border, and what no visit uses. Steps are those of the plain loop."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import on_ranks
 from tests.harness.problems import Batch, E, Params, base_loss, base_params, block, embed, layer, masked_loss, param
@@ -25,16 +25,14 @@ def table_head(table: Tensor, x: Tensor, targets: Tensor) -> ya.Mean:
 def table_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(table_head, params.embed, x, batch["targets"])
-    return mean
+    return ya.apply(table_head, params.embed, x, batch["targets"])
 
 
 def again_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     for of in (params.layers, params.layers, params.more, params.more):
         x, _ = ya.apply(lambda w, x: block(x, w), of, x)
-    mean: ya.Mean = ya.apply(table_head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(table_head, params.head, x, batch["targets"])
 
 
 PROBLEMS: dict[str, tuple[Any, Any, int, Any]] = {  # parameters, loss, stages, segments of each unit
@@ -42,11 +40,6 @@ PROBLEMS: dict[str, tuple[Any, Any, int, Any]] = {  # parameters, loss, stages, 
     "again": (Params(param(37, E), layer(), param(37, E), layer()), again_loss, 3, ((0,), (0, 1), (2,), (1, 2))),
     "unused": (base_params(3)._replace(more=param(5, 3)), base_loss, 2, ((0,), (0,), (1,), (1,), (1,), (1,))),
 }
-
-
-@functools.cache
-def mesh_of(stages: int) -> Any:
-    return ya.mesh(device="cpu", stage=stages)
 
 
 @on_ranks()
@@ -64,7 +57,7 @@ def test_exact(_: Any, problem: str, update: bool) -> None:
             ya.schedules.assign(ya.planner.trace(loss, params, batch_of(0, rows=2), precision=F64), stages)
             == assignment
         )
-    mesh = mesh_of(stages)
+    mesh = mesh_of(stage=stages)
     state = ya.init(params, TX, mesh=mesh, precision=F64, stages=assignment)
     oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX)
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=update))
@@ -75,4 +68,4 @@ def test_exact(_: Any, problem: str, update: bool) -> None:
         state, metrics = step(state, ya.shard_batch(batch, mesh))
         oracle, expected = plain(oracle, batch)
         compare((metrics["loss"], metrics["grad_norm"]), (expected["loss"], expected["grad_norm"]), 1e-12, "metrics")
-        compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
+        compare(state, oracle.params, 1e-12, f"step {number}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,11 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head, with_ends
+from tests.steps.staged.models import TWO_STAGES
 
 TX = ya.optim.adamw(1e-3)
 
@@ -47,8 +48,7 @@ def writes(params: Params, batch: Batch) -> ya.Mean:
     y, _ = ya.scan(block, x, params.layers)
     with torch.no_grad():
         x.add_(1.0)
-    mean: ya.Mean = ya.apply(head, params.head, y, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, y, batch["targets"])
 
 
 def detached(params: Params, batch: Batch) -> ya.Mean:
@@ -90,17 +90,10 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@functools.cache
-def mesh_of() -> Any:
-    return ya.mesh(device="cpu", stage=2, shard=1)
-
-
 def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
     if "schedule" in options:
         options = {"schedule": SCHEDULES[options["schedule"]]()}
-    units = base_params(3)
-    assignment = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-    state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), stages=TWO_STAGES)
     try:
         ya.train_step(loss, TX, **options)(state, batch_of(0))
     except (RuntimeError, ValueError, TypeError) as error:
@@ -142,8 +135,7 @@ def test_refused(pools: Pools, loss: Callable[..., Any], options: dict[str, Any]
 @on_ranks(2)
 def test_a_pipeline_of_another_step(_: Any) -> None:
     """A pipeline that was lowered for a batch of another shape."""
-    units, assignment = base_params(3), ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-    state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), stages=TWO_STAGES)
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=True))
     lowered = ya.train_step(plain, TX, schedule=schedule).lower(state, batch_of(0))
     state, _metrics = ya.train_step(plain, TX, schedule=lowered, skip_nonfinite=False)(state, batch_of(0))

@@ -113,7 +113,6 @@ def programs(stages: int) -> dict[str, s.Program]:
         return s.staged(lambda split, m: by_chance(seed, split, m), s.zero1())
 
     def of_less_memory(trace: s.Trace, memory: float) -> s.Program:
-        assert trace.split is not None
         return written(trace.split, trace.microbatches, memory)(trace)
 
     rows = get_schedule_ops("DualPipeV", stages, 2 * stages + 1, 2)
@@ -227,7 +226,6 @@ def cases_of(folder: Path, stages: int, names: set[str] | None, formats: tuple[A
         actions.save(path)
         assert not any("wait for ever" in line for line in actions.left_out)
         words = Counter(f"{rank} {word.lstrip('0123456789')}" for rank, row in enumerate(actions.rows) for word in row)
-        assert program.trace.split is not None
         found.append((name, str(path), of, program.trace.split.homes, program.trace.microbatches, words))
     return found
 
