@@ -276,8 +276,7 @@ def test_uneven_masks(mesh: Any) -> None:
     expected = ya.value_and_grad(by_hand)(ya.params.without_markers(plain(base_params(3))), joined(batches))
     function = ya.value_and_grad(base_loss, microbatches=2)
     for _ in range(2):
-        value, grads = function(state.params, batches[mesh.get_local_rank()])
-        compare((value, grads), expected, 1e-5, "uneven masks")
+        compare(function(state.params, batches[mesh.get_local_rank()]), expected, 1e-5, "uneven masks")
     step = ya.train_step(base_loss, TX, microbatches=2, donate=False)
     for _ in range(2):
         _, metrics = step(state, batches[mesh.get_local_rank()])

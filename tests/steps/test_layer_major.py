@@ -122,8 +122,7 @@ def test_dropout_inside_chunks(mesh: Any) -> None:
     for schedule in ("zero3", "zero3-remat-all"):
         function = ya.value_and_grad(DROPPED, schedule=SCHEDULES[schedule])
         for _ in range(2):
-            value, grads = function(state.params, batches[mesh.get_local_rank()])
-            compare((value, grads), expected, 1e-5, f"dropout, {schedule}")
+            compare(function(state.params, batches[mesh.get_local_rank()]), expected, 1e-5, f"dropout, {schedule}")
     ones = torch.ones(N, 64)
     seen: list[Tensor] = []
 
