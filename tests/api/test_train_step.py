@@ -24,15 +24,15 @@ from tests.harness.small import (
     loss,
     model,
     one_rank,
-    with_ends,
+    with_block,
 )
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2))
 
 
-def states(seed: int = 0, **options: Any) -> tuple[Any, Any]:
+def states(seed: int = 0) -> tuple[Any, Any]:
     """The same state, sharded and plain."""
-    return ya.init(model(), TX, mesh=one_rank(), seed=seed, **options), ya.PlainState.create(model(), TX, seed=seed)
+    return ya.init(model(), TX, mesh=one_rank(), seed=seed), ya.PlainState.create(model(), TX, seed=seed)
 
 
 def with_aux(params: Model, b: Any) -> tuple[ya.Mean, Any]:
@@ -43,7 +43,7 @@ def with_aux(params: Model, b: Any) -> tuple[ya.Mean, Any]:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
+@pytest.mark.parametrize("remat", ["none", "all"], ids=["keep", "remat"])
 def test_steps_and_metrics_are_those_of_the_plain_state(parts: int, remat: Any) -> None:
     state, plain = states()
     step = ya.train_step(with_aux, TX, has_aux=True, microbatches=parts, schedule=ya.schedules.zero3(remat=remat))
@@ -121,12 +121,10 @@ def test_a_batch_without_any_weight_is_skipped() -> None:
 # ---- randomness
 
 
-@with_ends
-def dropped(params: Model, x: Tensor) -> Any:
-    return ya.scan(dropout_block, x, params.layers)[0]
+dropped = with_block(dropout_block)
 
 
-@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
+@pytest.mark.parametrize("remat", ["none", "all"], ids=["keep", "remat"])
 def test_dropout_depends_on_seed_and_step(remat: Any) -> None:
     step = ya.train_step(dropped, ya.optim.sgd(0.0), microbatches=2, schedule=ya.schedules.zero3(remat=remat))
     runs = []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.api.test_train_step import TX, states
 from tests.harness.small import (
     L,
     Model,
@@ -23,13 +24,6 @@ from tests.harness.small import (
     param,
 )
 from yafsdp_fn.schedules import Gather, Reduce
-
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2))
-
-
-def states(seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    """The same state, sharded and plain."""
-    return ya.init(model(), TX, mesh=one_rank(), seed=seed, **options), ya.PlainState.create(model(), TX, seed=seed)
 
 
 def test_lower_looks_without_running() -> None:

@@ -108,7 +108,7 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
 
 SCHEDULES = {
     "zero3": ya.schedules.zero3(),
-    "remat": ya.schedules.zero3(remat=ya.schedules.remat.all),
+    "remat": ya.schedules.zero3(remat="all"),
     "some remat": ya.schedules.zero3(remat=ya.schedules.remat.every(2), resident=1, prefetch=0),
     "zero2": ya.schedules.zero2(remat=ya.schedules.remat.first(1)),
 }

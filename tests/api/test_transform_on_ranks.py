@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, plain
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import TX, Batch, Params, base_loss, base_params, dropout_loss
 
 DOUBLE = ya.Precision(torch.float64)
@@ -53,12 +53,13 @@ def x_of(rank: int, seed: int | None) -> Tensor:
     )
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("second", [False, True], ids=["params first", "params second"])
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
 def test_every_argument_has_the_gradient_of_the_global_mean(
-    pools: Pools, argnums: Any, second: bool, seed: int | None
+    mesh: Any, argnums: Any, second: bool, seed: int | None
 ) -> None:
     w = torch.ones(4).double() if seed is None else torch.rand(4, generator=generator(seed)).double()
     xs = [x_of(rank, seed) for rank in range(2)]
@@ -67,8 +68,8 @@ def test_every_argument_has_the_gradient_of_the_global_mean(
         assert value == 6 and dx.eq(0.5).all()
     each = [dx, dw] if second else [dw, dx]
     expected = [value, *(each[at] for at in ((argnums,) if isinstance(argnums, int) else argnums))]
-    for got in pools[2].run(differentiated, argnums, second, seed):
-        compare(got, expected, 1e-12, f"argnums={argnums}")
+    got = differentiated(mesh, argnums, second, seed)
+    compare(got, expected, 1e-12, f"argnums={argnums}")
 
 
 def with_vector(params: Params, batch: Batch) -> tuple[ya.Mean, Any]:

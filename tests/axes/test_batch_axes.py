@@ -15,7 +15,7 @@ from models import llama
 from tests.axes.model import mesh_of
 from tests.axes.test_exact import close
 from tests.axes.test_llama import CONTEXT, SEQUENCE, TENSOR, Case, batch_of, config_of
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
 
@@ -151,12 +151,14 @@ def mixed(_: Any, ranks: int, apart: str) -> list[str]:
     return [str(each.message) for each in told if "tensor" in str(each.message)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_tensor_with_batches_of_their_own(pools: Pools, ranks: int) -> None:
-    assert pools[ranks].run(mixed, ranks, "") == [[]] * ranks
-    for said in pools[ranks].run(mixed, ranks, "own"):
-        assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
+@on_ranks(2, 4)
+def test_ranks_of_tensor_with_batches_of_their_own(mesh: Any) -> None:
+    ranks = mesh.size()
+    assert mixed(mesh, ranks, "") == []
+    said = mixed(mesh, ranks, "own")
+    assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
 
 
-def test_what_is_cut_along_tensor_is_dealt_so(pools: Pools) -> None:
-    assert pools[2].run(mixed, 2, "dealt") == [[]] * 2
+@on_ranks(2)
+def test_what_is_cut_along_tensor_is_dealt_so(mesh: Any) -> None:
+    assert mixed(mesh, 2, "dealt") == []

@@ -57,10 +57,11 @@ def test_ranks_of_a_stage_say_so(pools: Pools, how: str) -> None:
     assert all("CommunicationError" in error for error in errors[2:])
 
 
-def test_their_traces_say_so_before_anything_runs(pools: Pools) -> None:
-    for error in pools[4].run(told_in_a_stage, "doubled", True):
-        assert "RanksDisagree: ranks disagree on the program; visits differs" in error
-        assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
+@on_ranks(4)
+def test_their_traces_say_so_before_anything_runs(mesh: Any) -> None:
+    error = told_in_a_stage(mesh, "doubled", True)
+    assert "RanksDisagree: ranks disagree on the program; visits differs" in error
+    assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
 
 
 @on_ranks(2)
@@ -217,9 +218,10 @@ def unfit(_: Any, how: str, ranks: int, first: int) -> list[str]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("how", ["one", "alike", "perm"])
-def test_what_does_not_fit_is_told_in_the_first_step(pools: Pools, how: str, ranks: int) -> None:
+def test_what_does_not_fit_is_told_in_the_first_step(mesh: Any, how: str) -> None:
+    ranks = mesh.size()
     words = {
         "one": f"rank {ranks - 1} sends 4 rows to rank 0, which takes 3 from it. split_sizes",
         "alike": f"rank 0 sends 3 rows to rank {ranks - 1}, which takes 5 from it. split_sizes",
@@ -230,9 +232,9 @@ def test_what_does_not_fit_is_told_in_the_first_step(pools: Pools, how: str, ran
             "alike": "rank 0 sends 4 rows to rank 1, which takes 5 from it. split_sizes",
             "perm": "rank 0 sends 1 rows to rank 1, which takes 0 from it. perm must be the same on all ranks",
         }
-    for (error,) in pools[ranks].run(unfit, how, ranks, 0):
-        assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
-        assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
+    (error,) = unfit(mesh, how, ranks, 0)
+    assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
+    assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ SCHEDULES: dict[str, Callable[[], Any]] = {
     "zero1": lambda: ya.schedules.zero1(),
     "zero2": lambda: ya.schedules.zero2(),
     "zero3": lambda: ya.schedules.zero3(),
-    "recomputed": lambda: ya.schedules.zero3(remat=ya.schedules.remat.all),
+    "recomputed": lambda: ya.schedules.zero3(remat="all"),
     "offloaded": lambda: ya.schedules.zero3(remat=ya.schedules.remat.offload()),
     "secondary": lambda: _schedule(one_slot, "none", prefetch=0, update=False, secondary=6),  # hpz, in one node
     "updates": lambda: ya.schedules.zero2(update=True),

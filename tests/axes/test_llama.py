@@ -109,7 +109,7 @@ def exact(_: Any, case: Case) -> None:
     state = ya.init(params, optimizer(), mesh=mesh, precision=FLOAT64, stages=stages)
     limit = {} if case.capacity is None else {"capacity": case.capacity}
     loss = family.loss(config, axes=axes, **case.loss, **limit)
-    schedule = ya.schedules.zero3(remat=ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none)
+    schedule = ya.schedules.zero3(remat="all" if case.recomputed else "none")
     schedule = schedule if stages is None else ya.schedules.one_f_one_b(schedule)
     how = {"schedule": schedule, "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)

@@ -16,7 +16,7 @@ from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
-from yafsdp_fn.schedules import Backward, Forward, Program, Trace, remat, zero3
+from yafsdp_fn.schedules import Backward, Forward, Program, Trace, zero3
 from yafsdp_fn.timeline.timeline import Timeline
 
 
@@ -121,7 +121,7 @@ def test_they_cost_what_their_axis_crosses(pools: Pools) -> None:
     """Tensor ranks share a node of two, the two experts do not."""
     here = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)[0]
     ring, exchange = 2048 / 2 / 1e6, 8192 / 2 * 2 / 1e5
-    for program, again in ((zero3()(here), 0), (zero3(remat=remat.all)(here), 1)):
+    for program, again in ((zero3()(here), 0), (zero3(remat="all")(here), 1)):
         found = seconds(program)
         once = 4 * ring + 2 * exchange
         assert found[Forward, 1] == pytest.approx(once)
@@ -176,7 +176,7 @@ def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
 
     state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
     # a graph that is kept goes back through what nobody differentiates, too, with zeros
-    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True, schedule=zero3(remat=remat.all))
+    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True, schedule=zero3(remat="all"))
     evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
     for _ in range(3):
         evaluate(state.params, x)
@@ -230,7 +230,7 @@ def test_sizes_are_those_of_the_batch(_: Any) -> None:
 def recorded(_: Any) -> str:
     mesh = mesh_of(tensor=2)
     state = ya.init(params(SEQUENCE), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
-    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat=remat.all))
+    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat="all"))
     state, _ = step(state, batch_of(0))
     with ya.timeline.record() as recording:
         step(state, batch_of(0))

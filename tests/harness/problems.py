@@ -25,6 +25,7 @@ IGNORED = -1
 
 Batch = dict[str, Tensor]
 TX = ya.optim.adamw(1e-3)
+CLIPPED = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 
 
 class Layer(NamedTuple):

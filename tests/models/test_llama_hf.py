@@ -14,12 +14,10 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import Pair, their_model
+from tests.models.theirs import TINY, Pair, their_model
 from yafsdp_fn.params.tree import named_leaves
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
-
-TINY = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
 
 
 def saved(directory: Path, config: llama.Config = TINY, **options: Any) -> Any:
@@ -27,6 +25,11 @@ def saved(directory: Path, config: llama.Config = TINY, **options: Any) -> Any:
     params = ya.materialize(llama.params(config), seed=3)
     llama.hf.save(directory, config, params, **options)
     return params
+
+
+def loaded(directory: Path) -> Any:
+    """The plain parameters of a saved model."""
+    return ya.materialize(llama.hf.load(directory)[1])
 
 
 def assert_same_bits(got: Any, expected: Any) -> None:
@@ -98,17 +101,16 @@ def test_saving_again_leaves_no_file_of_the_earlier_model(tmp_path: Path) -> Non
     saved(tmp_path, max_shard_bytes=20_000)
     params = saved(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    assert_same_bits(loaded(tmp_path), params)
     params = saved(tmp_path, max_shard_bytes=20_000)
     assert not (tmp_path / "model.safetensors").exists()
-    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    assert_same_bits(loaded(tmp_path), params)
 
 
 def test_dtype_converts_and_is_recorded(tmp_path: Path) -> None:
     params = saved(tmp_path, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    loaded = ya.materialize(llama.hf.load(tmp_path)[1])
-    assert_same_bits(loaded, optree.tree_map(lambda leaf: leaf.bfloat16(), params))
+    assert_same_bits(loaded(tmp_path), optree.tree_map(lambda leaf: leaf.bfloat16(), params))
 
 
 def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
@@ -116,8 +118,7 @@ def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
     params.embed["weight"] = params.embed["weight"].bfloat16()  # 61 * 33 elements: fp32 behind it would be misaligned
     config = dataclasses.replace(TINY, embed=33)
     llama.hf.save(tmp_path, config, params)
-    loaded = ya.materialize(llama.hf.load(tmp_path)[1])
-    assert_same_bits(loaded, params)
+    assert_same_bits(loaded(tmp_path), params)
 
 
 def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_leftover_rotary_buffers_and_a_second_copy_of_a_tied_head_are_ignored(tm
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
         lm_head__weight=params.embed["weight"].clone(),
     )
-    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    assert_same_bits(loaded(tmp_path), params)
 
 
 @pytest.mark.parametrize("name", ["tied", "qwen3-tied", "gpt2"])

@@ -350,7 +350,7 @@ def as_the_module(mesh: Any, name: str) -> None:
         return (total / weight).detach()
 
     state = ya.shard(params, sgd, mesh=mesh, precision=ya.Precision(torch.float64))
-    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat="all"))
     expected = differentiated()
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in reference.named_parameters()}
     assert sum(bool(grad.any()) for grad in wanted.values()) > len(wanted) / 2

@@ -105,13 +105,13 @@ def as_the_module(mesh: Any, name: str) -> None:
     adamw = {"lr": 1e-3, "weight_decay": 1e-2, "eps": 1e-8}
     tx, theirs_tx = ya.optim.adamw(1e-3, weight_decay=1e-2, eps=1e-8), torch.optim.AdamW(module.parameters(), **adamw)
     state = ya.shard(params, tx, mesh=mesh, precision=F64)
-    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat="all"))
     expected = differentiated()
     for how in ("in the first call", "in the second"):
         value, grads = gradients(state.params, own)
         compare(value.double(), expected, 1e-6, f"value {how}")
         compare(grads, tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
-    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all, update=True))
+    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat="all", update=True))
     for _ in range(3):
         differentiated()
         theirs_tx.step()
@@ -178,7 +178,7 @@ def balanced(mesh: Any, tokens: Tensor) -> Tensor:
     exec(BALANCED, names)
     batch = ya.shard_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
     grads = []
-    for remat in (ya.schedules.remat.none, ya.schedules.remat.all):
+    for remat in ("none", "all"):
         schedule = ya.schedules.zero3(remat=remat)
         of = ya.value_and_grad(names["loss_fn"], schedule=schedule)(ya.shard(params, mesh=mesh).params, batch)
         grads.append((of[0], ya.unshard(of[1])))
@@ -308,7 +308,7 @@ def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     params, model = ya.functionalize(made(dropout=0.5), "layers")
     sgd, rank = ya.optim.sgd(0.1), mesh.get_rank()
     state = ya.shard(params, sgd, mesh=mesh)
-    step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat="all"))
     alone = [ya.PlainState.create(params, sgd, rank=r) for r in range(mesh.size())]
     for number in range(2):
         torch.manual_seed(number + 10 * rank)  # means nothing

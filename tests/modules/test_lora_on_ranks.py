@@ -17,15 +17,12 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import TOLERANCE, batch_of, compare, global_batch, relative
 from tests.harness.pool import Pools, on_ranks
+from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import Batch, Head, Layer, Params, base_params, masked_loss
 from tests.models.theirs import their_model
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.schedules import Program
 
-Pools = Pools
-WORLDS = pytest.mark.parametrize("world", [1, 2])
-ON_WORLDS = on_ranks(1, 2)
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 F64 = ya.Precision(torch.float64)
 RANK, ALPHA, LAYERS = 2, 3.0, 3
 
@@ -119,7 +116,7 @@ def exact(mesh: Any, remats: tuple[str, ...], dtype: torch.dtype | None) -> None
         assert all(relative(found[path], grad) < TOLERANCE[torch.float64] for path, grad in grads.items())
 
 
-@ON_WORLDS
+@on_ranks(1, 2)
 def test_gradients_are_those_of_merged_weights(mesh: Any) -> None:
     exact(mesh, tuple(REMATS), None)
 
@@ -205,7 +202,7 @@ def second_stack(mesh: Any) -> list[str]:
     return moved(program)
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_second_stack_written_by_hand(pools: Pools, world: int) -> None:
     assert pools[world].run(second_stack)[0] == [f"pairs[{i}]" for i in range(LAYERS)]
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from tests.harness.oracle import by_autograd
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, param, with_ends
 from yafsdp_fn.communication.streams import Event, HostStream
 
@@ -166,7 +166,7 @@ BF16 = ya.Precision(compute=torch.bfloat16)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("schedule", "precision", "parts"),
     [
@@ -179,43 +179,39 @@ BF16 = ya.Precision(compute=torch.bfloat16)
     ids=["zero3", "microbatches", "remat", "zero2", "bf16"],
 )
 def test_only_fresh_gradients_of_one_block_are_allocated(
-    pools: Pools, world: int, schedule: str, precision: ya.Precision, parts: int
+    mesh: Any, schedule: str, precision: ya.Precision, parts: int
 ) -> None:
+    world = mesh.size()
     size = precision.gather_dtype.itemsize
     fresh = {"layer": 2 * [E * F * size], "embed": [V * E * size], "head": [V * E * size]}
     per_step = sorted(parts * (LAYERS * fresh["layer"] + fresh["embed"] + fresh["head"]))
-    for first, *later in pools[world].run(steps, schedule, precision, parts):
-        for step in later:
-            assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
-            assert [n for n in step.streams if n > ACTIVATIONS] == []
-            if precision.gather_dtype == torch.float32:
-                assert sorted(n for n in step.large() if n > 0) == per_step
-                assert sum(step.large()) == 0, "something of weight size outlives the step, or died in it"
-                assert step.peak() == sum(fresh["layer"])
-        # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
-        assert first.peak() > 2 * sum(fresh["layer"])
-        assert world == 1 or all(step.stream_ops >= 2 * LAYERS for step in later)
+    first, *later = steps(mesh, schedule, precision, parts)
+    for step in later:
+        assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
+        assert [n for n in step.streams if n > ACTIVATIONS] == []
+        if precision.gather_dtype == torch.float32:
+            assert sorted(n for n in step.large() if n > 0) == per_step
+            assert sum(step.large()) == 0, "something of weight size outlives the step, or died in it"
+            assert step.peak() == sum(fresh["layer"])
+    # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
+    assert first.peak() > 2 * sum(fresh["layer"])
+    assert world == 1 or all(step.stream_ops >= 2 * LAYERS for step in later)
 
 
-def garbage(mesh: Any) -> list[int]:
-    """Objects that the cycle collector finds after each of four steps."""
+@on_ranks(1, 2)
+def test_a_step_leaves_no_cycles(mesh: Any) -> None:
+    """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
     state, found = ya.init(params(), TX, mesh=mesh), []
     step = ya.train_step(loss, TX, schedule=SCHEDULES["zero3-remat-every"], microbatches=3)
     for _ in range(4):
         with no_collection():
             state, _ = step(state, batch())
             found.append(gc.collect())
-    return found
+    assert found[1:] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_leaves_no_cycles(pools: Pools, world: int) -> None:
-    """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
-    assert [found[1:] for found in pools[world].run(garbage)] == world * [[0, 0, 0]]
-
-
-def outlives(mesh: Any) -> bool:
-    """Whether a state's memory is still there after the last name for it is gone."""
+@on_ranks(1, 2)
+def test_a_dropped_state_frees_its_memory(mesh: Any) -> None:
     with no_collection():
         state = ya.init(params(), TX, mesh=mesh)
         step, evaluate = ya.train_step(loss, TX), ya.eval_step(loss)
@@ -224,12 +220,7 @@ def outlives(mesh: Any) -> bool:
             evaluate(state, batch())
         memory = weakref.ref(state.params.layers.leaves[0])
         del state
-        return memory() is not None
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_dropped_state_frees_its_memory(pools: Pools, world: int) -> None:
-    assert not any(pools[world].run(outlives))
+        assert memory() is None
 
 
 def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
@@ -265,15 +256,13 @@ def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_backward_drops_the_graph_of_its_visit(pools: Pools, world: int) -> None:
+@on_ranks(1, 2)
+def test_a_backward_drops_the_graph_of_its_visit(mesh: Any) -> None:
     """One by one, not all together when the loss dies; a visit that recomputes has none but in its own backward."""
     backwards = range(LAYERS - 1, -1, -1)
-    # When a layer looks, its own intermediate result has served, and so has its output, where nothing was run again.
-    # Outputs of the layers below are what these have carried on.
     alone = [([], list(range(at + 1))) for at in backwards]
     kept = [(list(range(at)), list(range(at))) for at in backwards]
-    for found in pools[world].run(graphs, "zero3"):
-        assert found == [kept, kept, kept]
-    for found in pools[world].run(graphs, "zero3-remat-all"):
-        assert found == [alone, alone, alone]
+    found = graphs(mesh, "zero3")
+    assert found == [kept, kept, kept]
+    found = graphs(mesh, "zero3-remat-all")
+    assert found == [alone, alone, alone]

@@ -17,7 +17,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, Batch, Problem
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
@@ -26,19 +26,19 @@ Mesh = Any
 s = ya.schedules
 
 BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
-    "ddp": ("copies", {"ddp": s.ddp(), "ddp-remat": s.ddp(remat=ya.schedules.remat.all)}),
+    "ddp": ("copies", {"ddp": s.ddp(), "ddp-remat": s.ddp(remat="all")}),
     "zero1": ("shard", {"zero1": s.zero1()}),
     "zero2": ("shard", {"zero2": s.zero2()}),
     "zero3": ("shard", {"zero3": s.zero3(), "defer": s.zero3(defer=True), "resident": s.zero3(resident=1, prefetch=2)}),
     "hsdp": (
         "replicate",
-        {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat=ya.schedules.remat.all), "zero1": s.zero1()},
+        {"hsdp": s.hsdp(), "hsdp-defer": s.hsdp(defer=True, remat="all"), "zero1": s.zero1()},
     ),
     "fsdp2": (
         "shard",
         {
             "fsdp2": s.fsdp2(),
-            "every": s.fsdp2(wrap="all", prefetch=2, remat=ya.schedules.remat.all),
+            "every": s.fsdp2(wrap="all", prefetch=2, remat="all"),
             "held": s.fsdp2(reshard_after_forward=False, defer=True),
             "defer": s.fsdp2(defer=True),
         },
@@ -162,6 +162,7 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
 }
 
 
+@on_ranks()
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("world", "builder"),
@@ -170,15 +171,16 @@ CLOSED_FORMS: dict[str, dict[str, dict[str, int]]] = {
         *((4, each) for each in REPLICAS),
     ],
 )
-def test_collectives_are_those_of_the_docstring(pools: Pools, world: int, builder: str) -> None:
-    for found in pools[world].run(counted, builder):
-        for name, form in CLOSED_FORMS[builder].items():
-            expected = {} if world == 1 else dict(form)
-            if (world, builder) == (2, "hsdp"):  # one rank has the whole of a replica
-                expected = {"all-reduce": form["all-reduce"]}
-            if (world, builder) == (2, "hpz"):  # one node
-                expected["gather"] += expected.pop("gather in node")
-            assert found[name] == expected, name
+def test_collectives_are_those_of_the_docstring(mesh: Any, builder: str) -> None:
+    world = mesh.size()
+    found = counted(mesh, builder)
+    for name, form in CLOSED_FORMS[builder].items():
+        expected = {} if world == 1 else dict(form)
+        if (world, builder) == (2, "hsdp"):  # one rank has the whole of a replica
+            expected = {"all-reduce": form["all-reduce"]}
+        if (world, builder) == (2, "hpz"):  # one node
+            expected["gather"] += expected.pop("gather in node")
+        assert found[name] == expected, name
 
 
 # ---- the optimizer in the program
@@ -248,6 +250,7 @@ def refused(_: Mesh, kind: str, factory: str, *args: int) -> str:
     return str(first.value)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("kind", "call", "advice"),
     [
@@ -258,6 +261,6 @@ def refused(_: Mesh, kind: str, factory: str, *args: int) -> str:
         ("nodes", ("hsdp",), "zero3"),
     ],
 )
-def test_a_builder_says_which_mesh_it_needs(pools: Pools, kind: str, call: Any, advice: str) -> None:
-    for error in pools[4].run(refused, kind, *call):
-        assert advice in error
+def test_a_builder_says_which_mesh_it_needs(mesh: Any, kind: str, call: Any, advice: str) -> None:
+    error = refused(mesh, kind, *call)
+    assert advice in error

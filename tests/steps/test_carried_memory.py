@@ -16,7 +16,7 @@ import yafsdp_fn as ya
 from tests.harness.histories import BUILDERS, Life, Setting
 from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
 from yafsdp_fn.communication.streams import HostStream
 from yafsdp_fn.runtime.slots import acquire
@@ -41,13 +41,16 @@ def advance(step: Any, states: list[ya.ShardedState]) -> None:
     states[0], _ = step(states[0], batch())
 
 
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize(("world", "kind", "builder"), CASES)
 @by_autograd()
-def steady(_: Mesh, mesh: str, builder: str) -> None:
+def test_only_fresh_gradients_are_allocated(_: Mesh, kind: str, builder: str) -> None:
     for when, tx in TXS.items():
         for update in (True, False) if when == "without a clip" and builder == "zero2" else (True,):
             schedule, skips = BUILDERS[builder](update=update), when == "after the norm"
             step = ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=skips)
-            states = [ya.init(params(), tx, mesh=made(mesh))]
+            states = [ya.init(params(), tx, mesh=made(kind))]
             one = functools.partial(advance, step, states)
             one()
             one()
@@ -57,12 +60,6 @@ def steady(_: Mesh, mesh: str, builder: str) -> None:
             assert sorted(n for n in found.large() if n > 0) == FRESH and sum(found.large()) == 0, what
             program = step.program(states[0])
             assert program.has_updates is update
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("world", "mesh", "builder"), CASES)
-def test_only_fresh_gradients_are_allocated(pools: Pools, world: int, mesh: str, builder: str) -> None:
-    pools[world].run(steady, mesh, builder)
 
 
 @on_ranks(1, 2)

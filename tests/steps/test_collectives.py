@@ -106,6 +106,7 @@ def test_two_slots_take_2_l_minus_2_gathers() -> None:
     assert [two_slots(layers, 1) for layers in (1, 2, 3, 7)] == [max(n, 2 * n - 2) for n in (1, 2, 3, 7)]
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
@@ -113,26 +114,27 @@ def test_two_slots_take_2_l_minus_2_gathers() -> None:
     ("schedule", "width", "resident"),
     [("zero3", 2, 0), ("zero3-demand", 2, 0), ("zero3-remat-all", 2, 0), ("zero3-far", 4, 0), ("zero3-resident", 3, 1)],
 )
-def test_counts_under_zero3(pools: Pools, layers: int, parts: int, schedule: str, width: int, resident: int) -> None:
+def test_counts_under_zero3(mesh: Any, layers: int, parts: int, schedule: str, width: int, resident: int) -> None:
     expected = two_slots(layers - resident, parts, width) + resident
-    for counts in pools[2].run(counted, "base", layers, schedule, parts):
-        assert counts == {
-            ("gather", "embed"): 1,
-            ("gather", "layers"): expected,
-            ("gather", "head"): 1,
-            ("reduce", "embed"): parts,
-            ("reduce", "layers"): parts * layers,
-            ("reduce", "head"): parts,
-        }
+    counts = counted(mesh, "base", layers, schedule, parts)
+    assert counts == {
+        ("gather", "embed"): 1,
+        ("gather", "layers"): expected,
+        ("gather", "head"): 1,
+        ("reduce", "embed"): parts,
+        ("reduce", "layers"): parts * layers,
+        ("reduce", "head"): parts,
+    }
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("schedule", ["zero2", "zero2-remat-all"])
-def test_counts_under_zero2(pools: Pools, layers: int, parts: int, schedule: str) -> None:
-    for counts in pools[2].run(counted, "base", layers, schedule, parts):
-        assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
+def test_counts_under_zero2(mesh: Any, layers: int, parts: int, schedule: str) -> None:
+    counts = counted(mesh, "base", layers, schedule, parts)
+    assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
 
 
 def test_counts_of_other_visits(pools: Pools) -> None:
@@ -202,6 +204,7 @@ def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple
     return sorted(collections.Counter(calls).items(), key=str)
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("recorded_too", [True, False])
 @pytest.mark.parametrize(
@@ -214,16 +217,16 @@ def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple
     ],
     ids=["fp32", "bf16 gather", "bf16 reduce", "bf16 both"],
 )
-def test_dtype_of_every_collective(pools: Pools, precision: ya.Precision, recorded_too: bool) -> None:
-    for found in pools[2].run(dtypes, precision, recorded_too):
-        gathers = [(call, count) for call, count in found if call.kind == "gather"]
-        reduces = [(call, count) for call, count in found if call.kind == "reduce"]
-        assert {call.dtype for call, _ in gathers} == {precision.gather_dtype, torch.bfloat16}
-        assert {call.dtype for call, _ in reduces} == {precision.reduce_dtype}
-        assert sum(count for _, count in reduces) == 3 * (1 + 3 + 1)
-        if precision.gather_dtype == torch.float32:
-            # the two frozen layers and the three others share two slots: L = 5. A later step finds the frozen ones in
-            # them; a first one gathers them before it begins, and all seven units while it is recorded
-            layers = two_slots(5, 3)
-            assert sum(count for _, count in gathers) == layers + 2 + (7 if recorded_too else -2)
-            assert sum(count for call, count in gathers if call.dtype == torch.bfloat16) < layers
+def test_dtype_of_every_collective(mesh: Any, precision: ya.Precision, recorded_too: bool) -> None:
+    found = dtypes(mesh, precision, recorded_too)
+    gathers = [(call, count) for call, count in found if call.kind == "gather"]
+    reduces = [(call, count) for call, count in found if call.kind == "reduce"]
+    assert {call.dtype for call, _ in gathers} == {precision.gather_dtype, torch.bfloat16}
+    assert {call.dtype for call, _ in reduces} == {precision.reduce_dtype}
+    assert sum(count for _, count in reduces) == 3 * (1 + 3 + 1)
+    if precision.gather_dtype == torch.float32:
+        # the two frozen layers and the three others share two slots: L = 5. A later step finds the frozen ones in
+        # them; a first one gathers them before it begins, and all seven units while it is recorded
+        layers = two_slots(5, 3)
+        assert sum(count for _, count in gathers) == layers + 2 + (7 if recorded_too else -2)
+        assert sum(count for call, count in gathers if call.dtype == torch.bfloat16) < layers

@@ -12,7 +12,7 @@ from torch.nn.functional import dropout
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, compare, global_batch, looped, plain
+from tests.harness.oracle import batch_of, check_steps, compare, global_batch, looped, own_and_all, plain
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     IGNORED,
@@ -116,18 +116,14 @@ def evaluated_within(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
 
 @WORLDS
 def test_evaluation_inside_a_training_step(mesh: Any) -> None:
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    batches = [own_and_all(mesh, seed=number) for number in range(3)]
     for schedule in ("zero3", "zero3-remat-all", "zero2"):
-        for parts in (1, 3) if ranks == 1 else (3,):
+        for parts in (1, 3) if mesh.size() == 1 else (3,):
             state = ya.init(base_params(3), TX, mesh=mesh)
             oracle = ya.PlainState.create(base_params(3), TX)
             step = ya.train_step(evaluated_within, TX, has_aux=True, schedule=SCHEDULES[schedule], microbatches=parts)
             plain_step = ya.train_step(evaluated_within, TX, has_aux=True)
-            for number in range(3):
-                state, got = step(state, batch_of(rank, seed=number))
-                oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
-                compare(got, expected, 1e-5, f"{schedule}, {parts} microbatches, step {number}")
-            compare(state, oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
+            check_steps((step, state), (plain_step, oracle), batches, 1e-5, f"{schedule}, {parts} microbatches")
 
 
 def dropout_within(params: Params, batch: Batch) -> ya.Mean:

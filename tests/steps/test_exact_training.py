@@ -15,6 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative
 from tests.harness.pool import on_ranks
+from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -32,7 +33,6 @@ from tests.harness.problems import (
     with_ends,
 )
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 

@@ -89,9 +89,9 @@ def later_steps(start: ya.ShardedState, error: type[BaseException] = Planned, **
 HALF = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
     ({}, None, [*FORWARD, *BACKWARD]),
-    ({"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}, HALF, [*FORWARD, *RECOMPUTED]),
+    ({"schedule": ya.schedules.zero3(remat="all")}, HALF, [*FORWARD, *RECOMPUTED]),
     (
-        {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all), "microbatches": 2},
+        {"schedule": ya.schedules.zero3(remat="all"), "microbatches": 2},
         None,
         [*FORWARD, *RECOMPUTED] * 2,
     ),

@@ -54,7 +54,7 @@ ALONE = {
     "prefetch 0": Features(options={"prefetch": 0}),
     "prefetch 3": Features(options={"prefetch": 3}, layers=5),
     "resident": Features(options={"resident": 2}, layers=5),
-    "remat": Features(options={"remat": remat.all}),
+    "remat": Features(options={"remat": "all"}),
     "offload": Features(options={"remat": remat.offload()}),
     "update": Features(options={"update": True}),
     "zero2": Features(zero2),
@@ -65,7 +65,7 @@ ALONE = {
     "tied": Features(tied=True),
     "pinned": Features(pinned=True),
     "frozen": Features(frozen=True),
-    "graphs": Features(options={"remat": remat.all}, graphs=True),
+    "graphs": Features(options={"remat": "all"}, graphs=True),
     "one by one": Features(exchange=False),
     "bf16": Features(precision=BF16),
     "all bf16": Features(precision=ALL_BF16),
@@ -79,9 +79,9 @@ TOGETHER = {
     "unroll, graphs, offload": Features(options={"remat": remat.offload(ahead=0)}, unroll=2, graphs=True),
     "chunks, recomputed, tied": Features(options={"remat": remat.first(2)}, chunks=2, tied=True, microbatches=2),
     "chunks, unroll, zero2": Features(zero2, {"update": True}, chunks=2, unroll=2, layers=4),
-    "graphs, update, microbatches": Features(options={"remat": remat.all, "update": True}, graphs=True, microbatches=2),
-    "graphs, bf16, update": Features(options={"remat": remat.all, "update": True}, graphs=True, precision=BF16),
-    "graphs, tied, frozen": Features(zero2, {"remat": remat.all}, graphs=True, tied=True, frozen=True),
+    "graphs, update, microbatches": Features(options={"remat": "all", "update": True}, graphs=True, microbatches=2),
+    "graphs, bf16, update": Features(options={"remat": "all", "update": True}, graphs=True, precision=BF16),
+    "graphs, tied, frozen": Features(zero2, {"remat": "all"}, graphs=True, tied=True, frozen=True),
     "offload, update, tied": Features(options={"remat": remat.offload(), "update": True}, tied=True, microbatches=2),
     "resident, update, microbatches": Features(options={"resident": 2, "update": True}, microbatches=3, layers=5),
     "defer, bf16, tied": Features(options={"defer": True}, microbatches=2, precision=BF16, tied=True),
@@ -92,7 +92,7 @@ TOGETHER = {
 COMPILED = {
     "compiled, unroll": Features(compiled=True, unroll=2, microbatches=2),
     "compiled, recomputed, update, chunks": Features(
-        options={"remat": remat.all, "update": True}, compiled=True, chunks=2, layers=2
+        options={"remat": "all", "update": True}, compiled=True, chunks=2, layers=2
     ),
     "compiled, offload, bf16": Features(options={"remat": remat.offload()}, compiled=True, precision=BF16),
 }

@@ -193,7 +193,7 @@ def test_a_depth_may_vary_from_step_to_step(mesh: Any) -> None:
     """A depth that varies from step to step: a step for each, on one state, and each is traced once."""
     tree, (batch, whole) = base_params(5), (batch_of(mesh.get_rank()), global_batch(mesh.size()))
     traces: list[Any] = []
-    build = noting(ya.schedules.zero3(remat=ya.schedules.remat.all, resident=1, update=True), traces)
+    build = noting(ya.schedules.zero3(remat="all", resident=1, update=True), traces)
     steps = {
         depth: ya.train_step(partial(depth_loss, depth=depth), TX, schedule=build, microbatches=3)
         for depth in (1, 3, 5)
@@ -259,7 +259,7 @@ def test_ranks_that_use_different_outputs(mesh: Any) -> None:
     grads = torch.autograd.grad(value, leaves, allow_unused=True)
     expected = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
     state = ya.init(base_params(3), TX, mesh=mesh)
-    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat=ya.schedules.remat.all), ya.schedules.zero2()):
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all"), ya.schedules.zero2()):
         function = ya.value_and_grad(used_by_one, schedule=schedule)
         for _ in range(2):
             got, got_grads = function(state.params, batches[rank])

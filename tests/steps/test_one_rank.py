@@ -14,7 +14,7 @@ from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
 
-REMAT = {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}
+REMAT = {"schedule": ya.schedules.zero3(remat="all")}
 LAST = r"rank 1 of 2, backward of embed \(visit 0, microbatch 0, step {step}\)"
 
 # steps before the failure, options, event that fails on rank 1; where rank 1 is then, and what rank 0 waits for

@@ -178,10 +178,11 @@ def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: Pools) -
     assert "made while the loss was traced" in first[0], first
 
 
-def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(pools: Pools) -> None:
+@on_ranks(2)
+def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(mesh: Any) -> None:
     want = ya.train_step(tabled(cached(), in_block=True), TX)(state(), batch())[1]["loss"].item()
-    for said, found in pools[2].run(across_stages, True):
-        assert said == "returned" and found == pytest.approx(want, rel=1e-5)
+    said, found = across_stages(mesh, True)
+    assert said == "returned" and found == pytest.approx(want, rel=1e-5)
 
 
 # ---- what the loss may notice of being recorded
@@ -340,10 +341,11 @@ def differs(mesh: Any, which: str) -> tuple[str, list[Tensor], list[Tensor]]:
     return outcome(lambda: step(now, batch())), before, bits(now)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("which", OTHERS)
-def test_ranks_that_record_other_calls_say_so(pools: Pools, which: str) -> None:
+def test_ranks_that_record_other_calls_say_so(mesh: Any, which: str) -> None:
     _, text, _ = OTHERS[which]
-    for error, before, after in pools[2].run(differs, which):
-        assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
-        assert text in error and "rank 0: " in error and "rank 1: " in error
-        assert same(before, after)
+    error, before, after = differs(mesh, which)
+    assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
+    assert text in error and "rank 0: " in error and "rank 1: " in error
+    assert same(before, after)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
-from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
+from tests.harness.oracle import batch_of, check_steps, compare, own_and_all, plain, relative
 from tests.harness.pool import on_ranks
+from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import PROBLEMS, SCHEDULES, base_loss, base_params, stacks_loss, stacks_params
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 WORLDS = on_ranks(1, 2)
 State = ya.ShardedState
 
@@ -75,23 +75,18 @@ def test_without_donation(mesh: Any) -> None:
 @WORLDS
 def test_replaced_parameters(mesh: Any) -> None:
     """A state whose parameters were replaced by others: the steps that follow start from those."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    state = ya.init(base_params(3), TX, mesh=mesh)
     step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
-    state, _ = step(state, batch_of(rank))
-    halved = optree.tree_map(lambda x: x / 2, state.params)
-    other = dataclasses.replace(state, params=halved)
-    oracle = ya.PlainState.create(base_params(3), TX)
-    oracle, _ = plain_step(oracle, global_batch(ranks))
-    oracle_other = dataclasses.replace(oracle, params=optree.tree_map(lambda x: x / 2, oracle.params))
+    mine, everything = own_and_all(mesh)
+    state, _ = step(ya.init(base_params(3), TX, mesh=mesh), mine)
+    oracle, _ = plain_step(ya.PlainState.create(base_params(3), TX), everything)
+    other, oracle_other = (
+        dataclasses.replace(each, params=optree.tree_map(lambda x: x / 2, each.params)) for each in (state, oracle)
+    )
     for number in range(3):
+        batches = [own_and_all(mesh, seed=number)]
         # first the one that still shares the optimizer's state, which a step on the other would write to
-        other, got_other = step(other, batch_of(rank, seed=number))
-        state, got = step(state, batch_of(rank, seed=number))
-        oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
-        oracle_other, expected_other = plain_step(oracle_other, global_batch(ranks, seed=number))
-        compare((got, got_other), (expected, expected_other), 1e-5, f"step {number}")
-    compare(other, oracle_other.params, 1e-5, "parameters")
+        other, oracle_other = check_steps((step, other), (plain_step, oracle_other), batches, 1e-5, "the other")
+        state, oracle = check_steps((step, state), (plain_step, oracle), batches, 1e-5, "the first")
 
 
 @WORLDS
@@ -118,13 +113,10 @@ def test_steps_by_hand(mesh: Any) -> None:
 @WORLDS
 def test_batches_of_any_shape(mesh: Any) -> None:
     """A program depends on visits, never on shapes: batches may change theirs from step to step."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
     state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)
     step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
-    for rows in (3, 3, 1, 5, 2):
-        state, got = step(state, batch_of(rank, rows=rows))
-        oracle, expected = plain_step(oracle, global_batch(ranks, rows=rows))
-        compare(got, expected, 1e-5, f"{rows} rows")
+    batches = [own_and_all(mesh, rows=rows) for rows in (3, 3, 1, 5, 2)]
+    check_steps((step, state), (plain_step, oracle), batches, 1e-5)
 
 
 # ---- programs

@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import nightly
 from tests.harness.meshes import mesh_of
-from tests.harness.oracle import batch_of, compare
+from tests.harness.oracle import batch_of, check_steps
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, Params, base_params, block, embed, head, with_ends
 from tests.steps.staged.models import F64, TWO_STAGES
@@ -72,11 +72,8 @@ def test_writes_in_place_are_exact(_: Any, name: str, first: bool) -> None:
     state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), precision=F64, stages=TWO_STAGES)
     oracle = ya.PlainState.create(ya.unshard(state), TX)
     step, plain = (ya.train_step(loss, TX, microbatches=2) for _ in range(2))
-    for number in range(2):
-        batch = batch_of(0, rows=4, seed=number)
-        state, _metrics = step(state, batch)
-        oracle, _metrics = plain(oracle, batch)
-        compare(state, oracle.params, 1e-12, f"step {number}")
+    batches = [(batch_of(0, rows=4, seed=number),) * 2 for number in range(2)]
+    check_steps((step, state), (plain, oracle), batches, 1e-12)
 
 
 # ---- from the second step on, something else

@@ -15,19 +15,20 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import Batch, batch_of, by_autograd, compare, joined
 from tests.harness.pool import on_ranks
+from tests.harness.problems import CLIPPED as TX
+from tests.harness.problems import base_params, tied_params
 from tests.steps.staged import models
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime.reductions import combine
 from yafsdp_fn.util.randomness import VisitCounter, counting
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 UNITWISE = ya.optim.adamw(1e-2)
 TOLERANCE = 1e-12
 MODELS = {
     "skip": (models.params, models.loss),
-    "tied": (models.tied_params, models.tied_loss),
+    "tied": (tied_params, models.tied_loss),
     "pinned": (models.pinned_params, models.tied_loss),
-    "products": (models.chain_params, models.product_loss),
+    "products": (base_params, models.product_loss),
 }
 
 

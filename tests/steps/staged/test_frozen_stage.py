@@ -10,7 +10,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.meshes import mesh_of
-from tests.harness.oracle import batch_of, compare, global_batch, plain
+from tests.harness.oracle import batch_of, check_steps, global_batch, plain
 from tests.harness.pool import on_ranks
 from tests.harness.problems import Params, base_loss, base_params, frozen_loss, frozen_params
 from tests.steps.staged.models import F64
@@ -32,12 +32,8 @@ def test_a_frozen_stage(_: Any, update: bool, measured: bool) -> None:
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=update))
     step = ya.train_step(base_loss, tx, schedule=schedule, microbatches=3, skip_nonfinite=measured)
     plain = ya.train_step(base_loss, tx, microbatches=3, skip_nonfinite=measured)
-    for number in range(3):
-        batch = batch_of(0, seed=number)
-        state, metrics = step(state, batch)
-        oracle, expected = plain(oracle, batch)
-        compare((metrics["loss"], metrics["grad_norm"]), (expected["loss"], expected["grad_norm"]), 1e-12, "metrics")
-        compare(state, oracle.params, 1e-12, f"step {number}")
+    batches = [(batch_of(0, seed=number),) * 2 for number in range(3)]
+    check_steps((step, state), (plain, oracle), batches, 1e-12)
 
 
 @on_ranks()
@@ -56,8 +52,4 @@ def test_frozen_layers_in_a_stage_that_trains(_: Any, border: int) -> None:
     schedule = ya.schedules.zero_bubble(ya.schedules.zero3(remat="all"))
     step = ya.train_step(frozen_loss, tx, schedule=schedule, microbatches=2)
     whole = ya.train_step(frozen_loss, tx, microbatches=2 * ranks)
-    for number in range(3):
-        state, metrics = step(state, mine)
-        oracle, expected = whole(oracle, batch)
-        compare(metrics["loss"], expected["loss"], 1e-12, "loss")
-        compare(state, oracle.params, 1e-12, f"step {number}")
+    check_steps((step, state), (whole, oracle), [(mine, batch)] * 3, 1e-12)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.meshes import mesh_of
-from tests.harness.oracle import batch_of, compare
+from tests.harness.oracle import batch_of, check_steps
 from tests.harness.pool import on_ranks
 from tests.harness.problems import Batch, E, Params, base_loss, base_params, block, embed, layer, masked_loss, param
 from tests.steps.staged.models import F64
@@ -63,9 +63,6 @@ def test_exact(_: Any, problem: str, update: bool) -> None:
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=update))
     step = ya.train_step(loss, TX, schedule=schedule, microbatches=2)
     plain = ya.train_step(loss, TX, microbatches=2)
-    for number in range(3):
-        batch = batch_of(0, rows=4, seed=number)
-        state, metrics = step(state, ya.shard_batch(batch, mesh))
-        oracle, expected = plain(oracle, batch)
-        compare((metrics["loss"], metrics["grad_norm"]), (expected["loss"], expected["grad_norm"]), 1e-12, "metrics")
-        compare(state, oracle.params, 1e-12, f"step {number}")
+    whole = [batch_of(0, rows=4, seed=number) for number in range(3)]
+    batches = [(ya.shard_batch(batch, mesh), batch) for batch in whole]
+    check_steps((step, state), (plain, oracle), batches, 1e-12)

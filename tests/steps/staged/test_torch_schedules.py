@@ -20,6 +20,7 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare, joined
 from tests.harness.pool import Pools
+from tests.harness.problems import base_params
 from tests.steps.staged import models
 from tests.steps.staged.test_exact_stages import TOLERANCE, TX, looped
 from yafsdp_fn import schedules as s
@@ -80,7 +81,7 @@ def check(_: Any, stages: int, cases: list[Case]) -> None:
     mesh = mesh_of(stage=stages)
     ranks = mesh.size() // stages
     for family, parts, rows, sharding in cases:
-        params, loss = models.chain_params(2 * stages), models.chain_loss
+        params, loss = base_params(2 * stages), models.chain_loss
         batches = [batch_of(rank, rows=2 * parts, seed=parts) for rank in range(ranks)]
         mine = ya.shard_batch(joined(batches), mesh)
         trace = ya.planner.trace(loss, params, batch_of(0, rows=2), precision=models.F64, has_aux=True)
