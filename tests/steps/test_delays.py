@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.communication.communicators import communicators
@@ -105,8 +105,7 @@ Case = tuple[str, str, str]
 def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
     for name, schedule, precision in cases:
         expected, found = (train(mesh, name, schedule, d, PRECISIONS[precision]) for d in ({}, delays))
-        pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs), (name, schedule, precision)
+        compare(found, expected, 0.0, f"{name}, {schedule}, {precision}")
 
 
 @on_ranks()

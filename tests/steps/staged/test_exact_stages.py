@@ -166,12 +166,8 @@ def test_weights_that_are_multiplied_with_weights(mesh: Any, stages: int, name: 
     check(mesh, "products", name, stages, (2 * stages + 1,), False)
 
 
-def check_by_autograd(*args: Any) -> None:
-    with by_autograd():
-        check(*args)
-
-
 @on_ranks(4)
 def test_weights_that_are_not_large(mesh: Any) -> None:
     """As small weights are by default; in the other tests all go the way of large ones."""
-    check_by_autograd(mesh, "skip", "zero-bubble, gathered anew", 2, (3,), True)
+    with by_autograd():
+        check(mesh, "skip", "zero-bubble, gathered anew", 2, (3,), True)
