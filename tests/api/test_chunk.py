@@ -393,16 +393,13 @@ def test_in_a_step(remat: str) -> None:
     """A block that uses a parameter from outside, and a chunk around visits instead of inside them."""
     params, scale = ya.init(small.model(), ya.optim.sgd(0.1), mesh=small.one_rank()).params, torch.ones(small.E)
 
-    def closes_over(params: small.Model, batch: Any) -> ya.Mean:
-        x = ya.apply(small.embed, params.embed, batch["tokens"])
-        layer = ya.chunk(lambda x, w: (small.block(x, w)[0] * scale, None), 2, in_axes=(0, None))
-        x, _ = ya.scan(layer, x, params.layers)
-        return ya.apply(small.head, params.head, x, batch["targets"])
+    @small.with_block
+    def closes_over(x: Tensor, w: Any) -> Any:
+        return ya.chunk(lambda x, w: (small.block(x, w)[0] * scale, None), 2, in_axes=(0, None))(x, w)
 
-    def around(params: small.Model, batch: Any) -> ya.Mean:
-        x = ya.apply(small.embed, params.embed, batch["tokens"])
-        x = ya.chunk(lambda x: ya.scan(small.block, x, params.layers)[0], 2, in_axes=0)(x)
-        return ya.apply(small.head, params.head, x, batch["targets"])
+    @small.with_ends
+    def around(params: small.Model, x: Tensor) -> Tensor:
+        return ya.chunk(lambda x: ya.scan(small.block, x, params.layers)[0], 2, in_axes=0)(x)
 
     schedule = ya.schedules.zero3(remat=remat)
     both = ya.value_and_grad(closes_over, schedule=schedule)

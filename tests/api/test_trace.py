@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
-from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
+from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param, with_block, with_ends
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.schedules import Program
@@ -113,12 +113,12 @@ def test_what_goes_into_a_visit_came_out_of_one() -> None:
 
 
 def test_memory_that_several_visits_read_is_one_value() -> None:
-    def with_table(p: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, p.embed, b["tokens"])
+    @with_ends
+    def with_table(p: Model, x: Tensor) -> Tensor:
         table = torch.ones(x.shape[-1], dtype=x.dtype)
         x, _ = ya.scan(lambda c, w, t: block(c * t[:3].sum(), w), x, p.layers, consts=table)
         x, _ = ya.scan(lambda c, w: (c.view_as(c), None), x, p.layers)  # gives what it takes
-        return ya.apply(head, p.head, x, b["targets"])
+        return x
 
     visits = trace(with_table, model(), META).visits
     (table,) = set.intersection(*(set(visit.cost.takes) for visit in visits[1 : 1 + L]))
@@ -163,16 +163,21 @@ def test_torch_func_inside_of_blocks_and_losses() -> None:
 def test_compiled_blocks_are_traced_as_written() -> None:
     compiled = torch.compile(block, fullgraph=True)  # which will not do with less than the whole
 
-    def run(p: Model, b: Any) -> ya.Mean:
-        x, _ = ya.scan(compiled, ya.apply(embed, p.embed, b["tokens"]), p.layers)
-        return ya.apply(head, p.head, x, b["targets"])
-
-    assert trace(run, model(), META) == trace(loss, model(), META)
+    assert trace(with_block(compiled), model(), META) == trace(loss, model(), META)
 
 
 # ---- attention
 
 B, H, K, S, T, D = 2, 4, 2, 16, 24, 8
+
+
+def cost_of(block: Any, weights: Any, *shape: int) -> Any:
+    """What a block costs on a tensor of this shape."""
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(block, p["a"], b).sum()
+
+    return trace(run, {"a": weights}, torch.empty(shape, device="meta")).visits[0].cost
 
 
 def attended(**how: Any) -> Any:
@@ -252,9 +257,6 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
         how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
         return inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
 
-    def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()
-
     weights = {
         "gain": param(width),
         "in": param(3 * width, width),
@@ -262,7 +264,7 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
         "out": param(width, width),
         "b2": param(width),
     }
-    cost = trace(run, {"a": weights}, torch.empty(S, B, width, device="meta")).visits[0].cost
+    cost = cost_of(attend, weights, S, B, width)
     assert cost.flops == 2 * S * B * width * 4 * width
     assert cost.attention_flops == 2 * B * H * S * S * 2 * D / (2 if is_causal else 1)
     assert cost.bwd_attention_flops == 2.5 * cost.attention_flops
@@ -278,10 +280,7 @@ def test_flex_attention_is_counted() -> None:
         out: Any = flex_attention(q, q, q)
         return out * w["w"]
 
-    def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()
-
-    cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, 128, D, device="meta")).visits[0].cost
+    cost = cost_of(attend, {"w": param(D)}, B, H, 128, D)
     assert cost.attention_flops == 2 * B * H * 128**2 * 2 * D and cost.flops == 0
 
 
@@ -290,10 +289,7 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
         q = q * w["w"]
         return torch.softmax(q @ q.mT, -1) @ q
 
-    def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()
-
-    cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, S, D, device="meta")).visits[0].cost
+    cost = cost_of(attend, {"w": param(D)}, B, H, S, D)
     assert cost.flops == 2 * 2 * B * H * S * S * D and cost.attention_flops == 0
 
 

@@ -18,7 +18,7 @@ from models import llama
 from tests.harness.oracle import TOLERANCE, batch_of, compare, global_batch, relative
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import CLIPPED as TX
-from tests.harness.problems import Batch, Head, Layer, Params, base_params, masked_loss
+from tests.harness.problems import Batch, Head, Layer, Params, base_params, block, embed, masked_loss
 from tests.models.theirs import their_model
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.schedules import Program
@@ -57,18 +57,13 @@ def adapted(dtype: torch.dtype | None = None) -> Params:
 # ---- a model that uses weights in several ways
 
 
-def block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
-    """One matrix through `ya.linear`, the other as a tensor."""
-    return x + w.gate * (torch.tanh(ya.linear(x, w.up, w.bias)) @ w.down.T), None
-
-
 def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
     return masked_loss(F_.linear(x * w.scale, w.out), targets)
 
 
 def loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(lambda w, tokens: ya.embedding(tokens, w), params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)  # one matrix through `ya.linear`, the other as a tensor
     return ya.apply(head, params.head, x, batch["targets"])
 
 
@@ -147,8 +142,7 @@ def train(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> list[str]:
     before = dict(named_leaves(ya.params.without_markers(ya.materialize(adapted(dtype)))))
     for path, leaf in named_leaves(ya.unshard(state)):
         assert torch.equal(leaf, before[path]) == (path[-2:] not in (".a", ".b")), path
-    program = step.program(state)
-    return moved(program)
+    return moved(step.program(state))
 
 
 def moved(program: Program) -> list[str]:
@@ -174,7 +168,7 @@ def pair_block(x: Tensor, w: tuple[Layer, dict[str, Tensor]]) -> tuple[Tensor, N
 
 
 def stacks_loss(params: Any, batch: Batch) -> ya.Mean:
-    x = ya.apply(lambda w, tokens: ya.embedding(tokens, w), params["embed"], batch["tokens"])
+    x = ya.apply(embed, params["embed"], batch["tokens"])
     x, _ = ya.scan(pair_block, x, (params["base"], params["pairs"]))
     return ya.apply(head, params["head"], x, batch["targets"])
 
@@ -198,8 +192,7 @@ def second_stack(mesh: Any) -> list[str]:
     pairs, inside = ya.unshard(first)["pairs"], ya.unshard(second).layers.up
     compare((pairs["a"], pairs["b"]), (inside.a, inside.b), 1e-9, "by hand")
     assert not torch.equal(pairs["b"], b)
-    program = step.program(first)
-    return moved(program)
+    return moved(step.program(first))
 
 
 @pytest.mark.parametrize("world", [1, 2])

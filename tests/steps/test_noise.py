@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.problems import Batch, Params, base_params, dropout_block, embed, head
+from tests.harness.problems import Batch, Params, base_params, dropout_block, embed, head, with_ends
 from tests.harness.small import one_rank
 from tests.steps.staged.models import F64
 from yafsdp_fn import checkpoint
@@ -88,10 +88,9 @@ def test_stages_draw_what_one_stage_draws(_: Any, name: str) -> None:
     compare(found, ya.eval_step(summed_loss, **options)(oracle, batch), 1e-12, f"{name}: evaluation")
 
 
-def by_value_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = torch.poisson(ya.apply(embed, params.embed, batch["tokens"]).detach().abs())
-    x, _ = ya.scan(dropout_block, x, params.layers)
-    return ya.apply(head, params.head, x, batch["targets"])
+@with_ends
+def by_value_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(dropout_block, torch.poisson(x.detach().abs()), params.layers)[0]
 
 
 def refused(_: Any) -> None:
@@ -213,10 +212,9 @@ def test_a_backward_draws_by_step_and_microbatch(remat: str) -> None:
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
         return dropout_block(NoisyBackward.apply(x), w)
 
-    def loss(params: Params, batch: Batch) -> ya.Mean:
-        x = NoisyBackward.apply(ya.apply(embed, params.embed, batch["tokens"]))
-        x, _ = ya.scan(block, x, params.layers)
-        return ya.apply(head, params.head, x, batch["targets"])
+    @with_ends
+    def loss(params: Params, x: Tensor) -> Any:
+        return ya.scan(block, NoisyBackward.apply(x), params.layers)[0]
 
     state = ya.init(base_params(2), TX, mesh=one_rank(), precision=F64)
     oracle = ya.PlainState.create(ya.unshard(state), TX)

@@ -54,7 +54,8 @@ def with_mask(tree: Any, data: Any) -> Tensor:
     return ya.apply(head, tree["head"], x, data["targets"][keep])
 
 
-def mixture(tree: Any, data: Any) -> Tensor:
+@with_ends
+def mixture(tree: Any, x: Tensor) -> Any:
     """Each row goes to one of two experts, whose rows are found by `nonzero`."""
 
     def routed(x: Tensor, w: Any) -> tuple[Tensor, None]:
@@ -66,9 +67,7 @@ def mixture(tree: Any, data: Any) -> Tensor:
             out = out.index_add(0, mine, layer(rows[mine], w)[0] * (expert + 1))
         return out.view_as(x), None
 
-    x = ya.apply(embed, tree["embed"], data["tokens"])
-    x, _ = ya.scan(routed, x, tree["layers"])
-    return ya.apply(head, tree["head"], x, data["targets"])
+    return ya.scan(routed, x, tree["layers"])[0]
 
 
 def tabled(table: Table, *, in_block: bool) -> LossFn:

@@ -40,13 +40,17 @@ def embed_and_counts(table: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Te
     return x, counts(x, targets)
 
 
+def hidden(params: Params, batch: Batch) -> Tensor:
+    """What comes into the head."""
+    return ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)[0]
+
+
 def in_the_head(params: Params, batch: Batch) -> ya.Mean:
     def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum())
 
-    x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    return ya.apply(head, params.head, x, batch["targets"])
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"])
 
 
 def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
@@ -109,8 +113,7 @@ def of_the_hidden(params: Params, batch: Any) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum() + (x.sum() if bad else 0))
 
-    x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    return ya.apply(head, params.head, x, batch["targets"], batch["bad"])
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
 
 
 def of_the_weights(params: Params, batch: Any) -> ya.Mean:
@@ -118,8 +121,7 @@ def of_the_weights(params: Params, batch: Any) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum() * (w.scale.sum() if bad else 1))
 
-    x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    return ya.apply(head, params.head, x, batch["targets"], batch["bad"])
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
 
 
 def of_what_passes(params: Params, batch: Any) -> ya.Mean:

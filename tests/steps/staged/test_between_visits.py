@@ -121,6 +121,12 @@ def no_pair(params: Params, x: Tensor) -> Tensor:
     return x
 
 
+def rest(params: Params, x: Tensor, batch: Batch) -> ya.Mean:
+    """What comes after the embedding."""
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(head, params.head, x, batch["targets"])
+
+
 def another_block(params: Params, batch: Batch) -> ya.Mean:
     """One block of the embedding for another, of two outputs."""
     if Other.now:
@@ -128,30 +134,26 @@ def another_block(params: Params, batch: Batch) -> ya.Mean:
         x = x + y
     else:
         x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    return ya.apply(head, params.head, x, batch["targets"])
+    return rest(params, x, batch)
 
 
 def fewer_tokens(params: Params, batch: Batch) -> ya.Mean:
     tokens = batch["tokens"][:, :1] if Other.now else batch["tokens"]
     x = ya.apply(embed, params.embed, tokens)
-    x, _ = ya.scan(block, x.expand(*batch["tokens"].shape, x.shape[-1]), params.layers)
-    return ya.apply(head, params.head, x, batch["targets"])
+    return rest(params, x.expand(*batch["tokens"].shape, x.shape[-1]), batch)
 
 
 def smaller(params: Params, batch: Batch) -> ya.Mean:
     """What leaves the first stage is of another shape, which would fit by broadcasting."""
     x = ya.apply(lambda w, tokens: embed(w, tokens[:, :1] if Other.now else tokens), params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    return ya.apply(head, params.head, x, batch["targets"])
+    return rest(params, x, batch)
 
 
 def without_mask(params: Params, batch: Batch) -> ya.Mean:
     """As transformers' models, which have no mask where nothing is padded."""
     mask = None if Other.now else torch.ones(batch["tokens"].shape)
     x = ya.apply(lambda w, tokens, mask: embed(w, tokens), params.embed, batch["tokens"], mask)
-    x, _ = ya.scan(block, x, params.layers)
-    return ya.apply(head, params.head, x, batch["targets"])
+    return rest(params, x, batch)
 
 
 LOSSES = {

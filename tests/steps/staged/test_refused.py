@@ -43,12 +43,13 @@ def looks(params: Params, batch: Batch) -> ya.Mean:
     return plain(params, batch)
 
 
-def writes(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"]) * 1.0
+@with_ends
+def writes(params: Params, x: Tensor) -> Tensor:
+    x = x * 1.0
     y, _ = ya.scan(block, x, params.layers)
     with torch.no_grad():
         x.add_(1.0)
-    return ya.apply(head, params.head, y, batch["targets"])
+    return y
 
 
 def detached(params: Params, batch: Batch) -> ya.Mean:
