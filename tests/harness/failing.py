@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.groups import breakable, outcome
 
 V, E, L = 11, 5, 3
 
@@ -136,6 +137,28 @@ def state(mesh: Any = None, tx: Any = TX, precision: ya.Precision | None = None)
     """A fresh state, always the same; without `mesh`, on this process alone."""
     mesh = ya.mesh(device="cpu") if mesh is None else mesh
     return ya.init(params(), tx, mesh=mesh, seed=0, precision=precision or ya.Precision())
+
+
+class Steps:
+    """One rank's steps on a mesh that a test may break, some of which are behind it.
+
+    ranks = Steps(loss, 2)
+    ranks.said(SOON)  # how the third one ends
+    """
+
+    def __init__(self, loss: LossFn, behind: int = 0, mesh: Any = None, tx: Any = TX, **options: Any) -> None:
+        mesh = breakable() if mesh is None else mesh
+        self.batch, self.now = batch(mesh.get_local_rank()), state(mesh, tx)
+        self.step = ya.train_step(loss, tx, **options)
+        for _ in range(behind):
+            self.take()
+
+    def take(self) -> None:
+        self.now, _ = self.step(self.now, self.batch)
+
+    def said(self, seconds: float | None = None) -> str:
+        """How a step ends. seconds: that it waits for ranks that do not come"""
+        return outcome(self.take, seconds)
 
 
 def plain(tx: Any = TX) -> ya.PlainState:

@@ -14,6 +14,7 @@ from tests.harness.failing import (
     TX,
     Fault,
     LossFn,
+    Steps,
     batch,
     bits,
     embed,
@@ -26,7 +27,7 @@ from tests.harness.failing import (
     with_ends,
 )
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime import execute
 
 
@@ -66,12 +67,10 @@ SIDES = {
 @pytest.mark.parametrize("which", LOSSES)
 def test_other_visits_in_the_first_step(mesh: Any, which: str) -> None:
     """Rank 0 has the model's own loss, rank 1 another one, in the first step."""
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(LOSSES[which] if rank else loss, TX), state(mesh)
+    rank = mesh.get_rank()
+    ranks = Steps(LOSSES[which] if rank else loss)
     start = time.monotonic()
-    first = outcome(lambda: step(now, batch(rank)))
-    again = outcome(lambda: step(now, batch(rank)))
+    first, again = ranks.said(), ranks.said()
     seconds = time.monotonic() - start
     assert "RanksDisagree: ranks disagree on what to communicate" in first, first
     for side, text in enumerate(SIDES[which]):
@@ -84,11 +83,9 @@ def test_other_visits_in_the_first_step(mesh: Any, which: str) -> None:
 
 @on_ranks(2)
 def test_another_number_of_microbatches(mesh: Any) -> None:
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(loss, TX, microbatches=1 + rank), state(mesh)
+    ranks = Steps(loss, microbatches=1 + mesh.get_rank())
     start = time.monotonic()
-    text = outcome(lambda: step(now, batch(rank)))
+    text = ranks.said()
     seconds = time.monotonic() - start
     assert "RanksDisagree" in text and seconds < TIMEOUT, text
     assert "ranks disagree on the program" in text and "rank 1: " in text
@@ -118,26 +115,22 @@ def test_other_schedules(mesh: Any, as_programs: bool) -> None:
         assert re.search(r"rank 0: gather embed -> slot \d+\n\s+rank 1: gather embed -> slot \d+", text)
 
 
-def later(mesh: Any, which: str) -> tuple[str, str]:
+@on_ranks(2)
+def test_other_visits_on_one_rank_later(mesh: Any) -> None:
     """A loss that visits other units on rank 1 from the second step on."""
-    mesh = breakable()
-    rank, count = mesh.get_local_rank(), 0
+    rank, count = mesh.get_rank(), 0
 
     def changing(params: Any, data: Any) -> Any:
-        return (LOSSES[which] if rank and count else loss)(params, data)
+        return (swapped if rank and count else loss)(params, data)
 
-    step, now = ya.train_step(changing, TX), state(mesh)
-    now, _ = step(now, batch(rank))
+    ranks = Steps(changing, 1)
     count = 1
-    return outcome(lambda: step(now, batch(rank)), SOON), outcome(lambda: step(now, batch(rank)))
-
-
-def test_other_visits_on_one_rank_later(pools: Pools) -> None:
-    (first, first_again), (second, second_again) = pools[2].run(later, "swapped")
-    assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
-    assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in second and "layers[0]" in second
-    for text in (first_again, second_again):
-        assert "lost since" in text
+    first = ranks.said(SOON)
+    if rank:
+        assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in first and "layers[0]" in first
+    else:
+        assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
+    assert "lost since" in ranks.said()
 
 
 @on_ranks(1, 2)
@@ -179,25 +172,23 @@ def test_other_aux(mesh: Any, which: str) -> None:
     assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
 
-def building(mesh: Any) -> str:
-    """Rank 1's schedule raises when the first call has been recorded."""
-    mesh = breakable()
-    rank = mesh.get_local_rank()
+@on_ranks(2)
+def test_a_schedule_that_raises_on_one_rank(mesh: Any) -> None:
+    """When the first call has been recorded."""
+    rank = mesh.get_rank()
 
     def schedule(trace: Any) -> Any:
         if rank == 1:
             raise ValueError("planned: schedule")
         return ya.schedules.zero3()(trace)
 
-    step, now = ya.train_step(loss, TX, schedule=schedule), state(mesh)
-    ya.train_step(loss, TX)(state(mesh), batch(rank))
-    return outcome(lambda: step(now, batch(rank)), SOON)
-
-
-def test_a_schedule_that_raises_on_one_rank(pools: Pools) -> None:
-    waiting, failed = pools[2].run(building)
-    assert re.search(r"CommunicationError: rank 0: .*program", waiting) and "has probably stopped" in waiting, waiting
-    assert "planned: schedule" in failed
+    ranks = Steps(loss, schedule=schedule)
+    Steps(loss, 1, ranks.now.mesh)
+    said = ranks.said(SOON)
+    if rank:
+        assert "planned: schedule" in said
+    else:
+        assert re.search(r"CommunicationError: rank 0: .*program", said) and "has probably stopped" in said, said
 
 
 def without_grad_from(call: int, here: bool) -> LossFn:
@@ -214,33 +205,23 @@ def without_grad_from(call: int, here: bool) -> LossFn:
     return looking
 
 
-def beside(mesh: Any) -> str:
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(without_grad_from(3, here=rank == 0), TX), state(mesh)
-    for _ in range(2):
-        now, _ = step(now, batch(rank))
-    return outcome(lambda: step(now, batch(rank)), SOON)
-
-
-def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(pools: Pools) -> None:
+@on_ranks(2)
+def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(mesh: Any) -> None:
     """Its gather would meet another layer's of the same size."""
-    alone, other = pools[2].run(beside)
-    assert "forward of layers[0] (without grad, microbatch 0, step 2)" in alone and "Error" in alone, alone
-    assert "Error" in other, other
+    rank = mesh.get_rank()
+    said = Steps(without_grad_from(3, here=rank == 0), 2).said(SOON)
+    assert "Error" in said and (rank or "forward of layers[0] (without grad, microbatch 0, step 2)" in said), said
 
 
 @on_ranks(2)
 def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(mesh: Any) -> None:
     """Rank 1 alone finds no memory for the slots of a first step, and tries again."""
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(loss, TX), state(mesh)
-    ya.train_step(loss, TX)(state(mesh), batch(rank))
+    rank, ranks = mesh.get_rank(), Steps(loss)
+    Steps(loss, 1, ranks.now.mesh)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(execute, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
-        first = outcome(lambda: step(now, batch(rank)), SOON)
-    again = outcome(lambda: step(now, batch(rank)))
+        first = ranks.said(SOON)
+    again = ranks.said()
     assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
     assert "the communicators are lost since" in again and "restart all ranks" in again, again
