@@ -243,6 +243,15 @@ def made(**settings: Any) -> Model:
     return Model(**settings)
 
 
+def functional(**settings: Any) -> tuple[dict[str, Any], Any]:
+    """The parameters and the function of a fresh module."""
+    return ya.functionalize(made(**settings), "layers")
+
+
+def on_one_rank(params: Any) -> ya.ShardedState:
+    return ya.shard(params, None, mesh=one_rank())
+
+
 def tokens_of(rank: int) -> Tensor:
     return torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(rank))
 
@@ -263,7 +272,7 @@ def test_units_leaves_and_what_is_frozen() -> None:
         "0.weight",
     ]
     assert "down.weight" not in params["layers"].tree and params["layers"].tree["up.weight"].shape == (3, 8, 8)
-    state = ya.shard(params, None, mesh=one_rank())
+    state = on_one_rank(params)
     assert {g.name for g in state.memory.groups if not g.trainable} == {"tail.frozen"}
     compare(state, tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
 
@@ -278,7 +287,7 @@ def test_gradients_are_those_of_the_module(remat: Any) -> None:
     params, model = ya.functionalize(module, "layers")
     value = module(tokens).square().mean()
     value.backward()
-    state = ya.shard(params, None, mesh=one_rank())
+    state = on_one_rank(params)
     gradients = ya.value_and_grad(squares(model), schedule=ya.schedules.zero3(remat=remat))
     expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
     for _ in range(2):
@@ -296,7 +305,7 @@ def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
     assert params["layers"].tree["up.weight"].shape[0] == 3
     module(tokens).square().mean().backward()
     expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-    state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
+    state, gradients = on_one_rank(params), ya.value_and_grad(squares(model))
     for _ in range(2):
         _, grads = gradients(state.params, tokens)
         compare(grads, expected, 1e-6, "gradients")
@@ -305,7 +314,7 @@ def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
 @on_ranks(1, 2)
 def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     """Every rank draws the numbers of a plain state that takes that rank's place, in visits and between them."""
-    params, model = ya.functionalize(made(dropout=0.5), "layers")
+    params, model = functional(dropout=0.5)
     sgd, rank = ya.optim.sgd(0.1), mesh.get_rank()
     state = ya.shard(params, sgd, mesh=mesh)
     step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat="all"))
@@ -335,7 +344,7 @@ def test_threads_may_call_at_once() -> None:
 
 
 def test_a_trace_before_any_step_is_that_of_the_step() -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     tx = ya.optim.sgd(0.1)
     state, step = ya.shard(params, tx, mesh=one_rank()), ya.train_step(squares(model), tx)
     traced = [visit.name for visit in step.trace(state, tokens_of(0)).visits]
@@ -420,7 +429,7 @@ def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_kno
     params, model = ya.functionalize(module, "layers")
     module(x).square().mean().backward()
     expected = tree_of(module, params, "layers", lambda p: p.grad)
-    state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
+    state, gradients = on_one_rank(params), ya.value_and_grad(squares(model))
     for _ in range(2):
         compare(gradients(state.params, x)[1], expected, 1e-6, "gradients")
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
@@ -428,7 +437,7 @@ def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_kno
 
 def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are made in it."""
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     seen, forward = [], Model.forward
 
     def looks(self: Any, tokens: Tensor) -> Tensor:
@@ -638,16 +647,16 @@ def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
 def test_a_layer_that_keeps_something_is_refused(
     forward: Any, message: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, model = ya.functionalize(made(), "layers")
-    whole = ya.shard(params, None, mesh=one_rank()).params if sharded else ya.materialize(params)
+    params, model = functional()
+    whole = on_one_rank(params).params if sharded else ya.materialize(params)
     monkeypatch.setattr(Layer, "forward", forward)
     with pytest.raises((RuntimeError, TypeError), match=message):
         ya.value_and_grad(squares(model))(whole, tokens_of(0))
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
-    params, model = ya.functionalize(made(), "layers")
-    state = ya.shard(params, None, mesh=one_rank())
+    params, model = functional()
+    state = on_one_rank(params)
     with pytest.raises(TypeError, match=r"layers.0 is called with a Objects.*pass tensors"):
         model(state.params, tokens_of(0), other=Objects())
     with torch.no_grad():
@@ -656,7 +665,7 @@ def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
 
 
 def test_a_weight_that_is_used_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     monkeypatch.setattr(Model, "forward", lambda self, tokens: self.embed(tokens) @ self.layers[1].up.weight)
     with pytest.raises(RuntimeError, match=r"layers.1.up.weight is not there now"):
         model(ya.materialize(params), tokens_of(0))
@@ -677,7 +686,7 @@ HOOKS: list[tuple[str, Callable[[nn.Module], Any]]] = [
 def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_stay(
     message: str, register: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     plain, forward = ya.materialize(params), Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
@@ -693,7 +702,7 @@ def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_s
 
 
 def test_a_hook_that_comes_after_its_visit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     forward = Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
@@ -710,7 +719,7 @@ def test_a_hook_that_comes_after_its_visit_is_refused(monkeypatch: pytest.Monkey
 def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
     sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     forward = Model.forward
 
     def penalised(self: Any, tokens: Tensor) -> Tensor:
@@ -722,7 +731,7 @@ def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
         return out + sum(x.square().mean() for x in seen)
 
     monkeypatch.setattr(Model, "forward", penalised)
-    whole = ya.shard(params, None, mesh=one_rank()).params if sharded else ya.materialize(params)
+    whole = on_one_rank(params).params if sharded else ya.materialize(params)
     loss, grads = ya.value_and_grad(squares(model))(whole, tokens_of(0))
     module = made()
     plain = module(tokens_of(0)).square().mean()
@@ -734,14 +743,14 @@ def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
 
 
 def test_params_of_another_model_are_refused() -> None:
-    params, model = ya.functionalize(made(), "layers")
-    more, _ = ya.functionalize(made(count=4), "layers")
+    params, model = functional()
+    more, _ = functional(count=4)
     with pytest.raises(
         TypeError, match=r"expected params with the units \['embed', 'layers', 'position', 'tail'\], got list"
     ):
         model([], tokens_of(0))
     with pytest.raises(ValueError, match="layers: the module has 3 layers, these params 4"):
-        model(ya.shard(more, None, mesh=one_rank()).params, tokens_of(0))
+        model(on_one_rank(more).params, tokens_of(0))
     with pytest.raises(
         ValueError, match="layers: expected a sharded stack, or tensors with a leading axis of 3 layers"
     ):
@@ -751,29 +760,22 @@ def test_params_of_another_model_are_refused() -> None:
 
 
 def test_load_into_another_module_is_refused() -> None:
-    params, _ = ya.functionalize(made(), "layers")
+    params, _ = functional()
     plain = ya.materialize(params)
-    with pytest.raises(
-        ValueError, match=r"load_into: layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"
+    few = r"layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
+    for module, text in (
+        (made(width=9), r"layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"),
+        (made(count=4), "these params have no layers.3.norm.weight"),
+        (made(count=2), few),
+        (nn.Linear(2, 2), "the module has no layers"),
+        (made().to("meta"), "position is on the meta device"),
     ):
-        ya.load_into(made(width=9), plain)
-    with pytest.raises(ValueError, match=r"load_into: these params have no layers.3.norm.weight"):
-        ya.load_into(made(count=4), plain)
-    with pytest.raises(
-        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
-    ):
-        ya.load_into(made(count=2), plain)
-    _, other = ya.functionalize(made(count=2), "layers")
-    with pytest.raises(
-        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
-    ):
-        ya.load_into(made(), plain, model=other)
-    with pytest.raises(ValueError, match=r"load_into: the module has no layers"):
-        ya.load_into(nn.Linear(2, 2), plain)
-    with pytest.raises(ValueError, match=r"load_into: position is on the meta device"):
-        ya.load_into(made().to("meta"), plain)
+        with pytest.raises(ValueError, match=f"load_into: {text}"):
+            ya.load_into(module, plain)
+    with pytest.raises(ValueError, match=f"load_into: {few}"):
+        ya.load_into(made(), plain, model=functional(count=2)[1])
     with pytest.raises(TypeError, match=r"a state has \.params"):
-        ya.load_into(made(), ya.shard(params, None, mesh=one_rank()))
+        ya.load_into(made(), on_one_rank(params))
 
 
 @on_ranks(1, 2)

@@ -13,7 +13,7 @@ from torch.nn.functional import dropout
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, check_steps, compare, global_batch, looped, own_and_all, plain
+from tests.harness.oracle import batch_of, check_steps, compare, global_batch, looped, own_and_all, plain, whole
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     IGNORED,
@@ -74,7 +74,7 @@ def test_evaluation_is_exact_and_changes_nothing(mesh: Any, by_turns: bool) -> N
             direct = problem.loss(state.params, batch_of(rank))
         compare(
             direct.total,
-            problem.loss(ya.params.without_markers(plain(problem.params(3))), batch_of(rank)).total.detach(),
+            problem.loss(whole(plain(problem.params(3))), batch_of(rank)).total.detach(),
             1e-5,
             name,
         )
@@ -138,7 +138,7 @@ def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
     """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
-    params = ya.params.without_markers(plain(base_params(3)))
+    params = whole(plain(base_params(3)))
     for parts in (1, 3):
         function = ya.value_and_grad(dropout_within, microbatches=parts, schedule=SCHEDULES["zero3-remat-all"])
         expected = looped(dropout_within, params, [batch_of(r) for r in range(ranks)], parts=parts)
@@ -189,14 +189,12 @@ def test_averaged_parameters(mesh: Any) -> None:
         step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
         evaluate, plain_evaluate = ya.eval_step(base_loss), ya.eval_step(base_loss)
         mean = optree.tree_map(Tensor.clone, state.params)
-        plain_mean = ya.params.without_markers(oracle.params)
+        plain_mean = whole(oracle.params)
         for number in range(4):
             state, _ = step(state, batch_of(rank, seed=number))
             oracle, _ = plain_step(oracle, global_batch(ranks, seed=number))
             mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, mean, state.params)
-            plain_mean = optree.tree_map(
-                lambda a, b: 0.7 * a + 0.3 * b, plain_mean, ya.params.without_markers(oracle.params)
-            )
+            plain_mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, plain_mean, whole(oracle.params))
             for tree, expected in ((mean, plain_mean), (state, oracle)):
                 got = evaluate(tree, batch_of(rank))["loss"]
                 compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative
+from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative, whole
 from tests.harness.pool import on_ranks
 from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import (
@@ -51,7 +51,7 @@ def by_hand(params: Params, batch: Batch) -> ya.Mean:
 
 @pytest.mark.parametrize(("abstract", "loss"), [(base_params(3), base_loss), (tied_params(3), tied_loss)])
 def test_the_oracles_agree_with_a_loop_by_hand(abstract: Params, loss: Any) -> None:
-    params = ya.params.without_markers(plain(abstract))
+    params = whole(plain(abstract))
     batches = [batch_of(rank) for rank in range(3)]
     expected = looped(by_hand, params, [joined(batches)])
     for got in (ya.value_and_grad(loss)(params, joined(batches)), looped(loss, params, batches, parts=3)):
@@ -76,7 +76,7 @@ def ten_steps(mesh: Any, name: str, layers: int, schedule: str, parts: int, tole
     assert state.step == 10
     got_leaves, expected_leaves, before = map(
         optree.tree_leaves,
-        (ya.unshard(state), ya.params.without_markers(oracle.params), ya.params.without_markers(first)),
+        (ya.unshard(state), whole(oracle.params), whole(first)),
     )
     moved = [float((a - b).abs().max()) for a, b in zip(expected_leaves, before, strict=True)]
     assert max(moved) > 0.05, "the steps are too small to test anything"
@@ -150,7 +150,7 @@ def test_dropout_has_equal_bits_on_one_rank(mesh: Any) -> None:
 
 
 def test_dropout_drops_anew_at_each_step() -> None:
-    params = ya.params.without_markers(plain(base_params(3)))
+    params = whole(plain(base_params(3)))
     without, first, second = (
         looped(loss, params, [batch_of(0)], step=step)[1].layers.up
         for loss, step in ((base_loss, 0), (dropout_loss, 0), (dropout_loss, 1))
@@ -170,7 +170,7 @@ def test_bf16_compute(mesh: Any) -> None:
     """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     batches = [batch_of(r) for r in range(ranks)]
-    params = ya.params.without_markers(plain(base_params(3)))
+    params = whole(plain(base_params(3)))
     for reduce, schedule, parts in [
         (torch.float32, "zero3", 1),
         (torch.float32, "zero3-remat-all", 3),
@@ -273,7 +273,7 @@ def test_uneven_masks(mesh: Any) -> None:
     batches = [uneven_batch(rank) for rank in range(4)]
     assert [int((batch["targets"] != IGNORED).sum()) for batch in batches] == list(VALID)
     state = ya.init(base_params(3), TX, mesh=mesh)
-    expected = ya.value_and_grad(by_hand)(ya.params.without_markers(plain(base_params(3))), joined(batches))
+    expected = ya.value_and_grad(by_hand)(whole(plain(base_params(3))), joined(batches))
     function = ya.value_and_grad(base_loss, microbatches=2)
     for _ in range(2):
         compare(function(state.params, batches[mesh.get_local_rank()]), expected, 1e-5, "uneven masks")

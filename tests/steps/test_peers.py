@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import yafsdp_fn as ya
-from tests.harness.oracle import plain, relative
+from tests.harness.oracle import plain, relative, whole
 from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     SCHEDULES,
@@ -112,7 +112,7 @@ def test_the_same_ten_steps(mesh: Any, peer: str, schedule: str, microbatches: i
     rank = mesh.get_local_rank()
     state = ya.init(base_params(LAYERS), TX, mesh=mesh)
     step = ya.train_step(ours, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
-    model, wrapped = {"fsdp2": fsdp2, "ddp": ddp}[peer](mesh, ya.params.without_markers(plain(base_params(LAYERS))))
+    model, wrapped = {"fsdp2": fsdp2, "ddp": ddp}[peer](mesh, whole(plain(base_params(LAYERS))))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1)
     for number in range(STEPS):
         state, metrics = step(state, batch(rank, number))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
+from tests.harness.oracle import batch_of, compare, global_batch, plain, relative, whole
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
 
@@ -68,7 +68,7 @@ def numbers(mesh: Any, name: str) -> None:
     abstract, ranks = PROBLEMS[name].params(3), mesh.size()
     state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
     a, b = (ya.normal_like(seed, state.params) for seed in (1, 2))
-    plain_a, plain_b = (ya.params.without_markers(ya.normal_like(seed, marked)) for seed in (1, 2))
+    plain_a, plain_b = (whole(ya.normal_like(seed, marked)) for seed in (1, 2))
     compare(a, plain_a, 0.0, f"{name}: normal_like")
     assert all(relative(x, y) > 0.5 for x, y in zip(*map(optree.tree_leaves, (plain_a, plain_b)), strict=True))
     tolerance = 1e-6
@@ -120,7 +120,7 @@ def test_map_layers(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_rank()
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
-        marked = ya.params.without_markers(plain(base_params(3)))
+        marked = whole(plain(base_params(3)))
         stack, rows = state.params.layers, marked.layers
 
         kept = ya.map_whole_layers(lambda layer: layer, stack)
@@ -159,7 +159,7 @@ def several_units(mesh: Any) -> None:
     """Layers of two units, and of a frozen and a trained one, with moments that know the trained ones only."""
     for name, of in (("units", "layers"), ("frozen", "more"), ("frozen", "layers")):
         problem = PROBLEMS[name]
-        state, marked = ya.init(problem.params(3), TX, mesh=mesh), ya.params.without_markers(plain(problem.params(3)))
+        state, marked = ya.init(problem.params(3), TX, mesh=mesh), whole(plain(problem.params(3)))
         stack, rows = getattr(state.params, of), getattr(marked, of)
         kept = ya.map_whole_layers(lambda layer: layer, stack)
         assert all(torch.equal(a, b) for a, b in zip(kept.leaves, stack.leaves, strict=True))

@@ -59,7 +59,7 @@ def test_exact(_: Any, problem: str, update: bool) -> None:
         )
     mesh = mesh_of(stage=stages)
     state = ya.init(params, TX, mesh=mesh, precision=F64, stages=assignment)
-    oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX)
+    oracle = ya.PlainState.create(ya.unshard(state), TX)
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=update))
     step = ya.train_step(loss, TX, schedule=schedule, microbatches=2)
     plain = ya.train_step(loss, TX, microbatches=2)
