@@ -383,30 +383,29 @@ def test_a_plan_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match=r"params has no leaves; expected a tree of ya\.Param"):
-        trace(loss, {}, META)
     state = ya.init(model(), TX, mesh=one_rank())
-    with pytest.raises(TypeError, match=r"a state's sharded params; give the tree that ya\.init"):
-        trace(loss, state.params, META)
-    with pytest.raises(
-        ValueError, match=r"mesh: expected positive sizes of axes .*'replicate', 'node', 'local'.*shards"
-    ):
-        trace(loss, model(), META, mesh=(("shards", 4),))
-    with pytest.raises(ValueError, match="mesh: expected positive sizes"):
-        trace(loss, model(), META, ranks=0)
-    for wrong in ({"mesh": 4}, {"mesh": (("shard", 4),), "ranks": 4}):
-        with pytest.raises(
-            TypeError, match=r"trace: ranks=., mesh=.*: expected a number of ranks, such as ranks=32, or"
-        ):
+    trees = {
+        r"params has no leaves; expected a tree of ya\.Param": {},
+        r"a state's sharded params; give the tree that ya\.init": state.params,
+        "embed: expected a Param, a tensor or a Lazy leaf, got int": model()._replace(embed=3),
+    }
+    for text, tree in trees.items():
+        with pytest.raises(TypeError, match=text):
+            trace(loss, tree, META)
+    both = r"trace: ranks=., mesh=.*: expected a number of ranks, such as ranks=32, or"
+    sizes = r"mesh: expected positive sizes of axes .*'replicate', 'node', 'local'.*shards"
+    options: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, sizes, {"mesh": (("shards", 4),)}),
+        (ValueError, "mesh: expected positive sizes", {"ranks": 0}),
+        (TypeError, both, {"mesh": 4}),
+        (TypeError, both, {"mesh": (("shard", 4),), "ranks": 4}),
+        (ValueError, "microbatches=0: expected an integer >= 1", {"microbatches": 0}),
+        (ValueError, "argument 1 has 4 rows, not a multiple of 3 microbatches", {"microbatches": 3}),
+        (TypeError, r"has_aux=True: the function must return \(loss, aux\), got Mean", {"has_aux": True}),
+    ]
+    for error, text, wrong in options:
+        with pytest.raises(error, match=text):
             trace(loss, model(), META, **wrong)
-    with pytest.raises(ValueError, match="microbatches=0: expected an integer >= 1"):
-        trace(loss, model(), META, microbatches=0)
-    with pytest.raises(ValueError, match="argument 1 has 4 rows, not a multiple of 3 microbatches"):
-        trace(loss, model(), META, microbatches=3)
-    with pytest.raises(TypeError, match=r"has_aux=True: the function must return \(loss, aux\), got Mean"):
-        trace(loss, model(), META, has_aux=True)
-    with pytest.raises(TypeError, match=r"embed: expected a Param, a tensor or a Lazy leaf, got int"):
-        trace(loss, model()._replace(embed=3), META)
 
 
 def test_a_loss_that_needs_values_says_so() -> None:

@@ -96,22 +96,19 @@ def test_whole_layers_come_from_their_stages(pools: Pools, tmp_path: Path) -> No
 
 def refused(_: Any, axes: dict[str, int]) -> None:
     params, mesh = base_params(3), mesh_of(**axes)
-    with pytest.raises(
-        ValueError, match=r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)"
-    ):
-        ya.init(params, mesh=mesh)
-    with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
-        ya.init(params, mesh=mesh, stages=scattered(4, 2))
+    beyond = Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1))
+    assignments: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)", None),
+        (ValueError, "the assignment is of 4 units, these parameters have 5", scattered(4, 2)),
+        (ValueError, r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.sche", scattered(5, 3)),
+        (ValueError, "unit 4 is in segment 7, the assignment has 2 segments", beyond),
+        (TypeError, "expected an Assignment, as ya.schedules.assign makes", 2),
+    ]
+    for error, text, stages in assignments:
+        with pytest.raises(error, match=text):
+            ya.init(params, mesh=mesh, stages=stages)
     with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
         ya.init(params, mesh=mesh_of(shard=-1), stages=scattered(4, 2))
-    with pytest.raises(
-        ValueError, match=r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.schedules.assign"
-    ):
-        ya.init(params, mesh=mesh, stages=scattered(5, 3))
-    with pytest.raises(ValueError, match="unit 4 is in segment 7, the assignment has 2 segments"):
-        ya.init(params, mesh=mesh, stages=Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1)))
-    with pytest.raises(TypeError, match=r"expected an Assignment, as ya.schedules.assign makes"):
-        ya.init(params, mesh=mesh, stages=2)
     with pytest.raises(ya.errors.RanksDisagree, match="stages differs"):
         one, other = scattered(5, 2), TWO_STAGES
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
