@@ -15,6 +15,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
+from tests.harness.collector import no_collection
 from tests.harness.marks import by_day
 from tests.harness.oracle import compare, plain
 from tests.harness.pool import Pools, on_ranks
@@ -244,10 +245,6 @@ def test_a_step_lets_go_of_its_session(_: Any) -> None:
     """Slots of a first step, by hand: no garbage collector is there to find them."""
     state, step = made(tensor=2), ya.train_step(loss_of(OF), optimizer())
     batch = ya.shard_batch(batch_of(0), state.mesh)
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         state, _ = step(state, batch)
         assert not [each for each in gc.get_objects() if isinstance(each, VisitRunner)]
-    finally:
-        gc.enable()

@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -121,8 +122,7 @@ def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new:
         assert states[-1].count(True) == 1, f"neither after {log[at]}, call {at}"
         left = {file.name for file in directory.glob("partial-*")}
         if settings == "same":  # who does not know of `partial-*.json` reads the same
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tensor_files, "PARTIAL", "nothing-{}")
+            with mock.patch.object(tensor_files, "PARTIAL", "nothing-{}"):
                 assert equal(found(directory), got)
         if not kill and states[-1][0]:
             assert not any(name.endswith(".safetensors") for name in left), "a failure leaves what takes room"
@@ -261,8 +261,7 @@ def save_where_rank_0_cannot(mesh: Any, directory: Path, after: int | None) -> s
             raise OSError(errno.ENOSPC, "No space left on device")
         add(self, name, tensor)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
-        patch.setattr(Writer, "add", full)
+    with mock.patch.object(Writer, "add", full), pytest.raises(OSError) as caught:
         llama.hf.save(directory, OLD, state.params)
     with pytest.raises(ValueError, match="max_shard_bytes: expected a positive number, got 0"):
         llama.hf.save(directory, OLD, state.params, max_shard_bytes=0)

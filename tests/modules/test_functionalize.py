@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as torch_pytree
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
@@ -457,16 +457,12 @@ def test_weights_are_freed_with_their_trees_without_a_collection() -> None:
     params, model = ya.functionalize(module, "layers")
     plain = ya.materialize(params)
     leaves = [weakref.ref(leaf) for leaf in (*optree.tree_leaves(plain), *module.parameters())]
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         first = model(plain, tokens_of(0)).detach()
         _, grads = ya.value_and_grad(squares(model))(plain, tokens_of(0))
         again = ya.materialize(params)
         del plain, grads, params, module
         assert [leaf() for leaf in leaves] == [None] * len(leaves)
-    finally:
-        gc.enable()
     compare(model(again, tokens_of(0)), first, 0, "without the module")
 
 

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import optree
 import pytest
@@ -23,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import on_ranks
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, param, with_ends
@@ -96,20 +98,8 @@ def watched_streams() -> Iterator[FreshStorages]:
 
         submit(self, run, waits, event, label)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStream, "submit", watched)
+    with mock.patch.object(HostStream, "submit", watched):
         yield mode
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Without the cycle collector: what it would free inside is not what a step frees."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Measured(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -111,8 +112,7 @@ def gathers() -> Iterator[list[int]]:
         found.extend(op.units if isinstance(op, Gather) else ())
         issue(self, op, *why, **number)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "issue", counting)
+    with mock.patch.object(Session, "issue", counting):
         yield found
 
 
@@ -191,10 +191,9 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
         with pytest.raises(RuntimeError, match="was donated"):
             life.step(old, batch_of(life.rank))
         kept = life.state.copy()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StepUpdates, "update", failing_after(StepUpdates.update, error))
-            with pytest.raises(error):
-                life.step(life.state, batch_of(life.rank))
+        broken = mock.patch.object(StepUpdates, "update", failing_after(StepUpdates.update, error))
+        with broken, pytest.raises(error):
+            life.step(life.state, batch_of(life.rank))
         for use in USES:
             with pytest.raises(RuntimeError, match=GONE):
                 use(life)

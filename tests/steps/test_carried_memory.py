@@ -7,17 +7,19 @@ import gc
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.histories import BUILDERS, Life, Setting
 from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import on_ranks
-from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
+from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, params
 from yafsdp_fn.communication.streams import HostStream
 from yafsdp_fn.runtime.slots import acquire
 
@@ -96,8 +98,7 @@ def test_a_dropped_state_frees_its_memory(mesh: Mesh, tmp_path: Any) -> None:
 def test_streams_know_the_slots(mesh: Mesh, tmp_path: Any) -> None:
     """They may be at work on them when a state is dropped."""
     told: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStream, "mark_used", lambda _, memory: told.append(memory.data_ptr()))
+    with mock.patch.object(HostStream, "mark_used", lambda _, memory: told.append(memory.data_ptr())):
         life = Life(Setting("shard", "zero3", False, "pinned"), True, tmp_path)
         for _ in range(2):
             life.take(life.step)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -135,8 +136,7 @@ def test_one_slow_rank_changes_nothing(mesh: Any) -> None:
 def test_delays_would_show_a_missing_wait(mesh: Any, which: str) -> None:
     """The tests above can fail: numbers change where nobody waits for anybody."""
     expected = optree.tree_leaves(train(mesh, "base", "zero3", {}, ya.Precision()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scoreboard, "use", lambda *args: [])
+    with mock.patch.object(Scoreboard, "use", lambda *args: []):
         long = dict.fromkeys(DELAYS[which], (1.0, 0.02))  # longer than a busy machine holds a thread up
         found = optree.tree_leaves(train(mesh, "base", "zero3", long, ya.Precision()))
         communicators(mesh).drain()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools, on_ranks
@@ -252,9 +253,7 @@ def test_a_failed_step_leaves_no_garbage() -> None:
     """A step's slots may be as large as layers: they must not wait for the cycle collector."""
     fault, now = Fault(), state()
     step = make(loss_with(fault))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         before = sessions()
         for at in (0, 3, 7):  # in the recorded call, and in its step
             assert fail(fault, at, lambda now=now: step(now, batch()))
@@ -263,8 +262,6 @@ def test_a_failed_step_leaves_no_garbage() -> None:
         for at in (0, 3, 7):  # in a later one
             assert fail(fault, at, lambda now=now: step(now, batch()))
         assert sessions() == before
-    finally:
-        gc.enable()
 
 
 @on_ranks(1, 2)

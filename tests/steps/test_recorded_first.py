@@ -4,7 +4,6 @@ differ."""
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state, with_ends
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
@@ -223,11 +223,8 @@ def test_no_outputs_are_kept_while_a_call_is_recorded() -> None:
     def total(tree: Any, x: Tensor) -> Any:
         return ya.scan(counting, x, tree["layers"])[0]
 
-    gc.disable()
-    try:
+    with no_collection():
         ya.train_step(total, TX)(state(), batch())
-    finally:
-        gc.enable()
     assert alive[:3] == [0, 0, 0]
 
 

@@ -7,6 +7,7 @@ import os
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -85,8 +86,7 @@ def test_shapes_of_batches_are_forgotten(_: Any) -> None:
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
     step, losses = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b()), []
     state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "KEPT_SHAPES", 2)
+    with mock.patch.object(programs, "KEPT_SHAPES", 2):
         for rows in (2, 3, 4, 5):
             state, metrics = step(state, torch.ones(rows, E))
             losses.append(float(metrics["loss"]))
@@ -113,8 +113,7 @@ def test_visits_are_measured_in_the_first_step_alone(_: Any) -> None:
         calls.append(given)
         return measuring.measure(*given)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracer, "measure", counted)
+    with mock.patch.object(tracer, "measure", counted):
         for rows in (2, 3, 4):
             state, metrics = step(state, torch.ones(rows, E))
             counts.append(len(calls))
