@@ -19,6 +19,7 @@ from models import gpt2, llama, mistral, mixtral, qwen3
 from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
+from tests.harness.marks import by_name
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
 
@@ -130,7 +131,7 @@ TWO = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", TWO.values(), ids=TWO)
+@pytest.mark.parametrize("case", by_name(TWO))
 def test_two_ranks(mesh: Any, case: Case) -> None:
     exact(mesh, case)
 
@@ -171,15 +172,8 @@ NIGHTLY = {
 """Of each kind another case is there daily."""
 
 
-def daily(cases: dict[str, Case]) -> list[Any]:
-    """The cases as parameters, of which some are nightly."""
-    return [
-        pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name, case in cases.items()
-    ]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("case", daily(TWO_MORE))
+@pytest.mark.parametrize("case", by_name(TWO_MORE, *NIGHTLY))
 def test_relatives_and_options(mesh: Any, case: Case) -> None:
     exact(mesh, case)
 
@@ -196,7 +190,7 @@ FOUR = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("case", daily(FOUR))
+@pytest.mark.parametrize("case", by_name(FOUR, *NIGHTLY))
 def test_four_ranks(mesh: Any, case: Case) -> None:
     exact(mesh, case)
 
@@ -374,7 +368,7 @@ INFERENCE = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
+@pytest.mark.parametrize("case", by_name(INFERENCE))
 def test_inference(_: Any, case: Case) -> None:
     """Scores of the next token, of targets, and token by token, outside of a step."""
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import CONTEXT, EXPERT, FAMILIES, SEQUENCE, Case, batch_of, config_of, wide
+from tests.harness.marks import by_name
 from tests.harness.pool import on_ranks
 
 MIXTRAL: dict[str, Any] = {"experts": 4, "router_loss": True, "router_coef": 0.1, "router_z_coef": 0.01}
@@ -23,10 +24,7 @@ CASES = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name == "uneven")) for name, case in CASES.items()],
-)
+@pytest.mark.parametrize("case", by_name(CASES, "uneven"))
 def test_second_derivatives(_: Any, case: Case) -> None:
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
     limit = {} if case.capacity is None else {"capacity": case.capacity}

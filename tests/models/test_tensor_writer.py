@@ -23,6 +23,7 @@ import yafsdp_fn as ya
 from models import llama
 from models.files import tree
 from models.files.tensor_writer import Writer
+from tests.harness.marks import nightly
 from tests.harness.pool import Pools
 from yafsdp_fn.util import model_folder, tensor_files
 
@@ -35,7 +36,6 @@ SETTINGS = {
     "same": OLD,
     "other": dataclasses.replace(OLD, embed=6, rope_theta=5e5, generation={"generation_config": {"top_k": 5}}),
 }
-NIGHTLY = pytest.mark.nightly
 CALLS = ("replace", "rename", "unlink", "fsync", "open", "mkdir", "scandir")
 
 Found = tuple[llama.Config, Any, list[torch.Tensor]]
@@ -91,12 +91,12 @@ def equal(a: Found, b: Found) -> bool:
     [
         (True, "other", ONE, SEVERAL),
         (False, "other", SEVERAL, ONE),
-        pytest.param(True, "other", ONE, ONE, marks=NIGHTLY),
-        pytest.param(True, "other", SEVERAL, ONE, marks=NIGHTLY),
-        pytest.param(True, "other", SEVERAL, SEVERAL, marks=NIGHTLY),
-        pytest.param(True, "same", ONE, SEVERAL, marks=NIGHTLY),
+        nightly(True, "other", ONE, ONE),
+        nightly(True, "other", SEVERAL, ONE),
+        nightly(True, "other", SEVERAL, SEVERAL),
+        nightly(True, "same", ONE, SEVERAL),
         (True, "same", SEVERAL, ONE),
-        pytest.param(False, "other", ONE, SEVERAL, marks=NIGHTLY),
+        nightly(False, "other", ONE, SEVERAL),
     ],
 )
 def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new: int, settings: str) -> None:
@@ -136,10 +136,8 @@ def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new:
     print(f"{len(states)} calls: {sum(firsts)} times the old model, {len(states) - sum(firsts)} times the new one")
 
 
-@pytest.mark.parametrize("settings", ["other", pytest.param("same", marks=NIGHTLY)])
-@pytest.mark.parametrize(
-    ("old", "new"), [PAIRS[1], *(pytest.param(*pair, marks=NIGHTLY) for pair in PAIRS if pair != PAIRS[1])]
-)
+@pytest.mark.parametrize("settings", ["other", nightly("same")])
+@pytest.mark.parametrize(("old", "new"), [PAIRS[1], *(nightly(*pair) for pair in PAIRS if pair != PAIRS[1])])
 def test_a_kill_between_saves_that_were_killed(tmp_path: Path, old: int, new: int, settings: str) -> None:
     """What the first save left is whole, and a second one may be killed over it anywhere, too."""
     saved(tmp_path / "before", OLD, 1, old)

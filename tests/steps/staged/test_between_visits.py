@@ -187,26 +187,10 @@ RAISED = r"the loss raised TypeError \(.*\), and the visit has another block"
         nightly("as_numpy", VALUES),
         nightly("one_less", rf"OrderChanged: head \(visit 4\): {GIVEN} than when the step was traced. A loss"),
         ("without_mask", rf"OrderChanged: embed \(visit 0\): {GIVEN} \(what some microbatches lack, as transformers'"),
-        pytest.param(
-            "no_pair",
-            rf"OrderChanged: head \(visit 4\): {RAISED} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "another_block",
-            rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "fewer_tokens",
-            rf"OrderChanged: embed \(visit 0\): {GIVEN} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "smaller",
-            rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
+        nightly("no_pair", rf"OrderChanged: head \(visit 4\): {RAISED} than when the step was traced"),
+        nightly("another_block", rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced"),
+        nightly("fewer_tokens", rf"OrderChanged: embed \(visit 0\): {GIVEN} than when the step was traced"),
+        nightly("smaller", rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced"),
     ],
 )
 def test_said(pools: Pools, name: str, message: str) -> None:
