@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import batch, loss, params, state
 from tests.harness.groups import outcome
 from tests.harness.marks import nightly
-from tests.harness.meshes import on
+from tests.harness.meshes import made, on
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.params.sharded import handles
 
@@ -107,19 +107,20 @@ def damaged(mesh: Any, rank: int) -> list[str]:
     return found
 
 
-def test_of_three_copies_the_odd_one_is_named(pools: Pools) -> None:
-    for texts in pools[3].run(on, "copies", damaged, 1):
-        for (_, name), text in zip(FAULTS.values(), texts, strict=True):
-            assert "Corrupted: ranks that should hold the same bits do not:" in text, text
-            assert f"\n  {name}rank 1 differs from ranks 0, 2\n" in text, text
+@on_ranks(3)
+def test_of_three_copies_the_odd_one_is_named(_: Any) -> None:
+    for (_, name), text in zip(FAULTS.values(), damaged(made("copies"), 1), strict=True):
+        assert "Corrupted: ranks that should hold the same bits do not:" in text, text
+        assert f"\n  {name}rank 1 differs from ranks 0, 2\n" in text, text
 
 
-def test_of_two_copies_both_are(pools: Pools) -> None:
+@on_ranks(4)
+def test_of_two_copies_both_are(_: Any) -> None:
     """Four ranks, two copies in two shards each: ranks 1 and 3 have the same shard."""
-    for texts in pools[4].run(on, "replicate", damaged, 3):
-        for (_, name), text in zip(list(FAULTS.values())[:2], texts[:2], strict=True):
-            assert f"\n  {name}rank 1 and rank 3 differ\n" in text, text
-        assert "\n  opt_state.1.0.count: rank 3 differs from ranks 0-2\n" in texts[3], texts[3]
+    texts = damaged(made("replicate"), 3)
+    for (_, name), text in zip(list(FAULTS.values())[:2], texts[:2], strict=True):
+        assert f"\n  {name}rank 1 and rank 3 differ\n" in text, text
+    assert "\n  opt_state.1.0.count: rank 3 differs from ranks 0-2\n" in texts[3], texts[3]
 
 
 @on_ranks(3)

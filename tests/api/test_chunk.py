@@ -15,6 +15,7 @@ from torch import Tensor, func
 
 import yafsdp_fn as ya
 from tests.harness import small
+from tests.harness.marks import by_name
 from tests.harness.small import assert_close, assert_equal
 
 N = 4
@@ -87,7 +88,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("transform", by_name(TRANSFORMS))
 def test_under_torch_func(transform: Callable[[Any], Any]) -> None:
     assert_close(transform(scalar(chunked)), transform(scalar(block)), rtol=1e-10, atol=1e-12)
 

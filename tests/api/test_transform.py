@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_name
 from tests.harness.small import (
     Model,
     assert_close,
@@ -115,7 +116,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("schedule", by_name(SCHEDULES))
 def test_a_sharded_model_is_the_plain_one(schedule: Any, parts: int) -> None:
     sharded, plain = states()
     both = ya.value_and_grad(loss, schedule=schedule, microbatches=parts)
