@@ -170,9 +170,8 @@ def test_a_damaged_description_is_told(_: Any, tmp_path: Path) -> None:
         old, new = (hashlib.sha256(each.encode()).hexdigest() for each in (text, path.read_text()))
         folder_sums.write_text(folder_sums.read_text().replace(old, new))
     torch.distributed.barrier()
-    with pytest.raises(
-        CheckpointError, match=r"params.a: how it was split cannot be: split=\{'tensor': -3\} of shape \(4"
-    ):
+    text = r"params.a: how it was split cannot be: split=\{'tensor': -3\} of shape \(4, 6\)"
+    with pytest.raises(CheckpointError, match=text):
         load(tmp_path, ya.init({"a": {"w": ya.Param((4, 6))}}, mesh=mesh), step=0)
 
 
