@@ -15,8 +15,8 @@ import yafsdp_fn as ya
 from tests.harness.failing import batch, loss, params, state
 from tests.harness.groups import outcome
 from tests.harness.marks import nightly
-from tests.harness.meshes import on
-from tests.harness.pool import Pool
+from tests.harness.meshes import made, on
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.params.sharded import handles
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(ya.optim.linear_schedule(0.1, 0.0, 9)))
@@ -43,15 +43,13 @@ def flip(tensor: torch.Tensor, bit: int = 3) -> None:
 
 
 @pytest.fixture(scope="module")
-def at_one(pools: dict[int, Pool]) -> list[str]:
+def at_one(pools: Pools) -> list[str]:
     (found,) = pools[1].run(numbers)
     return found
 
 
 @pytest.mark.parametrize("world, mesh", [nightly(2, "shard"), (3, "shard"), (4, "replicate"), nightly(4, "nodes")])
-def test_it_is_the_same_at_every_number_of_ranks(
-    pools: dict[int, Pool], at_one: list[str], world: int, mesh: str
-) -> None:
+def test_it_is_the_same_at_every_number_of_ranks(pools: Pools, at_one: list[str], world: int, mesh: str) -> None:
     one = at_one
     assert one[:3] == one[3:6] and len(set(one)) == 3 and one[6] == one[0]  # masters are alike, moments still zero
     assert pools[world].run(on, mesh, numbers) == [one] * world
@@ -68,7 +66,7 @@ def trained(mesh: Any, steps: int) -> list[int]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_copies_that_train_are_alike_and_all_ranks_get_one_number(pools: dict[int, Pool], world: int) -> None:
+def test_copies_that_train_are_alike_and_all_ranks_get_one_number(pools: Pools, world: int) -> None:
     for mesh in ("shard", "copies"):
         first, *others = pools[world].run(on, mesh, trained, 2)
         assert all(other == first for other in others) and len(set(first)) == 2
@@ -109,26 +107,24 @@ def damaged(mesh: Any, rank: int) -> list[str]:
     return found
 
 
-def test_of_three_copies_the_odd_one_is_named(pools: dict[int, Pool]) -> None:
-    for texts in pools[3].run(on, "copies", damaged, 1):
-        for (_, name), text in zip(FAULTS.values(), texts, strict=True):
-            assert "Corrupted: ranks that should hold the same bits do not:" in text, text
-            assert f"\n  {name}rank 1 differs from ranks 0, 2\n" in text, text
+@on_ranks(3)
+def test_of_three_copies_the_odd_one_is_named(_: Any) -> None:
+    for (_, name), text in zip(FAULTS.values(), damaged(made("copies"), 1), strict=True):
+        assert "Corrupted: ranks that should hold the same bits do not:" in text, text
+        assert f"\n  {name}rank 1 differs from ranks 0, 2\n" in text, text
 
 
-def test_of_two_copies_both_are(pools: dict[int, Pool]) -> None:
+@on_ranks(4)
+def test_of_two_copies_both_are(_: Any) -> None:
     """Four ranks, two copies in two shards each: ranks 1 and 3 have the same shard."""
-    for texts in pools[4].run(on, "replicate", damaged, 3):
-        for (_, name), text in zip(list(FAULTS.values())[:2], texts[:2], strict=True):
-            assert f"\n  {name}rank 1 and rank 3 differ\n" in text, text
-        assert "\n  opt_state.1.0.count: rank 3 differs from ranks 0-2\n" in texts[3], texts[3]
+    texts = damaged(made("replicate"), 3)
+    for (_, name), text in zip(list(FAULTS.values())[:2], texts[:2], strict=True):
+        assert f"\n  {name}rank 1 and rank 3 differ\n" in text, text
+    assert "\n  opt_state.1.0.count: rank 3 differs from ranks 0-2\n" in texts[3], texts[3]
 
 
-def behind(mesh: Any) -> str:
+@on_ranks(3)
+def test_another_step_on_one_rank(mesh: Any) -> None:
     now = state(mesh, TX)
-    return outcome(lambda: ya.checksum(dataclasses.replace(now, step=7 * (mesh.get_rank() == 2))))
-
-
-def test_another_step_on_one_rank(pools: dict[int, Pool]) -> None:
-    for text in pools[3].run(behind):
-        assert "\n  step: rank 2 differs from ranks 0-1\n" in text, text
+    text = outcome(lambda: ya.checksum(dataclasses.replace(now, step=7 * (mesh.get_rank() == 2))))
+    assert "\n  step: rank 2 differs from ranks 0-1\n" in text, text

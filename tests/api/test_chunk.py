@@ -15,6 +15,7 @@ from torch import Tensor, func
 
 import yafsdp_fn as ya
 from tests.harness import small
+from tests.harness.marks import by_name
 from tests.harness.small import assert_close, assert_equal
 
 N = 4
@@ -87,7 +88,7 @@ TRANSFORMS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Any]] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+@pytest.mark.parametrize("transform", by_name(TRANSFORMS))
 def test_under_torch_func(transform: Callable[[Any], Any]) -> None:
     assert_close(transform(scalar(chunked)), transform(scalar(block)), rtol=1e-10, atol=1e-12)
 
@@ -388,23 +389,18 @@ def test_tensors_from_outside() -> None:
         assert_equal(uses(outside)(X), X)
 
 
-@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
-def test_in_a_step(remat: Any) -> None:
+@pytest.mark.parametrize("remat", ["none", "all"], ids=["keep", "remat"])
+def test_in_a_step(remat: str) -> None:
     """A block that uses a parameter from outside, and a chunk around visits instead of inside them."""
     params, scale = ya.init(small.model(), ya.optim.sgd(0.1), mesh=small.one_rank()).params, torch.ones(small.E)
 
-    def closes_over(params: small.Model, batch: Any) -> ya.Mean:
-        x = ya.apply(small.embed, params.embed, batch["tokens"])
-        layer = ya.chunk(lambda x, w: (small.block(x, w)[0] * scale, None), 2, in_axes=(0, None))
-        x, _ = ya.scan(layer, x, params.layers)
-        mean: ya.Mean = ya.apply(small.head, params.head, x, batch["targets"])
-        return mean
+    @small.with_block
+    def closes_over(x: Tensor, w: Any) -> Any:
+        return ya.chunk(lambda x, w: (small.block(x, w)[0] * scale, None), 2, in_axes=(0, None))(x, w)
 
-    def around(params: small.Model, batch: Any) -> ya.Mean:
-        x = ya.apply(small.embed, params.embed, batch["tokens"])
-        x = ya.chunk(lambda x: ya.scan(small.block, x, params.layers)[0], 2, in_axes=0)(x)
-        mean: ya.Mean = ya.apply(small.head, params.head, x, batch["targets"])
-        return mean
+    @small.with_ends
+    def around(params: small.Model, x: Tensor) -> Tensor:
+        return ya.chunk(lambda x: ya.scan(small.block, x, params.layers)[0], 2, in_axes=0)(x)
 
     schedule = ya.schedules.zero3(remat=remat)
     both = ya.value_and_grad(closes_over, schedule=schedule)

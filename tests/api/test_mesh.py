@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
 from yafsdp_fn.api.mesh import _sizes
 from yafsdp_fn.communication.collectives import RankGroup
@@ -141,7 +140,7 @@ def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[A
     return (comms.rank, comms.replica, comms.node, comms.local_rank), *own
 
 
-def test_who_is_who_on_two_replicas(pools: dict[int, Pool]) -> None:
+def test_who_is_who_on_two_replicas(pools: Pools) -> None:
     assert pools[4].run(where, {"replicate": 2}, ("replicate", "shard")) == [
         ((0, 0, 0, 0), [0, 1], [0, 2], [0, 1], [0]),
         ((1, 0, 0, 1), [0, 1], [1, 3], [0, 1], [1]),
@@ -150,7 +149,7 @@ def test_who_is_who_on_two_replicas(pools: dict[int, Pool]) -> None:
     ]
 
 
-def test_who_is_who_on_two_nodes(pools: dict[int, Pool]) -> None:
+def test_who_is_who_on_two_nodes(pools: Pools) -> None:
     every = [0, 1, 2, 3]
     assert pools[4].run(where, {"local": 2}, ("node", "local")) == [
         ((0, 0, 0, 0), every, [0], [0, 1], [0, 2]),
@@ -160,44 +159,36 @@ def test_who_is_who_on_two_nodes(pools: dict[int, Pool]) -> None:
     ]
 
 
-def test_who_is_who_on_replicas_with_nodes_and_without_shards(pools: dict[int, Pool]) -> None:
+def test_who_is_who_on_replicas_with_nodes_and_without_shards(pools: Pools) -> None:
     nodes = pools[4].run(where, {"replicate": 2, "local": 1}, ("replicate", "node", "local"))
     assert nodes[3] == ((1, 1, 1, 0), [2, 3], [1, 3], [3], [2, 3])
     copies = pools[4].run(where, {"replicate": -1, "shard": 1}, ("replicate", "shard"))
     assert copies[2] == ((0, 2, 0, 0), [2], [0, 1, 2, 3], [2], [2])
 
 
-def permuted(mesh: Any) -> None:
-    communicators(DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("replicate", "shard")))
+@on_ranks(4)
+def test_ranks_ascend(_: Any) -> None:
+    mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(ValueError, match=r"^mesh: ranks must ascend along its axes, got \[\[1, 0\], \[3, 2\]\]"):
+        communicators(mesh)
 
 
-def test_ranks_ascend(pools: dict[int, Pool]) -> None:
-    for error in pools[4].errors(permuted):
-        assert "ValueError: mesh: ranks must ascend along its axes, got [[1, 0], [3, 2]]" in error, error
-
-
-def part_of_a_mesh(mesh: Any) -> list[float]:
+@on_ranks(4)
+def test_a_slice_of_a_larger_mesh(mesh: Any) -> None:
     """Two pairs of ranks that share nothing, each a mesh of its own: a slice of a larger mesh."""
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "dp"))
     part = whole["dp"]  # which owns its communicators
     comms = communicators(part)
     assert (comms.world, comms.replicas) == (2, 1)
-    return comms.all_reduce_sum(torch.tensor([float(mesh.get_local_rank())])).tolist()
+    rank = mesh.get_local_rank()
+    assert comms.all_reduce_sum(torch.tensor([float(rank)])).tolist() == [1.0 if rank < 2 else 5.0]
 
 
-def test_a_slice_of_a_larger_mesh(pools: dict[int, Pool]) -> None:
-    assert pools[4].run(part_of_a_mesh) == [[1.0], [1.0], [5.0], [5.0]]
-
-
-def another_mesh(mesh: Any) -> None:
-    ya.mesh(local=1 + mesh.get_local_rank())
-
-
-def test_ranks_that_ask_for_different_meshes_are_told_so(pools: dict[int, Pool]) -> None:
-    for error in pools[2].errors(another_mesh):
-        assert re.search(
-            r"ValueError: mesh: .* local= differs:\n +rank 0: 1\n +rank 1: 2\ncall ya.mesh with the same", error
-        )
+@on_ranks(2)
+def test_ranks_that_ask_for_different_meshes_are_told_so(mesh: Any) -> None:
+    text = r"^mesh: .* local= differs:\n +rank 0: 1\n +rank 1: 2\ncall ya.mesh with the same"
+    with pytest.raises(ValueError, match=text):
+        ya.mesh(local=1 + mesh.get_local_rank())
 
 
 def test_a_deterministic_mesh_of_gpus_wants_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

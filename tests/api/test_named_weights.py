@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from benchmarks.counting import tensor_peak
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import batch, loss, model, param
 from tests.modules.test_functionalize import F64, cross_entropy, rows, theirs
 from yafsdp_fn.util.torch_private import side_store
@@ -60,12 +60,13 @@ def same(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_they_are_the_whole_weights_in_one_order(pools: dict[int, Pool], world: int) -> None:
+def test_they_are_the_whole_weights_in_one_order(pools: Pools, world: int) -> None:
     orders = pools[world].run(same)
     assert orders == [orders[0]] * world
 
 
-def generated(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_generator_in_the_loop_has_the_weights_of_each_step(mesh: Any) -> None:
     """Three steps; after each the module of a generator has the weights of a plain run, and says what that says."""
     module, layers, tolerance = theirs("qwen3")
     engine = theirs("qwen3")[0]
@@ -97,12 +98,9 @@ def generated(mesh: Any) -> None:
         assert torch.equal(*texts)
 
 
-def test_a_generator_in_the_loop_has_the_weights_of_each_step(pools: dict[int, Pool]) -> None:
-    pools[2].run(generated)
-
-
-def held(mesh: Any) -> tuple[int, int, int]:
-    """Bytes: the peak while weights are asked for, shards, the largest unit."""
+@on_ranks(1, 2)
+def test_two_units_are_there_at_most(mesh: Any) -> None:
+    """In bytes, while weights are asked for."""
     tree = {"layers": ya.Stacked({"w": param(6, 64, 64), "v": param(6, 64, 32)})}
     state = ya.init(tree, ya.optim.sgd(1.0), mesh=mesh)
     shards = sum(leaf.numel() * 4 for leaf in optree.tree_leaves(state.params))
@@ -114,13 +112,9 @@ def held(mesh: Any) -> tuple[int, int, int]:
 
         return ask
 
-    return tensor_peak(build, torch.device("cpu"), 1), shards, 64 * 96 * 4
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_two_units_are_there_at_most(pools: dict[int, Pool], world: int) -> None:
-    for peak, shards, unit in pools[world].run(held):
-        assert unit < peak <= shards + 2 * unit + 1000, (peak, shards, unit)
+    peak = tensor_peak(build, torch.device("cpu"), 1)
+    unit = 64 * 96 * 4
+    assert unit < peak <= shards + 2 * unit + 1000, (peak, shards, unit)
 
 
 def stops(mesh: Any, how: str) -> str:
@@ -144,15 +138,17 @@ def stops(mesh: Any, how: str) -> str:
     return said
 
 
-def test_a_rank_that_stops_is_named_and_others_go_on(pools: dict[int, Pool]) -> None:
+def test_a_rank_that_stops_is_named_and_others_go_on(pools: Pools) -> None:
     said, ended = pools[2].run(stops, "one")
     assert said == "named_weights: ranks [1] have stopped before layers.2: all must go on, or none" and ended == "ended"
     for how in ("all", "in the last"):
         assert pools[2].run(stops, how) == ["ended", "ended"]
 
 
-def asleep(mesh: Any) -> tuple[str, float]:
-    """Rank 1 stays at a layer until rank 0 has given up: how a loop over weights ends, and when."""
+@on_ranks(2)
+@pytest.mark.nightly
+def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(mesh: Any) -> None:
+    """Rank 1 stays at a layer until rank 0 has given up."""
     state, store = ya.init(params(), TX, mesh=breakable()), side_store("asleep", timedelta(seconds=TIMEOUT))
     dict(ya.named_weights(state.params))
     began = time.monotonic()
@@ -164,13 +160,8 @@ def asleep(mesh: Any) -> tuple[str, float]:
 
     how, seconds = outcome(ask, SOON), time.monotonic() - began
     store.set("given up", "")
-    return how, seconds
-
-
-@pytest.mark.nightly
-def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_take(pools: dict[int, Pool]) -> None:
-    for rank, (how, seconds) in enumerate(pools[2].run(asleep)):
-        assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how
+    rank = mesh.get_rank()
+    assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how
 
 
 def test_what_is_not_sharded_is_refused() -> None:

@@ -40,8 +40,7 @@ def test_a_carry_must_keep_its_form(kind: str, f: Any, message: str) -> None:
     params = states()[kind == "plain"]
 
     def loss(params: Any) -> Tensor:
-        out: Tensor = ya.scan(f, start(), params["s"])[0].x.sum()
-        return out
+        return ya.scan(f, start(), params["s"])[0].x.sum()
 
     with pytest.raises(TypeError, match=message):
         ya.value_and_grad(loss)(params) if kind == "sharded" else loss(params)

@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.groups import outcome
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import TX, base_loss, base_params, pinned
 
 HYBRID: dict[str, int] = {"replicate": 2}
@@ -38,10 +38,12 @@ def goes_on(state: ya.ShardedState, other: ya.ShardedState, batch: Any) -> None:
     for _ in range(3):
         (state, one), (other, two) = step(state, batch), theirs(other, batch)
         compare(two["loss"], one["loss"], 1e-5, "the loss")
-    compare(ya.unshard(other.params), ya.unshard(state.params), 1e-5, "parameters")
+    compare(other.params, state.params, 1e-5, "parameters")
 
 
-def resharded(mesh: Any, to: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("to", ["mesh", "grouping", "both"])
+def test_a_state_goes_on_elsewhere_with_its_moments(mesh: Any, to: str) -> None:
     state = trained(mesh)
     grouped = base_params(3)._replace(layers=ya.Stacked(pinned(base_params(3).layers.tree, "bias")))
     other = {
@@ -54,32 +56,25 @@ def resharded(mesh: Any, to: str) -> None:
     goes_on(state, other, batch_of(mesh.get_rank()))
 
 
-@pytest.mark.parametrize("to", ["mesh", "grouping", "both"])
-def test_a_state_goes_on_elsewhere_with_its_moments(pools: dict[int, Pool], to: str) -> None:
-    pools[2].run(resharded, to)
-
-
-def begun_anew(mesh: Any) -> None:
+@on_ranks(2)
+def test_params_begin_anew_with_another_optimizer(mesh: Any) -> None:
     """The params alone, with another optimizer: the values stay, the optimizer's state is a first one."""
     state, sgd = trained(mesh), ya.optim.sgd(0.1, momentum=0.9)
     other = ya.shard(state.params, sgd)
     assert other.step == 0
-    compare(ya.unshard(other), ya.unshard(state), 0.0, "values")
+    compare(other, state, 0.0, "values")
     assert not any(leaf.any() for leaf in optree.tree_leaves(other.opt_state))
     before = ya.unshard(state)
     other, metrics = ya.train_step(base_loss, sgd)(other, batch_of(mesh.get_rank()))
     assert metrics["skipped"] == 0
-    compare(ya.unshard(state), before, 0.0, "the old state is left as it was")
+    compare(state, before, 0.0, "the old state is left as it was")
     other = ya.shard(state, ya.optim.chain(ya.optim.clip_by_global_norm(1.0), sgd))
     assert other.step == 2
-    compare(ya.unshard(other), before, 0.0, "a state with another optimizer")
+    compare(other, before, 0.0, "a state with another optimizer")
 
 
-def test_params_begin_anew_with_another_optimizer(pools: dict[int, Pool]) -> None:
-    pools[2].run(begun_anew)
-
-
-def teacher(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_without_an_optimizer_a_state_is_evaluated_only(mesh: Any) -> None:
     tensors = ya.params.without_markers(ya.PlainState.create(base_params(3), TX).params)
     tree = tensors._replace(layers=ya.Stacked(tensors.layers))
     state = ya.shard(tree, mesh=mesh)
@@ -87,11 +82,6 @@ def teacher(mesh: Any) -> None:
     compare(ya.eval_step(base_loss)(state, batch_of(mesh.get_rank())), expected, 0.0, "a teacher")
     with pytest.raises(ValueError, match="this state was made without an optimizer"):
         ya.train_step(base_loss, TX)(state, batch_of(mesh.get_rank()))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_without_an_optimizer_a_state_is_evaluated_only(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(teacher)
 
 
 def differ(mesh: Any, how: str) -> list[str]:
@@ -131,7 +121,7 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("how", DIFFERENT)
-def test_values_that_differ_between_ranks_are_told(pools: dict[int, Pool], how: str) -> None:
+def test_values_that_differ_between_ranks_are_told(pools: Pools, how: str) -> None:
     for told, then in pools[3 if how == "layer" else 2].run(differ, how):
         assert told.startswith(
             "yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on the values to shard"
@@ -140,7 +130,9 @@ def test_values_that_differ_between_ranks_are_told(pools: dict[int, Pool], how: 
         assert then == "returned"
 
 
-def of_rank_0(_: Any, stages: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("stages", [False, True])
+def test_the_values_of_rank_0_are_sent_to_all(_: Any, stages: bool) -> None:
     """Each rank has values of its own, and lazy leaves that only rank 0 can load."""
     mesh, rank = ya.mesh(device="cpu", **({"stage": 2, "shard": 1} if stages else {"shard": 1, "tensor": 2})), 0
     rank = torch.distributed.get_rank()
@@ -162,11 +154,6 @@ def of_rank_0(_: Any, stages: bool) -> None:
         ya.shard(state, TX, from_rank_0=True)
 
 
-@pytest.mark.parametrize("stages", [False, True])
-def test_the_values_of_rank_0_are_sent_to_all(pools: dict[int, Pool], stages: bool) -> None:
-    pools[2].run(of_rank_0, stages)
-
-
 # ---- another optimizer, and a larger vocabulary
 
 
@@ -186,7 +173,10 @@ OTHERS = {
 }
 
 
-def carried_over(mesh: Any, name: str, folder: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", OTHERS)
+def test_moments_are_carried_over_to_another_optimizer(mesh: Any, name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     plain, other = ya.optim.adamw(1e-3), OTHERS[name]
     state, step = ya.init(base_params(3), plain, mesh=mesh), ya.train_step(base_loss, plain)
     for _ in range(2):
@@ -198,26 +188,18 @@ def carried_over(mesh: Any, name: str, folder: str) -> None:
     (want,) = states_of(state.opt_state, ya.optim.ScaleByAdamState)
     for begun in (ya.shard(loaded, other), ya.shard(ya.shard(loaded, other), plain)):  # there, and back
         (got,) = states_of(begun.opt_state, ya.optim.ScaleByAdamState)
-        compare(ya.unshard(got), ya.unshard(want), 0.0, name)
+        compare(got, want, 0.0, name)
         assert begun.step == 2 and want.count == got.count == 2
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_moments_are_carried_over_to_another_optimizer(pools: dict[int, Pool], name: str, tmp_path: Path) -> None:
-    pools[2].run(carried_over, name, str(tmp_path))
-
-
-def unclear(mesh: Any) -> None:
+@on_ranks(2)
+def test_parts_that_cannot_be_told_apart_begin_anew_with_a_warning(mesh: Any) -> None:
     one, two = (ya.optim.chain(*[ya.optim.trace(0.9)] * count, ya.optim.scale_by_adam()) for count in (1, 2))
     state, _ = ya.train_step(base_loss, one)(ya.init(base_params(3), one, mesh=mesh), batch_of(mesh.get_rank()))
     with pytest.warns(UserWarning, match="more or fewer parts of a kind than the state's, .* begin anew: TraceState$"):
         other = ya.shard(state, two)
     assert not any(leaf.any() for leaf in optree.tree_leaves(other.opt_state[:2]))
-    compare(ya.unshard(other.opt_state[2]), ya.unshard(state.opt_state[1]), 0.0, "Adam's")
-
-
-def test_parts_that_cannot_be_told_apart_begin_anew_with_a_warning(pools: dict[int, Pool]) -> None:
-    pools[2].run(unclear)
+    compare(other.opt_state[2], state.opt_state[1], 0.0, "Adam's")
 
 
 def vocabulary(size: int) -> Any:
@@ -233,7 +215,8 @@ def read(params: Any, tokens: torch.Tensor) -> torch.Tensor:
 GROWN = ("embed.table", "layers.of")
 
 
-def grown(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_vocabulary_grows_with_its_moments(mesh: Any) -> None:
     tx = ya.optim.chain(ya.optim.scale_by_rms(initial_scale=0.5), ya.optim.scale_by_adam())
     state, step = ya.init(vocabulary(7), tx, mesh=mesh), ya.train_step(read, tx)
     for _ in range(2):
@@ -262,8 +245,3 @@ def grown(mesh: Any) -> None:
         ya.shard(same, tx, like=vocabulary(10), grow=["table"])
     with pytest.raises(ValueError, match="leaves of a state grow; give tensors"):
         ya.shard(ya.unshard(same.params), tx, like=vocabulary(10), grow=GROWN, mesh=mesh)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_vocabulary_grows_with_its_moments(pools: dict[int, Pool], ranks: int) -> None:
-    pools[ranks].run(grown)

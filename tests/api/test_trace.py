@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
-from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param
+from tests.harness.pool import Pools
+from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param, with_block, with_ends
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.schedules import Program
@@ -85,7 +85,7 @@ def trace_on_one_rank(mesh: Any) -> Any:
     return step.trace(state, batch()) if mesh.get_local_rank() == 0 else None
 
 
-def test_ranks_do_not_communicate_to_trace(pools: dict[int, Pool]) -> None:
+def test_ranks_do_not_communicate_to_trace(pools: Pools) -> None:
     found, _ = pools[2].run(trace_on_one_rank)
     assert found.visits == trace(with_norm, model(), META, ranks=2, tx=TX).visits
     assert state_bytes(found)["optimizer"] > 0 and found.update_when == "after norm"
@@ -113,13 +113,12 @@ def test_what_goes_into_a_visit_came_out_of_one() -> None:
 
 
 def test_memory_that_several_visits_read_is_one_value() -> None:
-    def with_table(p: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, p.embed, b["tokens"])
+    @with_ends
+    def with_table(p: Model, x: Tensor) -> Tensor:
         table = torch.ones(x.shape[-1], dtype=x.dtype)
         x, _ = ya.scan(lambda c, w, t: block(c * t[:3].sum(), w), x, p.layers, consts=table)
         x, _ = ya.scan(lambda c, w: (c.view_as(c), None), x, p.layers)  # gives what it takes
-        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
-        return mean
+        return x
 
     visits = trace(with_table, model(), META).visits
     (table,) = set.intersection(*(set(visit.cost.takes) for visit in visits[1 : 1 + L]))
@@ -146,8 +145,7 @@ def test_what_the_loss_saves_outside_of_blocks() -> None:
 
 def test_torch_func_inside_of_blocks_and_losses() -> None:
     def slope(x: Tensor, w: Any) -> Tensor:
-        found: Tensor = torch.func.grad(lambda x: block(x, w)[0].square().sum())(x)
-        return found
+        return torch.func.grad(lambda x: block(x, w)[0].square().sum())(x)
 
     def run(p: Model, b: Any) -> Tensor:
         x = ya.apply(embed, p.embed, b["tokens"])
@@ -165,17 +163,21 @@ def test_torch_func_inside_of_blocks_and_losses() -> None:
 def test_compiled_blocks_are_traced_as_written() -> None:
     compiled = torch.compile(block, fullgraph=True)  # which will not do with less than the whole
 
-    def run(p: Model, b: Any) -> ya.Mean:
-        x, _ = ya.scan(compiled, ya.apply(embed, p.embed, b["tokens"]), p.layers)
-        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
-        return mean
-
-    assert trace(run, model(), META) == trace(loss, model(), META)
+    assert trace(with_block(compiled), model(), META) == trace(loss, model(), META)
 
 
 # ---- attention
 
 B, H, K, S, T, D = 2, 4, 2, 16, 24, 8
+
+
+def cost_of(block: Any, weights: Any, *shape: int) -> Any:
+    """What a block costs on a tensor of this shape."""
+
+    def run(p: Any, b: Tensor) -> Tensor:
+        return ya.apply(block, p["a"], b).sum()
+
+    return trace(run, {"a": weights}, torch.empty(shape, device="meta")).visits[0].cost
 
 
 def attended(**how: Any) -> Any:
@@ -229,8 +231,7 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
 
 def checkpointed(f: Any) -> Any:
     def recomputed(w: Any, q: Tensor) -> Tensor:
-        out: Tensor = torch.utils.checkpoint.checkpoint(lambda q: f(w, q), q, use_reentrant=False)
-        return out
+        return torch.utils.checkpoint.checkpoint(lambda q: f(w, q), q, use_reentrant=False)
 
     return recomputed
 
@@ -254,11 +255,7 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
         x, mask = x * w["gain"], torch.ones(S, S, dtype=torch.bool) if is_causal else None
         inside: Any = F.multi_head_attention_forward
         how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
-        out: Tensor = inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
-        return out
-
-    def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()
+        return inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
 
     weights = {
         "gain": param(width),
@@ -267,7 +264,7 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
         "out": param(width, width),
         "b2": param(width),
     }
-    cost = trace(run, {"a": weights}, torch.empty(S, B, width, device="meta")).visits[0].cost
+    cost = cost_of(attend, weights, S, B, width)
     assert cost.flops == 2 * S * B * width * 4 * width
     assert cost.attention_flops == 2 * B * H * S * S * 2 * D / (2 if is_causal else 1)
     assert cost.bwd_attention_flops == 2.5 * cost.attention_flops
@@ -283,10 +280,7 @@ def test_flex_attention_is_counted() -> None:
         out: Any = flex_attention(q, q, q)
         return out * w["w"]
 
-    def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()
-
-    cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, 128, D, device="meta")).visits[0].cost
+    cost = cost_of(attend, {"w": param(D)}, B, H, 128, D)
     assert cost.attention_flops == 2 * B * H * 128**2 * 2 * D and cost.flops == 0
 
 
@@ -295,10 +289,7 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
         q = q * w["w"]
         return torch.softmax(q @ q.mT, -1) @ q
 
-    def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(attend, p["a"], b).sum()
-
-    cost = trace(run, {"a": {"w": param(D)}}, torch.empty(B, H, S, D, device="meta")).visits[0].cost
+    cost = cost_of(attend, {"w": param(D)}, B, H, S, D)
     assert cost.flops == 2 * 2 * B * H * S * S * D and cost.attention_flops == 0
 
 
@@ -392,30 +383,29 @@ def test_a_plan_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    with pytest.raises(TypeError, match=r"params has no leaves; expected a tree of ya\.Param"):
-        trace(loss, {}, META)
     state = ya.init(model(), TX, mesh=one_rank())
-    with pytest.raises(TypeError, match=r"a state's sharded params; give the tree that ya\.init"):
-        trace(loss, state.params, META)
-    with pytest.raises(
-        ValueError, match=r"mesh: expected positive sizes of axes .*'replicate', 'node', 'local'.*shards"
-    ):
-        trace(loss, model(), META, mesh=(("shards", 4),))
-    with pytest.raises(ValueError, match="mesh: expected positive sizes"):
-        trace(loss, model(), META, ranks=0)
-    for wrong in ({"mesh": 4}, {"mesh": (("shard", 4),), "ranks": 4}):
-        with pytest.raises(
-            TypeError, match=r"trace: ranks=., mesh=.*: expected a number of ranks, such as ranks=32, or"
-        ):
+    trees = {
+        r"params has no leaves; expected a tree of ya\.Param": {},
+        r"a state's sharded params; give the tree that ya\.init": state.params,
+        "embed: expected a Param, a tensor or a Lazy leaf, got int": model()._replace(embed=3),
+    }
+    for text, tree in trees.items():
+        with pytest.raises(TypeError, match=text):
+            trace(loss, tree, META)
+    both = r"trace: ranks=., mesh=.*: expected a number of ranks, such as ranks=32, or"
+    sizes = r"mesh: expected positive sizes of axes .*'replicate', 'node', 'local'.*shards"
+    options: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, sizes, {"mesh": (("shards", 4),)}),
+        (ValueError, "mesh: expected positive sizes", {"ranks": 0}),
+        (TypeError, both, {"mesh": 4}),
+        (TypeError, both, {"mesh": (("shard", 4),), "ranks": 4}),
+        (ValueError, "microbatches=0: expected an integer >= 1", {"microbatches": 0}),
+        (ValueError, "argument 1 has 4 rows, not a multiple of 3 microbatches", {"microbatches": 3}),
+        (TypeError, r"has_aux=True: the function must return \(loss, aux\), got Mean", {"has_aux": True}),
+    ]
+    for error, text, wrong in options:
+        with pytest.raises(error, match=text):
             trace(loss, model(), META, **wrong)
-    with pytest.raises(ValueError, match="microbatches=0: expected an integer >= 1"):
-        trace(loss, model(), META, microbatches=0)
-    with pytest.raises(ValueError, match="argument 1 has 4 rows, not a multiple of 3 microbatches"):
-        trace(loss, model(), META, microbatches=3)
-    with pytest.raises(TypeError, match=r"has_aux=True: the function must return \(loss, aux\), got Mean"):
-        trace(loss, model(), META, has_aux=True)
-    with pytest.raises(TypeError, match=r"embed: expected a Param, a tensor or a Lazy leaf, got int"):
-        trace(loss, model()._replace(embed=3), META)
 
 
 def test_a_loss_that_needs_values_says_so() -> None:

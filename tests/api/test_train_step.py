@@ -24,14 +24,15 @@ from tests.harness.small import (
     loss,
     model,
     one_rank,
+    with_block,
 )
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2))
 
 
-def states(seed: int = 0, **options: Any) -> tuple[Any, Any]:
+def states(seed: int = 0) -> tuple[Any, Any]:
     """The same state, sharded and plain."""
-    return ya.init(model(), TX, mesh=one_rank(), seed=seed, **options), ya.PlainState.create(model(), TX, seed=seed)
+    return ya.init(model(), TX, mesh=one_rank(), seed=seed), ya.PlainState.create(model(), TX, seed=seed)
 
 
 def with_aux(params: Model, b: Any) -> tuple[ya.Mean, Any]:
@@ -42,7 +43,7 @@ def with_aux(params: Model, b: Any) -> tuple[ya.Mean, Any]:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
+@pytest.mark.parametrize("remat", ["none", "all"], ids=["keep", "remat"])
 def test_steps_and_metrics_are_those_of_the_plain_state(parts: int, remat: Any) -> None:
     state, plain = states()
     step = ya.train_step(with_aux, TX, has_aux=True, microbatches=parts, schedule=ya.schedules.zero3(remat=remat))
@@ -56,7 +57,7 @@ def test_steps_and_metrics_are_those_of_the_plain_state(parts: int, remat: Any) 
         assert metrics["aux"]["norms"].shape == (L,) and metrics["aux"]["tokens"] == 12
         assert torch.equal(metrics["aux"]["loss"], metrics["loss"])
         assert state.step == plain.step == number + 1
-    assert_close(state, ya.params.without_markers(plain.params), rtol=1e-5, atol=1e-6)
+    assert_close(state, plain.params, rtol=1e-5, atol=1e-6)
 
 
 def test_the_norm_is_the_gradients_before_clipping() -> None:
@@ -120,14 +121,10 @@ def test_a_batch_without_any_weight_is_skipped() -> None:
 # ---- randomness
 
 
-def dropped(params: Model, b: Any) -> ya.Mean:
-    x = ya.apply(embed, params.embed, b["tokens"])
-    x, _ = ya.scan(dropout_block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
-    return mean
+dropped = with_block(dropout_block)
 
 
-@pytest.mark.parametrize("remat", [ya.schedules.remat.none, ya.schedules.remat.all], ids=["keep", "remat"])
+@pytest.mark.parametrize("remat", ["none", "all"], ids=["keep", "remat"])
 def test_dropout_depends_on_seed_and_step(remat: Any) -> None:
     step = ya.train_step(dropped, ya.optim.sgd(0.0), microbatches=2, schedule=ya.schedules.zero3(remat=remat))
     runs = []
@@ -208,7 +205,7 @@ def test_evaluation_under_inference_mode_leaves_training_alone() -> None:
         assert x.shape == (4, 3, 5)
         state, _ = step(state, batch(number))
         plain, _ = step(plain, batch(number))
-    assert_close(state, ya.params.without_markers(plain.params), rtol=1e-5, atol=1e-6)
+    assert_close(state, plain.params, rtol=1e-5, atol=1e-6)
 
 
 def test_leaves_without_elements() -> None:

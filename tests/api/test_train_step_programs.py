@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.api.test_train_step import TX, states
 from tests.harness.small import (
     L,
     Model,
@@ -24,13 +25,6 @@ from tests.harness.small import (
 )
 from yafsdp_fn.schedules import Gather, Reduce
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2))
-
-
-def states(seed: int = 0, **options: Any) -> tuple[Any, Any]:
-    """The same state, sharded and plain."""
-    return ya.init(model(), TX, mesh=one_rank(), seed=seed, **options), ya.PlainState.create(model(), TX, seed=seed)
-
 
 def test_lower_looks_without_running() -> None:
     state, _ = states()
@@ -43,7 +37,7 @@ def test_lower_looks_without_running() -> None:
     assert lowered.count(Gather) == 2 * L - 2 + 2 + max(0, 2 * L - 4) and lowered.count(Reduce) == 2 * (L + 2)
     state, _ = step(state, batch())
     program = step.program(state)
-    assert program is not None and program.ops == lowered.ops and program.fingerprint() == lowered.fingerprint()
+    assert program.ops == lowered.ops and program.fingerprint() == lowered.fingerprint()
     assert step.lower(state, batch()) is program
 
 
@@ -150,8 +144,7 @@ def test_the_same_number_of_other_units_is_refused() -> None:
 
     def either(params: Any, b: Any) -> Tensor:
         x = ya.apply(lambda w: w["w"] * 1, params[b["which"]])
-        out: Tensor = ya.apply(lambda w, x: (w["w"] * x).sum(), params["c"], x)
-        return out
+        return ya.apply(lambda w, x: (w["w"] * x).sum(), params["c"], x)
 
     step = ya.train_step(either, TX)
     state, _ = step(state, {"which": "a"})

@@ -94,8 +94,7 @@ def test_second_order_is_right_or_refused(kind: str) -> None:
     params = state.params if kind == "sharded" else ya.unshard(state)
 
     def cube(p: Any) -> Tensor:
-        out: Tensor = ya.apply(lambda w: (w**3).sum(), p["w"])
-        return out
+        return ya.apply(lambda w: (w**3).sum(), p["w"])
 
     try:
         got = ya.grad(lambda p: ya.vdot(ya.grad(cube)(p), p))(params)

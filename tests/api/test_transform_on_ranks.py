@@ -12,15 +12,14 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import TX, Batch, Params, base_loss, base_params, dropout_loss
 
 DOUBLE = ya.Precision(torch.float64)
 
 
 def product(params: Any, x: Tensor) -> Tensor:
-    value: Tensor = ya.apply(lambda w, x: w @ x, params["w"], x)
-    return value
+    return ya.apply(lambda w, x: w @ x, params["w"], x)
 
 
 def swapped(x: Tensor, params: Any) -> Tensor:
@@ -54,12 +53,13 @@ def x_of(rank: int, seed: int | None) -> Tensor:
     )
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("second", [False, True], ids=["params first", "params second"])
 @pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
 def test_every_argument_has_the_gradient_of_the_global_mean(
-    pools: dict[int, Pool], argnums: Any, second: bool, seed: int | None
+    mesh: Any, argnums: Any, second: bool, seed: int | None
 ) -> None:
     w = torch.ones(4).double() if seed is None else torch.rand(4, generator=generator(seed)).double()
     xs = [x_of(rank, seed) for rank in range(2)]
@@ -68,8 +68,8 @@ def test_every_argument_has_the_gradient_of_the_global_mean(
         assert value == 6 and dx.eq(0.5).all()
     each = [dx, dw] if second else [dw, dx]
     expected = [value, *(each[at] for at in ((argnums,) if isinstance(argnums, int) else argnums))]
-    for got in pools[2].run(differentiated, argnums, second, seed):
-        compare(got, expected, 1e-12, f"argnums={argnums}")
+    got = differentiated(mesh, argnums, second, seed)
+    compare(got, expected, 1e-12, f"argnums={argnums}")
 
 
 def with_vector(params: Params, batch: Batch) -> tuple[ya.Mean, Any]:
@@ -77,22 +77,20 @@ def with_vector(params: Params, batch: Batch) -> tuple[ya.Mean, Any]:
     return mean, {"position": ya.Mean((valid * batch["targets"]).sum(0), valid.sum(0)), "one": ya.Mean(valid.sum(0), 3)}
 
 
-def vectors(mesh: Any, parts: int) -> Any:
-    state = ya.init(base_params(3), TX, mesh=mesh)
-    step = ya.train_step(with_vector, TX, has_aux=True, microbatches=parts)
-    return step(state, batch_of(mesh.get_rank()))[1]["aux"]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_vector_mean_in_aux_is_the_mean_over_ranks(pools: dict[int, Pool], parts: int) -> None:
+def test_a_vector_mean_in_aux_is_the_mean_over_ranks(mesh: Any, parts: int) -> None:
     targets = torch.cat([batch_of(rank)["targets"] for rank in range(2)])
     valid = (targets >= 0).double()
     expected = {"position": (valid * targets).sum(0) / valid.sum(0), "one": valid.sum(0) / (3 * 2 * parts)}
-    for got in pools[2].run(vectors, parts):
-        compare(got, expected, 1e-12, "aux")
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step = ya.train_step(with_vector, TX, has_aux=True, microbatches=parts)
+    got = step(state, batch_of(mesh.get_rank()))[1]["aux"]
+    compare(got, expected, 1e-12, "aux")
 
 
-def dropped(mesh: Any) -> None:
+@on_ranks(2)
+def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     """Every rank's numbers are those of a plain state that takes that rank's place."""
     rank, sgd = mesh.get_rank(), ya.optim.sgd(0.1)
     batches, whole = [batch_of(r) for r in range(2)], optree.tree_map(Tensor.double, plain(base_params(3)))
@@ -107,29 +105,20 @@ def dropped(mesh: Any) -> None:
         shares = weights / weights.sum()
         parts = [optree.tree_map(share.mul, own.params) for share, own in zip(shares, moved, strict=True)]
         params = optree.tree_map(torch.add, *parts)
-        compare(ya.unshard(state), params, 1e-12, f"step {number}")
+        compare(state, params, 1e-12, f"step {number}")
         alone = [dataclasses.replace(own, params=params) for own in moved]
     assert each[0] != each[1]
 
 
-def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool]) -> None:
-    pools[2].run(dropped)
-
-
-def per_example(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_unshard_of_a_vmapped_gradient(mesh: Any) -> None:
     """Gradients of each row by vmap, whole: those of all ranks' rows in that place, averaged, as each gradient is."""
     w, rows = torch.rand(3, 5, generator=generator(1)).double(), torch.rand(2, 4, 5, generator=generator(0)).double()
 
     def loss(w: Any, x: Tensor) -> Tensor:
-        total: Tensor = ya.apply(lambda w, x: torch.tanh(w @ x).sum(), w, x)
-        return total
+        return ya.apply(lambda w, x: torch.tanh(w @ x).sum(), w, x)
 
     each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     sharded = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE).params["w"]
     got = ya.unshard(each(sharded, rows[mesh.get_rank()]))
     compare(got, sum(each(w, own) for own in rows[: mesh.size()]) / mesh.size(), 1e-12, "per example")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_unshard_of_a_vmapped_gradient(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(per_example)

@@ -15,7 +15,7 @@ from models import llama
 from tests.axes.model import mesh_of
 from tests.axes.test_exact import close
 from tests.axes.test_llama import CONTEXT, SEQUENCE, TENSOR, Case, batch_of, config_of
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
 
@@ -70,9 +70,10 @@ def shapes(_: Any) -> None:
             CONTEXT.must_be_dealt({"tokens": torch.zeros(4, 8, dtype=torch.int64)})
 
 
-def test_a_batch_that_was_dealt_otherwise(pools: dict[int, Pool]) -> None:
-    pools[2].run(batches)
-    pools[2].run(shapes)
+@on_ranks(2)
+def test_a_batch_that_was_dealt_otherwise(mesh: Any) -> None:
+    batches(mesh)
+    shapes(mesh)
 
 
 # ---- axes that nothing uses
@@ -101,7 +102,8 @@ def indexed(p: Any, x: Tensor) -> Tensor:
     return summed(p, x.chunk(ya.axis_size("tensor"))[ya.axis_index("tensor")])
 
 
-def idle(_: Any) -> None:
+@on_ranks(2)
+def test_an_axis_that_nothing_uses(_: Any) -> None:
     mesh = mesh_of(tensor=2)
     x = torch.arange(4.0, dtype=torch.float64)
     own = x.chunk(2)[mesh.get_rank()]
@@ -125,11 +127,7 @@ def idle(_: Any) -> None:
         if text != parts:
             want, slopes = ya.value_and_grad(psummed)(ya.materialize(weights(False)), x)
             close(value, want, "value")
-            close(ya.unshard(grads), slopes, "gradient")
-
-
-def test_an_axis_that_nothing_uses(pools: dict[int, Pool]) -> None:
-    pools[2].run(idle)
+            close(grads, slopes, "gradient")
 
 
 def mixed(_: Any, ranks: int, apart: str) -> list[str]:
@@ -153,12 +151,14 @@ def mixed(_: Any, ranks: int, apart: str) -> list[str]:
     return [str(each.message) for each in told if "tensor" in str(each.message)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_tensor_with_batches_of_their_own(pools: dict[int, Pool], ranks: int) -> None:
-    assert pools[ranks].run(mixed, ranks, "") == [[]] * ranks
-    for said in pools[ranks].run(mixed, ranks, "own"):
-        assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
+@on_ranks(2, 4)
+def test_ranks_of_tensor_with_batches_of_their_own(mesh: Any) -> None:
+    ranks = mesh.size()
+    assert mixed(mesh, ranks, "") == []
+    said = mixed(mesh, ranks, "own")
+    assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
 
 
-def test_what_is_cut_along_tensor_is_dealt_so(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(mixed, 2, "dealt") == [[]] * 2
+@on_ranks(2)
+def test_what_is_cut_along_tensor_is_dealt_so(mesh: Any) -> None:
+    assert mixed(mesh, 2, "dealt") == []

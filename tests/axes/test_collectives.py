@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.model import mesh_of
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util.randomness import acting_over
 
@@ -68,7 +68,9 @@ def of_all(mesh: Any, x: Tensor) -> Tensor:
     return out
 
 
-def collective(_: Any, name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", CASES)
+def test_a_collective_and_its_derivatives(_: Any, name: str) -> None:
     mesh = mesh_of(tensor=2)
     shape, call, want = CASES[name]
     rank = mesh.get_rank()
@@ -101,11 +103,6 @@ def collective(_: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_collective_and_its_derivatives(pools: dict[int, Pool], name: str) -> None:
-    pools[2].run(collective, name)
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_on_plain_tensors_an_axis_has_one_rank(name: str) -> None:
     call = CASES[name][1]
     if name == "ppermute to one":
@@ -125,7 +122,8 @@ def test_on_plain_tensors_an_axis_has_one_rank(name: str) -> None:
     assert (ya.axis_size("tensor"), ya.axis_index("tensor")) == (1, 0)
 
 
-def others(_: Any) -> None:
+@on_ranks(2)
+def test_maxima_trees_uneven_parts_and_large_tensors(_: Any) -> None:
     mesh = mesh_of(tensor=2)
     rank = mesh.get_rank()
     with acting_over(communicators(mesh)):
@@ -151,11 +149,9 @@ def others(_: Any) -> None:
         assert torch.equal(ya.psum(large, "tensor"), torch.full_like(large, 3.0))
 
 
-def test_maxima_trees_uneven_parts_and_large_tensors(pools: dict[int, Pool]) -> None:
-    pools[2].run(others)
-
-
-def counted(_: Any, ranks: int) -> None:
+@on_ranks(2, 3, 4)
+def test_bools_are_counted_and_integers_stay(every: Any) -> None:
+    ranks = every.size()
     mesh = mesh_of(tensor=ranks)
     rank = mesh.get_rank()
     mine = torch.arange(2 * ranks) % ranks <= rank  # in place k, of ranks k and beyond
@@ -191,11 +187,6 @@ def counted(_: Any, ranks: int) -> None:
             told(here, dtype, (all_of[0] if rank == ranks - 1 else torch.zeros_like(given)).tolist())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_bools_are_counted_and_integers_stay(pools: dict[int, Pool], ranks: int) -> None:
-    pools[ranks].run(counted, ranks)
-
-
 def test_bools_of_one_rank_are_counted() -> None:
     for found in (ya.psum(torch.tensor([True]), "tensor"), ya.psum_scatter(torch.tensor([True]), "tensor")):
         assert found.dtype == torch.int64 and bool((found == 1).all())
@@ -204,7 +195,9 @@ def test_bools_of_one_rank_are_counted() -> None:
     )
 
 
-def beside(_: Any, ranks: int) -> None:
+@on_ranks(2, 4)
+def test_a_thread_does_not_know_the_mesh(every: Any) -> None:
+    ranks = every.size()
     mesh, x = mesh_of(tensor=ranks), torch.ones(2)
     state = ya.init({"a": {"w": ya.Param((2,))}}, ya.optim.sgd(0.1), mesh=mesh)
 
@@ -214,8 +207,7 @@ def beside(_: Any, ranks: int) -> None:
         return found
 
     def loss(p: Any, x: Tensor) -> Tensor:
-        out: Tensor = ya.apply(block, p["a"], x).sum()
-        return out
+        return ya.apply(block, p["a"], x).sum()
 
     for function in (
         lambda: ya.train_step(loss, ya.optim.sgd(0.1))(state, x),
@@ -232,12 +224,8 @@ def beside(_: Any, ranks: int) -> None:
         assert threads.submit(ya.psum, 3, "tensor").result() == 3  # nothing runs beside it
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_thread_does_not_know_the_mesh(pools: dict[int, Pool], ranks: int) -> None:
-    pools[ranks].run(beside, ranks)
-
-
-def misused(_: Any) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(_: Any) -> None:
     mesh = mesh_of(tensor=2)
     x = torch.ones(3, 2)
     with acting_over(communicators(mesh)):
@@ -263,10 +251,6 @@ def misused(_: Any) -> None:
             ya.all_to_all(x, "tensor", 0, 0, tiled=True, split_sizes=[1, 1], concat_sizes=[1, 1])
 
 
-def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
-    pools[2].run(misused)
-
-
 def test_a_backward_does_not_know_the_mesh() -> None:
     class Own(torch.autograd.Function):
         @staticmethod
@@ -275,8 +259,7 @@ def test_a_backward_does_not_know_the_mesh() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            out: Tensor = ya.psum(grad, "tensor")
-            return out
+            return ya.psum(grad, "tensor")
 
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"a collective over 'tensor' in a backward pass .* remat= of a schedule"):

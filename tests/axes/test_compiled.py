@@ -15,7 +15,8 @@ from tests.axes.model import mesh_of
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import SEQUENCE, Case, batch_of, config_of, wide
 from tests.axes.test_transforms import mlp_params
-from tests.harness.pool import Pool
+from tests.harness.groups import outcome
+from tests.harness.pool import on_ranks
 
 WITHOUT = ya.params.without_markers
 
@@ -42,7 +43,10 @@ def whole_mlp(w: Any, x: Tensor) -> Tensor:
     return x.square().sum() / 2
 
 
-def compiled(_: Any, backend: str) -> None:
+@on_ranks(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["aot_eager", "eager", "inductor"])
+def test_a_block_with_collectives(_: Any, backend: str) -> None:
     want = ya.value_and_grad(loss_with(whole_mlp))(ya.materialize(mlp_params()), drawn())
     state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
     graphs: list[Any] = []
@@ -57,27 +61,21 @@ def compiled(_: Any, backend: str) -> None:
         for _ in range(2):
             value, gradient = both(state.params, drawn())
             close(value, want[0], "value")
-            close(ya.unshard(gradient), want[1], "gradient")
+            close(gradient, want[1], "gradient")
     assert len(graphs) >= 4, "one before each collective, and one behind the last"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("backend", ["aot_eager", "eager", "inductor"])
-def test_a_block_with_collectives(pools: dict[int, Pool], backend: str) -> None:
-    pools[2].run(compiled, backend)
-
-
-def whole_graph(_: Any) -> None:
+@on_ranks(2)
+def test_one_graph_is_refused_by_torch(_: Any) -> None:
     state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
-    ya.value_and_grad(loss_with(torch.compile(mlp, backend="eager", fullgraph=True)))(state.params, drawn())
+    both = ya.value_and_grad(loss_with(torch.compile(mlp, backend="eager", fullgraph=True)))
+    error = outcome(lambda: both(state.params, drawn()))
+    assert "torch.compiler.disable()`d function" in error and "psum" in error, error
 
 
-def test_one_graph_is_refused_by_torch(pools: dict[int, Pool]) -> None:
-    for error in pools[2].errors(whole_graph):
-        assert "torch.compiler.disable()`d function" in error and "psum" in error, error
-
-
-def layers(_: Any) -> None:
+@on_ranks(2)
+@pytest.mark.nightly
+def test_layers_of_llama(_: Any) -> None:
     config, mesh = config_of(Case({}, SEQUENCE)), mesh_of(tensor=2)
     state = ya.init(wide(llama.params(config, axes=SEQUENCE)), mesh=mesh, precision=FLOAT64)
     layer = torch.compile(llama.over(SEQUENCE).block(config), backend="aot_eager")
@@ -86,9 +84,4 @@ def layers(_: Any) -> None:
         for each in (None, layer)
     ]
     close(found[1][0], found[0][0], "loss")
-    close(ya.unshard(found[1][1]), ya.unshard(found[0][1]), "gradient")
-
-
-@pytest.mark.nightly
-def test_layers_of_llama(pools: dict[int, Pool]) -> None:
-    pools[2].run(layers)
+    close(found[1][1], found[0][1], "gradient")

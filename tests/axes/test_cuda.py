@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -46,8 +47,7 @@ def day(mesh: Any, device: torch.device, which: str) -> list[Any]:
 
 
 def searched(axes: dict[str, int], which: str) -> tuple[bool, list[str]]:
-    with pytest.MonkeyPatch.context() as patch, rank_of(axes, torch.device("cpu")) as mesh:
-        patch.setattr(squares, "_on_cpu", squares._on_gpu)
+    with mock.patch.object(squares, "_on_cpu", squares._on_gpu), rank_of(axes, torch.device("cpu")) as mesh:
         want = day(mesh, torch.device("cpu"), which)
     with fake_cuda() as device, rank_of(axes) as mesh:
         got = day(mesh, CUDA, which)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import by_day, nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 
 TX = ya.optim.sgd(0.1)
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -23,25 +23,6 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "another": lambda x: ya.ppermute(x, "tensor", [(0, 1), (1, 0)]),
     "of another size": lambda x: ya.psum(torch.cat([x, x]), "tensor")[: len(x)],
 }
-
-
-def told(_: Any, how: str, layer: int) -> str:
-    """The error of a first step in which rank 1 calls something else in one layer."""
-    mesh, rank = ya.mesh(device="cpu", tensor=2), torch.distributed.get_rank()
-    tree = {"layers": ya.Stacked({"w": ya.Param((3, 4), split={"tensor": -1}), "number": ya.Param((3,))})}
-    state = ya.shard({"layers": {"w": torch.ones(3, 4), "number": torch.arange(3.0)}}, TX, mesh=mesh, like=tree)
-
-    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        mine = (x * w["w"].sum()).exp()
-        odd = rank == 1 and int(w["number"]) == layer
-        return (WRONG[how](mine) if odd else ya.psum(mine, "tensor")) * 0.01, None
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return ya.scan(block, x, params["layers"])[0].sum()
-
-    with pytest.raises(RuntimeError) as caught:
-        ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
-    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
@@ -68,7 +49,7 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
 
 
 @pytest.mark.parametrize("how", by_day(WRONG, "left out"))
-def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
+def test_ranks_of_a_stage_say_so(pools: Pools, how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
         assert "RanksDisagree: ranks disagree on what blocks and losses communicate" in error
@@ -76,18 +57,35 @@ def test_ranks_of_a_stage_say_so(pools: dict[int, Pool], how: str) -> None:
     assert all("CommunicationError" in error for error in errors[2:])
 
 
-def test_their_traces_say_so_before_anything_runs(pools: dict[int, Pool]) -> None:
-    for error in pools[4].run(told_in_a_stage, "doubled", True):
-        assert "RanksDisagree: ranks disagree on the program; visits differs" in error
-        assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
+@on_ranks(4)
+def test_their_traces_say_so_before_anything_runs(mesh: Any) -> None:
+    error = told_in_a_stage(mesh, "doubled", True)
+    assert "RanksDisagree: ranks disagree on the program; visits differs" in error
+    assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("how", WRONG)
-def test_ranks_say_so(pools: dict[int, Pool], how: str, layer: int) -> None:
-    for error in pools[2].run(told, how, layer):
-        assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
+def test_ranks_say_so(_: Any, how: str, layer: int) -> None:
+    """In a first step, in which rank 1 calls something else in one layer."""
+    mesh, rank = ya.mesh(device="cpu", tensor=2), torch.distributed.get_rank()
+    tree = {"layers": ya.Stacked({"w": ya.Param((3, 4), split={"tensor": -1}), "number": ya.Param((3,))})}
+    state = ya.shard({"layers": {"w": torch.ones(3, 4), "number": torch.arange(3.0)}}, TX, mesh=mesh, like=tree)
+
+    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+        mine = (x * w["w"].sum()).exp()
+        odd = rank == 1 and int(w["number"]) == layer
+        return (WRONG[how](mine) if odd else ya.psum(mine, "tensor")) * 0.01, None
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return ya.scan(block, x, params["layers"])[0].sum()
+
+    with pytest.raises(RuntimeError) as caught:
+        ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
+    error = f"{type(caught.value).__name__}: {caught.value}"
+    assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
 
 
 def alike(_: Any) -> list[float]:
@@ -110,7 +108,7 @@ def alike(_: Any) -> list[float]:
     return losses
 
 
-def test_what_has_no_derivative_goes_on_without_a_way_back(pools: dict[int, Pool]) -> None:
+def test_what_has_no_derivative_goes_on_without_a_way_back(pools: Pools) -> None:
     first, second = pools[2].run(alike)
     assert first == second and len(set(first)) == 3
 
@@ -169,7 +167,7 @@ LONG = [(kind, *of) for kind in KINDS for of in ((2, 2), (4, 1)) if (kind, *of) 
 
 # of another length sizes are not compared
 @pytest.mark.parametrize(("kind", "ranks", "length"), [*DAILY, *(nightly(*of) for of in LONG)])
-def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str, ranks: int, length: int) -> None:
+def test_another_dtype_is_told_in_later_steps(pools: Pools, kind: str, ranks: int, length: int) -> None:
     *others, last = pools[ranks].run(other_dtype, kind, ranks, length)
     for said in (*others, last):
         assert said[:2] == ["returned"] * 2
@@ -180,7 +178,8 @@ def test_another_dtype_is_told_in_later_steps(pools: dict[int, Pool], kind: str,
     assert all("CommunicationError" in said[2] for said in others)
 
 
-def mixed(_: Any) -> list[str]:
+@on_ranks(2)
+def test_batches_of_another_dtype_go_on(_: Any) -> None:
     """A batch of another dtype, alike on all ranks, and a number that counts."""
     mesh = breakable_stages(1, tensor=2)
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
@@ -191,11 +190,7 @@ def mixed(_: Any) -> list[str]:
 
     step = ya.eval_step(loss)
     xs = torch.ones(2), torch.ones(2).double(), torch.ones(4), torch.ones(4).double()
-    return [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)]
-
-
-def test_batches_of_another_dtype_go_on(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(mixed) == [["returned"] * 4] * 2
+    assert [outcome(functools.partial(step, state.params, (x, n))) for n, x in enumerate(xs)] == ["returned"] * 4
 
 
 def rows_of(how: str, rank: int, ranks: int, wrong: bool) -> Callable[[Tensor], Tensor]:
@@ -223,9 +218,10 @@ def unfit(_: Any, how: str, ranks: int, first: int) -> list[str]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("how", ["one", "alike", "perm"])
-def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how: str, ranks: int) -> None:
+def test_what_does_not_fit_is_told_in_the_first_step(mesh: Any, how: str) -> None:
+    ranks = mesh.size()
     words = {
         "one": f"rank {ranks - 1} sends 4 rows to rank 0, which takes 3 from it. split_sizes",
         "alike": f"rank 0 sends 3 rows to rank {ranks - 1}, which takes 5 from it. split_sizes",
@@ -236,13 +232,13 @@ def test_what_does_not_fit_is_told_in_the_first_step(pools: dict[int, Pool], how
             "alike": "rank 0 sends 4 rows to rank 1, which takes 5 from it. split_sizes",
             "perm": "rank 0 sends 1 rows to rank 1, which takes 0 from it. perm must be the same on all ranks",
         }
-    for (error,) in pools[ranks].run(unfit, how, ranks, 0):
-        assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
-        assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
+    (error,) = unfit(mesh, how, ranks, 0)
+    assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
+    assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
 
 
 @pytest.mark.nightly
-def test_what_does_not_fit_later_is_told_with_its_rows(pools: dict[int, Pool]) -> None:
+def test_what_does_not_fit_later_is_told_with_its_rows(pools: Pools) -> None:
     """On the rank whose perm is not the one before; of sizes, which may change, when the wait is over."""
     (*before, one), (*_, two) = pools[2].run(unfit, "perm", 2, 2)
     assert before == ["returned"] * 2 and "CommunicationError" in one

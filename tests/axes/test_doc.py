@@ -10,7 +10,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.axes.model import mesh_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 PAGE = Path(__file__).parents[2] / "docs" / "axes.md"
 
@@ -30,7 +30,7 @@ def run(_: Any) -> float:
     return float(example()["train"](mesh_of(tensor=2), batch()))
 
 
-def test_the_example_is_short_and_runs(pools: dict[int, Pool]) -> None:
+def test_the_example_is_short_and_runs(pools: Pools) -> None:
     page = example()
     state = ya.PlainState.create(page["params"], ya.optim.adamw(1e-3))
     want = float(ya.train_step(page["loss_fn"], ya.optim.adamw(1e-3))(state, batch())[1]["loss"])

@@ -18,7 +18,7 @@ from models import mixtral
 from models.parts.axes import Axes
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import EXPERT, SIZE, Case, S, batch_of, config_of, exact, wide
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 
 TENSOR, SEQUENCE = Axes(expert=True, tensor=True), Axes(expert=True, tensor=True, sequence=True)
 CONTEXT, ALL = Axes(expert=True, context=True), Axes(expert=True, tensor=True, sequence=True, context=True)
@@ -56,6 +56,7 @@ CASES = {
 }  # fmt: skip
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "case"),
     [
@@ -63,8 +64,8 @@ CASES = {
         for name, (world, nightly, case) in CASES.items()
     ],
 )
-def test_exact(pools: dict[int, Pool], world: int, case: Case) -> None:
-    pools[world].run(exact, case)
+def test_exact(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 @pytest.mark.nightly
@@ -138,7 +139,9 @@ def test_the_z_loss_is_a_mean_over_tokens() -> None:
     close(mean.total - mixtral.loss(without)(params, batch).total, 0.01 * want, "its part of the loss")
 
 
-def files(_: Any, folder: str) -> None:
+@on_ranks(4)
+def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
     mesh = ya.mesh(expert=2, tensor=2, device="cpu")
     state = ya.init(mixtral.params(CONFIG, axes=TENSOR), mesh=mesh, precision=FLOAT64)
     models.hf.save(folder, CONFIG, state.params)
@@ -148,10 +151,6 @@ def files(_: Any, folder: str) -> None:
     want = ya.materialize(mixtral.params(CONFIG))
     for whole in (ya.unshard(state.params), ya.unshard(again.params), ya.materialize(models.hf.load(folder)[1])):
         assert optree.tree_all(optree.tree_map(lambda a, b: torch.equal(a.float(), b), whole, want))
-
-
-def test_files_of_hugging_face(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[4].run(files, str(tmp_path / "model"))
 
 
 def refused(_: Any) -> None:
@@ -170,8 +169,9 @@ def refused(_: Any) -> None:
         run(Axes(), EXPERT, experts=5)
 
 
-def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
-    pools[2].run(refused)
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
+    refused(mesh)
     for options in ({"capacity": 0.0}, {"capacity": float("inf")}, {"capacity": 1.0, "layer": mixtral.block(CONFIG)}):
         with pytest.raises(ValueError, match="expected a positive number, and no `layer` of your own beside it"):
             mixtral.loss(CONFIG, **options)

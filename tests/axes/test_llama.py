@@ -19,7 +19,9 @@ from models import gpt2, llama, mistral, mixtral, qwen3
 from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
-from tests.harness.pool import Pool
+from tests.harness.marks import by_name
+from tests.harness.oracle import compare
+from tests.harness.pool import Pools, on_ranks
 
 SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 S, ROWS, STEPS = 16, 4, 3
@@ -109,16 +111,16 @@ def exact(_: Any, case: Case) -> None:
     state = ya.init(params, optimizer(), mesh=mesh, precision=FLOAT64, stages=stages)
     limit = {} if case.capacity is None else {"capacity": case.capacity}
     loss = family.loss(config, axes=axes, **case.loss, **limit)
-    schedule = ya.schedules.zero3(remat=ya.schedules.remat.all if case.recomputed else ya.schedules.remat.none)
+    schedule = ya.schedules.zero3(remat="all" if case.recomputed else "none")
     schedule = schedule if stages is None else ya.schedules.one_f_one_b(schedule)
     how = {"schedule": schedule, "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())
     want = trained(case, plain, family.loss(config, **limit), lambda batch: batch)
     close(got[0], want[0], "loss")
-    close(ya.unshard(got[1]), ya.params.without_markers(want[1]), "gradient")
+    close(got[1], want[1], "gradient")
     close(got[2], want[2], "metrics")
-    close(ya.unshard(got[3].params), ya.params.without_markers(want[3].params), "parameters")
+    close(got[3].params, want[3].params, "parameters")
 
 
 TWO = {
@@ -128,9 +130,10 @@ TWO = {
 }
 
 
-@pytest.mark.parametrize("case", TWO.values(), ids=TWO)
-def test_two_ranks(pools: dict[int, Pool], case: Case) -> None:
-    pools[2].run(exact, case)
+@on_ranks(2)
+@pytest.mark.parametrize("case", by_name(TWO))
+def test_two_ranks(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 TWO_MORE = {
@@ -169,16 +172,10 @@ NIGHTLY = {
 """Of each kind another case is there daily."""
 
 
-def daily(cases: dict[str, Case]) -> list[Any]:
-    """The cases as parameters, of which some are nightly."""
-    return [
-        pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name, case in cases.items()
-    ]
-
-
-@pytest.mark.parametrize("case", daily(TWO_MORE))
-def test_relatives_and_options(pools: dict[int, Pool], case: Case) -> None:
-    pools[2].run(exact, case)
+@on_ranks(2)
+@pytest.mark.parametrize("case", by_name(TWO_MORE, *NIGHTLY))
+def test_relatives_and_options(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 FOUR = {
@@ -192,9 +189,10 @@ FOUR = {
 }
 
 
-@pytest.mark.parametrize("case", daily(FOUR))
-def test_four_ranks(pools: dict[int, Pool], case: Case) -> None:
-    pools[4].run(exact, case)
+@on_ranks(4)
+@pytest.mark.parametrize("case", by_name(FOUR, *NIGHTLY))
+def test_four_ranks(mesh: Any, case: Case) -> None:
+    exact(mesh, case)
 
 
 class Shapes(TorchDispatchMode):
@@ -210,7 +208,8 @@ class Shapes(TorchDispatchMode):
         return out
 
 
-def vocabulary(_: Any) -> None:
+@on_ranks(2)
+def test_no_rank_has_all_logits(_: Any) -> None:
     leaf, mesh = {"w": ya.Param((10, 8), split={"tensor": -2})}, ya.mesh(tensor=2, device="cpu")
     generator = torch.Generator().manual_seed(1)
     x, matrix = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 6, 8), (10, 8)))
@@ -220,8 +219,7 @@ def vocabulary(_: Any) -> None:
 
     def loss(entropy: Any) -> Any:
         def head(w: Any, x: Tensor, targets: Tensor) -> Tensor:
-            out: Tensor = entropy(3 * x, w["w"], targets)
-            return out
+            return entropy(3 * x, w["w"], targets)
 
         return lambda params, x, targets: ya.Mean(ya.apply(head, params, x, targets), (targets != -100).sum())
 
@@ -232,17 +230,14 @@ def vocabulary(_: Any) -> None:
                 state.params, x, targets
             )
         close(got, want, "loss")
-        close(ya.unshard(own), {"w": gradient["w"]}, "gradient")
+        close(own, {"w": gradient["w"]}, "gradient")
         logits = {shape for shape in shapes.seen if shape[-1:] == (5,)}
         assert max(shape[0] for shape in logits if len(shape) == 2 and shape != (8, 5)) == rows, logits
         assert not any(shape[-1:] == (10,) and len(shape) > 1 for shape in shapes.seen)
 
 
-def test_no_rank_has_all_logits(pools: dict[int, Pool]) -> None:
-    pools[2].run(vocabulary)
-
-
-def rounded(_: Any) -> None:
+@on_ranks(2)
+def test_rounding_in_bf16(_: Any) -> None:
     """Gradients in bf16 are as far from those in float64 with the layers over two ranks as on one."""
     case, apart = Case({"tensor": 2}, TENSOR), []
     config, mesh = config_of(case), ya.mesh(tensor=2, device="cpu")
@@ -260,11 +255,9 @@ def rounded(_: Any) -> None:
     assert 0.5 < error_of_two / error_of_one < 1.5, (error_of_one, error_of_two)
 
 
-def test_rounding_in_bf16(pools: dict[int, Pool]) -> None:
-    pools[2].run(rounded)
-
-
-def files(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path / "model")
     case, mesh = Case({"tensor": 2}, TENSOR, {"tied": True}), ya.mesh(tensor=2, device="cpu")
     config = config_of(case)
     state = ya.init(llama.params(config, axes=TENSOR), mesh=mesh)
@@ -274,14 +267,10 @@ def files(_: Any, folder: str) -> None:
     assert found == config
     want = ya.unshard(state.params)
     for whole in (ya.unshard(again.params), ya.unshard(ya.shard(llama.hf.load(folder)[1], mesh=mesh).params)):
-        assert optree.tree_all(optree.tree_map(torch.equal, whole, want))
+        compare(whole, want, 0.0, "files")
     batch = batch_of(0)
     losses = [ya.value_and_grad(llama.loss(config, axes=TENSOR))(each.params, batch)[0] for each in (state, again)]
     assert torch.equal(*losses)
-
-
-def test_files_of_hugging_face(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(files, str(tmp_path / "model"))
 
 
 JOURNEY = [
@@ -310,7 +299,7 @@ def travels(_: Any, folder: str) -> Any:
 
 
 @pytest.mark.nightly
-def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: Pools, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="reads what is written")
     want, *_ = pools[4].run(travels, str(tmp_path))
     found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
@@ -345,8 +334,9 @@ def refused(_: Any) -> None:
             run(TENSOR, TENSOR, {**batch, name: batch[name] + 9})
 
 
-def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool]) -> None:
-    pools[2].run(refused)
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
+    refused(mesh)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
     for family in (llama, gpt2):
@@ -369,7 +359,17 @@ def test_attention_by_halves_with_and_without_masks(masked: bool) -> None:
     torch.testing.assert_close(found, attention.attend(q, k, v, attention.Positions(), None), rtol=0, atol=1e-14)
 
 
-def inference(_: Any, case: Case) -> None:
+INFERENCE = {
+    "tensor": Case({"tensor": 2}, SEQUENCE),
+    "gpt2": Case({"tensor": 2}, TENSOR, family="gpt2"),
+    "context": Case({"context": 2}, CONTEXT),
+    "mixtral": Case({"expert": 2}, EXPERT, {"experts": 4}, family="mixtral"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", by_name(INFERENCE))
+def test_inference(_: Any, case: Case) -> None:
     """Scores of the next token, of targets, and token by token, outside of a step."""
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
     mesh, plain = ya.mesh(device="cpu", **case.mesh), ya.materialize(wide(family.params(config)))
@@ -395,16 +395,3 @@ def inference(_: Any, case: Case) -> None:
         with pytest.raises(ValueError, match=r"the cache has . heads of keys, .* over 2 ranks of .* pass init_cache r"):
             cache = decoding.init_cache(over, config, len(tokens), S, torch.float64)
             decoding.decode(over, config, state.params, tokens, cache, 0)
-
-
-INFERENCE = {
-    "tensor": Case({"tensor": 2}, SEQUENCE),
-    "gpt2": Case({"tensor": 2}, TENSOR, family="gpt2"),
-    "context": Case({"context": 2}, CONTEXT),
-    "mixtral": Case({"expert": 2}, EXPERT, {"experts": 4}, family="mixtral"),
-}
-
-
-@pytest.mark.parametrize("case", INFERENCE.values(), ids=INFERENCE)
-def test_inference(pools: dict[int, Pool], case: Case) -> None:
-    pools[2].run(inference, case)

@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import CONTEXT, EXPERT, FAMILIES, SEQUENCE, Case, batch_of, config_of, wide
-from tests.harness.pool import Pool
+from tests.harness.marks import by_name
+from tests.harness.pool import on_ranks
 
 MIXTRAL: dict[str, Any] = {"experts": 4, "router_loss": True, "router_coef": 0.1, "router_z_coef": 0.01}
 CASES = {
@@ -22,7 +23,9 @@ CASES = {
 }
 
 
-def second(_: Any, case: Case) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("case", by_name(CASES, "uneven"))
+def test_second_derivatives(_: Any, case: Case) -> None:
     config, family, axes = config_of(case), FAMILIES[case.family], case.axes
     limit = {} if case.capacity is None else {"capacity": case.capacity}
     mesh, found = ya.mesh(device="cpu", **case.mesh), []
@@ -39,11 +42,3 @@ def second(_: Any, case: Case) -> None:
             found.append([ya.unshard(each) for each in (slope, along, twice)])
     for name, *pair in zip(("gradient", "forward over reverse", "reverse over reverse"), *found, strict=True):
         close(*map(ya.params.without_markers, pair), name)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=name, marks=[pytest.mark.nightly] * (name == "uneven")) for name, case in CASES.items()],
-)
-def test_second_derivatives(pools: dict[int, Pool], case: Case) -> None:
-    pools[2].run(second, case)

@@ -24,7 +24,7 @@ import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.groups import SOON, giving_up
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, Pools
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.errors import OrderChanged, RanksDisagree
 
@@ -33,8 +33,7 @@ Calls = Sequence[Callable[[Tensor], Tensor]]
 
 
 def psum(x: Tensor, axis: str = "tensor") -> Tensor:
-    out: Tensor = ya.psum(x, axis) / ya.axis_size(axis)
-    return out
+    return ya.psum(x, axis) / ya.axis_size(axis)
 
 
 def gathered(x: Tensor) -> Tensor:
@@ -43,8 +42,7 @@ def gathered(x: Tensor) -> Tensor:
 
 def passed_on(x: Tensor) -> Tensor:
     n = ya.axis_size("tensor")
-    out: Tensor = ya.ppermute(x, "tensor", [(k, (k + 1) % n) for k in range(n)])
-    return out
+    return ya.ppermute(x, "tensor", [(k, (k + 1) % n) for k in range(n)])
 
 
 RIGHT: Calls = (psum, gathered, passed_on)
@@ -105,14 +103,14 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
                 state = step(state, X)[0]
         except (OrderChanged, RanksDisagree) as error:
             if len(ranks) == mesh.size():  # all failed at one place
-                close(ya.unshard(state), before, "the state")
+                close(state, before, "the state")
                 model.step = 0  # as the first step was
                 step(state, X)
             return f"{type(error).__name__}: {error}"
         except RuntimeError as error:
             return f"waited: {error} {getattr(error, '__notes__', '')}"
         plain = of_plain(plain, X)[0]
-        close(ya.unshard(state), ya.params.without_markers(plain.params), f"rank {rank}, step {number}")
+        close(state, plain.params, f"rank {rank}, step {number}")
     return "exact"
 
 
@@ -160,7 +158,7 @@ DAILY = [
 
 @pytest.mark.parametrize(("how", "at", "ranks", "axes", "remat"), DAILY)
 def test_none_is_wrong_and_silent(
-    pools: dict[int, Pool], how: str, at: int, ranks: list[int], axes: dict[str, int], remat: str
+    pools: Pools, how: str, at: int, ranks: list[int], axes: dict[str, int], remat: str
 ) -> None:
     judge(pools[2], how, at, ranks, axes, remat)
 
@@ -169,7 +167,7 @@ def test_none_is_wrong_and_silent(
 @pytest.mark.parametrize("ranks", [[0], [1, 2], [0, 1, 2, 3]])
 @pytest.mark.parametrize(("at", "remat"), [*itertools.product((0, LATER), ("none", "all")), (-1, "all")])
 @pytest.mark.parametrize("how", MUTANTS)
-def test_all_of_them(pools: dict[int, Pool], how: str, at: int, remat: str, ranks: list[int]) -> None:
+def test_all_of_them(pools: Pools, how: str, at: int, remat: str, ranks: list[int]) -> None:
     if at < 0 and len(ranks) < 4:
         ranks = [0, 1, 2, 3]
     judge(pools[4], how, at, ranks, BOTH, remat)

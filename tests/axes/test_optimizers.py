@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.axes.model import H, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.optim.test_leafwise import rows, sizes
 from yafsdp_fn import optim
 from yafsdp_fn.checkpoint import load, save
@@ -79,7 +79,7 @@ def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = 
             state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
             for number in range(STEPS):
                 state, _ = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
-            close(ya.unshard(state), WITHOUT(want.params), f"{name}: parameters")
+            close(state, want.params, f"{name}: parameters")
             compared(state, want, name)
         if folder:
             save(f"{folder}/{name}", state)
@@ -93,21 +93,24 @@ def compared(state: Any, want: Any, name: str) -> None:
     close({path: got[path] for path in wanted}, wanted, f"{name}: the optimizer's state", 1e-10)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("axes", [{"tensor": 2}, nightly({"expert": 2})])
-def test_on_an_axis_of_two(pools: dict[int, Pool], axes: dict[str, int]) -> None:
-    pools[2].run(trained, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
+def test_on_an_axis_of_two(mesh: Any, axes: dict[str, int]) -> None:
+    trained(mesh, axes, tuple(TXS) if "tensor" in axes else ("muon", "adafactor", "two rounds"))
 
 
+@on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
-def test_on_four_ranks(pools: dict[int, Pool], axes: dict[str, int], tmp_path: Path) -> None:
-    pools[4].run(trained, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))
+def test_on_four_ranks(mesh: Any, axes: dict[str, int], tmp_path: Path) -> None:
+    trained(mesh, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))
 
 
+@on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize("axes", [{"shard": 2, "context": 2}, {"tensor": 4}, {"replicate": 2, "shard": 1, "tensor": 2}])
-def test_on_more_meshes(pools: dict[int, Pool], axes: dict[str, int]) -> None:
-    pools[4].run(trained, axes, tuple(TXS))
+def test_on_more_meshes(mesh: Any, axes: dict[str, int]) -> None:
+    trained(mesh, axes, tuple(TXS))
 
 
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
@@ -131,7 +134,7 @@ def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
-def test_programs_know_what_travels(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+def test_programs_know_what_travels(pools: Pools, axes: dict[str, int]) -> None:
     found = pools[4].run(sent, axes)
     (said,) = {said for _, said in found}
     units = 4 * 2 + 2  # of layers: split over nothing, tensor, both, and over expert and tensor; embedding and head

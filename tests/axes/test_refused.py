@@ -9,7 +9,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, params
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 WEIGHT = ya.Param((4, 6), split={"tensor": -1})
 
@@ -67,6 +67,7 @@ def calls(_: Any) -> None:
     assert loss.isfinite()
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("function", [meshes, states, calls])
-def test_refused_by_name(pools: dict[int, Pool], function: Any) -> None:
-    pools[2].run(function)
+def test_refused_by_name(mesh: Any, function: Any) -> None:
+    function(mesh)

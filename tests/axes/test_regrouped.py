@@ -16,7 +16,7 @@ from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, optimizer
 from tests.axes.test_llama import SIZE, TENSOR, S
 from tests.axes.test_states import equal, whole
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.checkpoint import CheckpointError, load, load_params, save
 
 OF = Options(frozen=True)
@@ -37,7 +37,10 @@ def grouped() -> Any:
 TREES: dict[str, Any] = {"split": lambda: params(OF), "not split": not_split, "grouped": grouped}
 
 
-def there_and_back(_: Any, folder: str) -> None:
+@on_ranks(4)
+@pytest.mark.nightly
+def test_leaves_are_found_by_name(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     state = ya.init(params(OF), optimizer(), mesh=mesh_of(shard=2, tensor=2), precision=FLOAT64)
     batch = ya.shard_batch(batch_of(0), state.mesh)
     state, _ = ya.train_step(loss_of(OF), optimizer())(state, batch)
@@ -51,17 +54,14 @@ def there_and_back(_: Any, folder: str) -> None:
         assert state.step == 1
         equal(whole(state), want)
         only = ya.init(TREES["split"](), ya.optim.identity(), mesh=state.mesh, precision=FLOAT64, seed=1)
-        equal(ya.unshard(load_params(f"{folder}/{number}", only)), want[0])
+        equal(load_params(f"{folder}/{number}", only), want[0])
     state, _ = ya.train_step(loss_of(OF), optimizer())(state, batch)  # goes on
 
 
-@pytest.mark.nightly
-def test_leaves_are_found_by_name(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[4].run(there_and_back, str(tmp_path))
-
-
-def models(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_a_model_for_tensor_and_not(_: Any, tmp_path: Path) -> None:
     """Llama, made for `tensor` and not."""
+    folder = str(tmp_path)
     config, tx, mesh = llama.Config(max_length=S, **SIZE), optimizer(), mesh_of(tensor=2)
     for number, (first, then) in enumerate(((NONE, TENSOR), (TENSOR, NONE))):
         state = ya.init(llama.params(config, **first.options), tx, mesh=mesh)
@@ -70,11 +70,9 @@ def models(_: Any, folder: str) -> None:
         equal(whole(load(f"{folder}/{number}", like)[0]), whole(state))
 
 
-def test_a_model_for_tensor_and_not(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(models, str(tmp_path))
-
-
-def refused(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_what_is_not_there_is_refused_by_leaf(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     mesh = mesh_of(tensor=2)
     w, v = ya.Param((2, 4, 6), split={"tensor": -1}), ya.Param((2, 4))
     save(folder, ya.init({"layers": ya.Stacked({"w": w, "v": v})}, mesh=mesh))
@@ -102,7 +100,3 @@ def refused(_: Any, folder: str) -> None:
         w=plain,
         v=ya.Pinned(ya.Param((2, 5))),
     )
-
-
-def test_what_is_not_there_is_refused_by_leaf(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(refused, str(tmp_path))

@@ -15,11 +15,12 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
+from tests.harness.collector import no_collection
 from tests.harness.marks import by_day
-from tests.harness.oracle import plain
-from tests.harness.pool import Pool
+from tests.harness.oracle import compare, plain
+from tests.harness.pool import on_ranks
 from tests.harness.small import slot_bytes
-from yafsdp_fn.checkpoint import Saver, load, save
+from yafsdp_fn.checkpoint import CheckpointError, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
 from yafsdp_fn.runtime.execute import VisitRunner
 
@@ -40,22 +41,23 @@ def made(**axes: int) -> Any:
 
 
 def equal(got: Any, want: Any) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    for path, a, b in zip(optree.tree_paths(want), optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
-        assert torch.equal(a, b), path
+    compare(got, want, 0.0, "bits")
 
 
-def in_and_out(_: Any, axes: dict[str, int]) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("name", by_day(MESHES, "shard, tensor", "expert, context", "stage, tensor"))
+def test_whole_values_go_in_and_come_out(_: Any, name: str) -> None:
+    axes = MESHES[name]
     state, marked = made(**axes), ya.PlainState.create(params(OF), optimizer()).params
     want, stages = WITHOUT(marked), stages_of(OF, axes)
-    equal(ya.unshard(state), want)
+    equal(state, want)
     for name, weight in ya.named_weights(state.params):
         top, *rest = name.split(".")
         leaf = want[top][rest[-1]]
         assert torch.equal(weight, leaf[int(rest[0])] if top == "layers" else leaf), name
-    equal(ya.unshard(ya.shard(want, like=params(OF), mesh=state.mesh, precision=FLOAT64, stages=stages)), want)
+    equal(ya.shard(want, like=params(OF), mesh=state.mesh, precision=FLOAT64, stages=stages), want)
     lazy = optree.tree_map(lambda x: ya.Lazy(x.shape, x.dtype, lambda i: x if i is None else x[i]), want)
-    equal(ya.unshard(ya.shard(lazy, like=params(OF), mesh=state.mesh, precision=FLOAT64, stages=stages)), want)
+    equal(ya.shard(lazy, like=params(OF), mesh=state.mesh, precision=FLOAT64, stages=stages), want)
     # maps over whole layers
     seen: list[Any] = []
 
@@ -66,10 +68,10 @@ def in_and_out(_: Any, axes: dict[str, int]) -> None:
 
     doubled = ya.map_whole_layers(double, state.params["layers"])
     equal(optree.tree_map(lambda *xs: torch.stack(xs), *seen), want["layers"])
-    equal(ya.unshard(doubled), optree.tree_map(lambda x: 2 * x, want["layers"]))
+    equal(doubled, optree.tree_map(lambda x: 2 * x, want["layers"]))
     # numbers over trees
     other, plain_other = ya.normal_like(3, state.params), WITHOUT(ya.normal_like(3, marked))
-    equal(ya.unshard(other), plain_other)
+    equal(other, plain_other)
     close(ya.global_norm(state.params), ya.global_norm(want), "norm")
     close(ya.vdot(state.params, other), ya.vdot(want, plain_other), "product")
     wide = ya.params.leaf_mask(lambda path, param: max(param.shape) == 32, state.params)  # FF, whole
@@ -84,11 +86,6 @@ def in_and_out(_: Any, axes: dict[str, int]) -> None:
     close(ya.eval_step(loss_of(OF))(state, batch)["loss"], plain_loss, "evaluation")
 
 
-@pytest.mark.parametrize("name", by_day(MESHES, "shard, tensor", "expert, context", "stage, tensor"))
-def test_whole_values_go_in_and_come_out(pools: dict[int, Pool], name: str) -> None:
-    pools[4].run(in_and_out, MESHES[name])
-
-
 def trained(state: Any, split: bool = True) -> Any:
     step = ya.train_step(loss_of(OF), optimizer())
     for number in range(2):
@@ -100,7 +97,9 @@ def whole(state: Any) -> Any:
     return ya.unshard(state), ya.unshard(state.opt_state)
 
 
-def checkpoints(_: Any, folder: str) -> None:
+@on_ranks(4)
+def test_checkpoints_fit_any_axes(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     state = trained(made(shard=2, tensor=2))
     want, sums = whole(state), ya.checksum(state)
     for number, axes in enumerate([*MESHES.values(), MESHES["shard, tensor"]]):
@@ -123,11 +122,8 @@ def checkpoints(_: Any, folder: str) -> None:
     trained(state)  # goes on
 
 
-def test_checkpoints_fit_any_axes(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[4].run(checkpoints, str(tmp_path))
-
-
-def aliased(_: Any) -> None:
+@on_ranks(2)
+def test_slots_of_units_on_one_rank_are_their_shards(_: Any) -> None:
     state = made(tensor=2)
     step, batch = ya.train_step(loss_of(OF), optimizer()), ya.shard_batch(batch_of(0), state.mesh)
     for _step in range(2):
@@ -151,11 +147,9 @@ def aliased(_: Any) -> None:
     assert 0 < needed == slot_bytes(slots) < whole
 
 
-def test_slots_of_units_on_one_rank_are_their_shards(pools: dict[int, Pool]) -> None:
-    pools[2].run(aliased)
-
-
-def in_other_circumstances(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_a_deterministic_run_on_other_axes_is_told(_: Any, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     meshes = [ya.mesh(device="cpu", deterministic=4, **axes) for axes in ({"tensor": 2}, {})]
     for one, other, was in ((0, 1, "tensor=2"), (1, 0, "None")):
         save(f"{folder}/{one}", ya.init(params(), mesh=meshes[one]))
@@ -163,14 +157,11 @@ def in_other_circumstances(_: Any, folder: str) -> None:
             load(f"{folder}/{one}", ya.init(params(), mesh=meshes[other]))
 
 
-def test_a_deterministic_run_on_other_axes_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(in_other_circumstances, str(tmp_path))
-
-
-def damaged(_: Any, folder: str) -> None:
+@on_ranks(2)
+def test_a_damaged_description_is_told(_: Any, tmp_path: Path) -> None:
     mesh, tensor = mesh_of(tensor=2), ya.Param((4, 6), split={"tensor": -1})
     state = ya.init({"a": {"w": tensor}}, mesh=mesh)
-    path = save(folder, state) / "manifest.json"
+    path = save(tmp_path, state) / "manifest.json"
     if mesh.get_rank() == 0:
         text = path.read_text()
         assert text.count('"tensor": -1') == 1
@@ -179,15 +170,18 @@ def damaged(_: Any, folder: str) -> None:
         old, new = (hashlib.sha256(each.encode()).hexdigest() for each in (text, path.read_text()))
         folder_sums.write_text(folder_sums.read_text().replace(old, new))
     torch.distributed.barrier()
-    load(folder, ya.init({"a": {"w": ya.Param((4, 6))}}, mesh=mesh), step=0)
+    text = r"params.a: how it was split cannot be: split=\{'tensor': -3\} of shape \(4, 6\)"
+    with pytest.raises(CheckpointError, match=text):
+        load(tmp_path, ya.init({"a": {"w": ya.Param((4, 6))}}, mesh=mesh), step=0)
 
 
-def test_a_damaged_description_is_told(pools: dict[int, Pool], tmp_path: Path) -> None:
-    for error in pools[2].errors(damaged, str(tmp_path)):
-        assert "params.a: how it was split cannot be: split={'tensor': -3} of shape (4, 6)" in error
+def _gathers(program: Any) -> list[Any]:
+    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
+    return [program.trace.units[unit] for op in ops for unit in op.units]
 
 
-def programs(_: Any) -> None:
+@on_ranks(4)
+def test_programs_know_the_ranks_of_units(_: Any) -> None:
     state = made(shard=2, tensor=2)
     batch = ya.shard_batch(batch_of(0), state.mesh)
     step = ya.train_step(loss_of(OF), optimizer())
@@ -216,30 +210,19 @@ def programs(_: Any) -> None:
     assert wider.ranks_of(wider.units[split.id]) == 4
 
 
-def _gathers(program: Any) -> list[Any]:
-    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
-    return [program.trace.units[unit] for op in ops for unit in op.units]
-
-
-def test_programs_know_the_ranks_of_units(pools: dict[int, Pool]) -> None:
-    pools[4].run(programs)
-
-
-def noise(_: Any) -> None:
+@on_ranks(4)
+def test_noise_depends_on_the_place_in_the_whole_leaf(_: Any) -> None:
     state = made(shard=2, tensor=2)
     for tree in (state.params, plain(params(OF))):  # marked: drawn layer by layer
         tx = ya.optim.contrib.add_noise(0.1, 0.5, key=1)
         updates, _ = tx.update(optree.tree_map(torch.zeros_like, tree), tx.init(tree), tree)
         if tree is state.params:
             got = ya.unshard(updates)
-    equal(got, WITHOUT(updates))
+    equal(got, updates)
 
 
-def test_noise_depends_on_the_place_in_the_whole_leaf(pools: dict[int, Pool]) -> None:
-    pools[4].run(noise)
-
-
-def dropout(_: Any) -> None:
+@on_ranks(2)
+def test_ranks_that_compute_the_same_draw_alike(_: Any) -> None:
     """Ranks of `tensor` draw alike, since they compute the same; those of other axes do not."""
     for axes, alike in (({"tensor": 2}, True), ({"context": 2}, False), ({"expert": 2}, False), ({"shard": 2}, False)):
         mesh = mesh_of(**axes)
@@ -255,22 +238,11 @@ def dropout(_: Any) -> None:
         assert torch.equal(*both) == alike, axes
 
 
-def test_ranks_that_compute_the_same_draw_alike(pools: dict[int, Pool]) -> None:
-    pools[2].run(dropout)
-
-
-def let_go(_: Any) -> None:
+@on_ranks(2)
+def test_a_step_lets_go_of_its_session(_: Any) -> None:
     """Slots of a first step, by hand: no garbage collector is there to find them."""
     state, step = made(tensor=2), ya.train_step(loss_of(OF), optimizer())
     batch = ya.shard_batch(batch_of(0), state.mesh)
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         state, _ = step(state, batch)
         assert not [each for each in gc.get_objects() if isinstance(each, VisitRunner)]
-    finally:
-        gc.enable()
-
-
-def test_a_step_lets_go_of_its_session(pools: dict[int, Pool]) -> None:
-    pools[2].run(let_go)

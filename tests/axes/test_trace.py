@@ -12,11 +12,11 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
-from yafsdp_fn.schedules import Backward, Forward, Program, Trace, remat, zero3
+from yafsdp_fn.schedules import Backward, Forward, Program, Trace, zero3
 from yafsdp_fn.timeline.timeline import Timeline
 
 
@@ -35,7 +35,7 @@ def words(calls: Collectives) -> list[str]:
 SEQUENCE = Options(sequence_parallel=True)
 
 
-def test_a_visit_lists_what_its_block_calls(pools: dict[int, Pool]) -> None:
+def test_a_visit_lists_what_its_block_calls(pools: Pools) -> None:
     here, *others = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)
     embed, layer, _, head = here.visits
     assert embed.collectives == embed.adjoints == ()
@@ -66,7 +66,7 @@ def test_a_visit_lists_what_its_block_calls(pools: dict[int, Pool]) -> None:
         assert [visit[5:] for visit in other.visits] == [visit[5:] for visit in here.visits]
 
 
-def test_they_are_printed_and_part_of_what_ranks_compare(pools: dict[int, Pool]) -> None:
+def test_they_are_printed_and_part_of_what_ranks_compare(pools: Pools) -> None:
     here, _ = pools[2].run(traced, {"context": 2}, Options(zigzag=True))
     program = zero3()(here)
     line = "in layers[0] to layers[1]: 2 x ppermute context (2.0 KiB); backward: 2 x ppermute context (2.0 KiB)"
@@ -117,11 +117,11 @@ def seconds(program: Program) -> dict[tuple[Any, int], float]:
     return {(type(task.op), task.op.visit): each for task, each in zip(computes, links, strict=True)}
 
 
-def test_they_cost_what_their_axis_crosses(pools: dict[int, Pool]) -> None:
+def test_they_cost_what_their_axis_crosses(pools: Pools) -> None:
     """Tensor ranks share a node of two, the two experts do not."""
     here = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)[0]
     ring, exchange = 2048 / 2 / 1e6, 8192 / 2 * 2 / 1e5
-    for program, again in ((zero3()(here), 0), (zero3(remat=remat.all)(here), 1)):
+    for program, again in ((zero3()(here), 0), (zero3(remat="all")(here), 1)):
         found = seconds(program)
         once = 4 * ring + 2 * exchange
         assert found[Forward, 1] == pytest.approx(once)
@@ -130,7 +130,7 @@ def test_they_cost_what_their_axis_crosses(pools: dict[int, Pool]) -> None:
         assert found[Backward, 2] == pytest.approx(once * (1 + again) + ring)
 
 
-def test_a_ring_over_nodes(pools: dict[int, Pool]) -> None:
+def test_a_ring_over_nodes(pools: Pools) -> None:
     here = pools[4].run(traced, {"context": 4}, Options(zigzag=True))[0]
     assert seconds(zero3()(here))[Forward, 1] == pytest.approx(6 * 1024 / 1e5)  # one of a node's two leaves it
 
@@ -138,7 +138,9 @@ def test_a_ring_over_nodes(pools: dict[int, Pool]) -> None:
 # ---- learnt from a real step
 
 
-def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
+@on_ranks(2)
+@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
+def test_a_step_finds_the_same(_: Any, axes: dict[str, int], of: Options) -> None:
     """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
     mesh = mesh_of(**axes)
     state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
@@ -151,18 +153,14 @@ def learnt(_: Any, axes: dict[str, int], of: Options) -> tuple[Trace, Trace]:
     lowered = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
     for other in (step, again, lowered) * 2:
         state, _ = other(state, cut)
-    return faked, found.trace
+    found = found.trace
+    assert found.between == faked.between
+    assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
+    assert any(visit.collectives for visit in found.visits)
 
 
-@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
-def test_a_step_finds_the_same(pools: dict[int, Pool], axes: dict[str, int], of: Options) -> None:
-    for faked, found in pools[2].run(learnt, axes, of):
-        assert found.between == faked.between
-        assert [visit[5:] for visit in found.visits] == [visit[5:] for visit in faked.visits]
-        assert any(visit.collectives for visit in found.visits)
-
-
-def evaluated(_: Any) -> Trace:
+@on_ranks(2)
+def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
     """A loss with a visit without grad, and what nobody differentiates, evaluated and trained with."""
     mesh = mesh_of(tensor=2)
     tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)}), "other": {"w": torch.ones(3)}}
@@ -178,22 +176,19 @@ def evaluated(_: Any) -> Trace:
 
     state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
     # a graph that is kept goes back through what nobody differentiates, too, with zeros
-    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True, schedule=zero3(remat=remat.all))
+    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True, schedule=zero3(remat="all"))
     evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
     for _ in range(3):
         evaluate(state.params, x)
         state, _ = step(state, x)
-    return step.program(state).trace
+    trace = step.program(state).trace
+    layer = trace.visits[0]
+    assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
+    assert words(layer.adjoints) == ["psum tensor 24"]  # not that of ys
 
 
-def test_what_nobody_differentiates_has_no_backward(pools: dict[int, Pool]) -> None:
-    for trace in pools[2].run(evaluated):
-        layer = trace.visits[0]
-        assert words(layer.collectives) == ["psum tensor 24", "psum tensor 8"]
-        assert words(layer.adjoints) == ["psum tensor 24"]  # not that of ys
-
-
-def changed(_: Any) -> list[str]:
+@on_ranks(2)
+def test_sizes_are_those_of_the_batch(_: Any) -> None:
     """Batches of another length go on, other sizes of the same batch do not; nor do others between visits."""
     mesh, extra = mesh_of(tensor=2), {"rows": 0, "loss": False}
     tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)})}
@@ -221,16 +216,12 @@ def changed(_: Any) -> list[str]:
             state, _ = step(state, torch.ones(rows, 3, dtype=torch.float64))
         except ya.errors.OrderChanged as error:
             said.append(str(error))
-    return said
-
-
-def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
-    for size, loss in pools[2].run(changed):
-        assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
-        both = "psum over 'tensor', 96 bytes of torch.float64; got psum over 'tensor', 144 bytes of torch.float64"
-        assert both in size
-        assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
-        assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
+    size, loss = said
+    assert size.startswith("forward of layers[0] (visit 0, microbatch 0, step 3): expected its collective 0 to be ")
+    both = "psum over 'tensor', 96 bytes of torch.float64; got psum over 'tensor', 144 bytes of torch.float64"
+    assert both in size
+    assert loss.startswith("the loss after forward of layers[1] (visit 1, microbatch 0, step 3): expected its ")
+    assert "collective 0 to be none; got psum over 'tensor', 96 bytes" in loss
 
 
 # ---- in timelines
@@ -239,14 +230,14 @@ def test_sizes_are_those_of_the_batch(pools: dict[int, Pool]) -> None:
 def recorded(_: Any) -> str:
     mesh = mesh_of(tensor=2)
     state = ya.init(params(SEQUENCE), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
-    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat=remat.all))
+    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat="all"))
     state, _ = step(state, batch_of(0))
     with ya.timeline.record() as recording:
         step(state, batch_of(0))
     return recording.timeline().to_json()
 
 
-def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
     measured = Timeline.from_json(pools[2].run(recorded)[0])
     predicted = simulate(zero3()(pools[2].run(traced, {"tensor": 2}, SEQUENCE)[0]), "a100-80g")
     assert measured.inside and "in the collectives of blocks" in str(measured)
@@ -271,7 +262,8 @@ def test_timelines_show_them(pools: dict[int, Pool], tmp_path: Path) -> None:
         Timeline.from_json(text)
 
 
-def uneven(_: Any) -> list[float]:
+@on_ranks(4)
+def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
     """Sizes from data: of an exchange, and of what follows it in its block, other ones in each step and line."""
     mesh, now = mesh_of(expert=2, tensor=2), {"step": 0}
     tree = {"layers": ya.Stacked({"w": torch.full((2, 3), 0.5, dtype=torch.float64)})}
@@ -295,10 +287,5 @@ def uneven(_: Any) -> list[float]:
         found.append(float(metrics["loss"]))
     kinds = [call.kind for call in step.program(state).trace.visits[0].collectives]
     assert kinds == ["uneven all_to_all", "psum", "uneven all_to_all"]
-    return found
-
-
-def test_sizes_of_uneven_exchanges_may_change(pools: dict[int, Pool]) -> None:
-    for found in pools[4].run(uneven):
-        assert found == pytest.approx([found[0]] * 4)
-        assert found[0] > 0
+    assert found == pytest.approx([found[0]] * 4)
+    assert found[0] > 0

@@ -15,7 +15,7 @@ from torch.func import grad, jvp
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 OF = Options(sequence_parallel=True)
 WITHOUT = ya.params.without_markers
@@ -45,20 +45,22 @@ def transforms(_: Any, axes: dict[str, int]) -> None:
     direction, batch = ya.normal_like(5, state.params), ya.shard_batch(batch_of(0), mesh, split={"context": 1})
     f = ya.functional_loss(lambda p: loss_of(OF)(p, batch))
     gradient, slope, twice, along = plain()
-    close(ya.unshard(grad(f)(state.params)), gradient, "gradient")
+    close(grad(f)(state.params), gradient, "gradient")
     close(jvp(f, (state.params,), (direction,))[1], slope, "slope")
-    close(ya.unshard(_twice(f, state.params, direction)), twice, "Hessian")
-    close(ya.unshard(_along(f, state.params, direction)), along, "Hessian, forward over reverse")
+    close(_twice(f, state.params, direction), twice, "Hessian")
+    close(_along(f, state.params, direction), along, "Hessian, forward over reverse")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
-def test_derivatives_of_any_order(pools: dict[int, Pool], axes: dict[str, int]) -> None:
-    pools[2].run(transforms, axes)
+def test_derivatives_of_any_order(mesh: Any, axes: dict[str, int]) -> None:
+    transforms(mesh, axes)
 
 
+@on_ranks(4)
 @pytest.mark.nightly
-def test_derivatives_on_two_axes(pools: dict[int, Pool]) -> None:
-    pools[4].run(transforms, {"shard": 2, "tensor": 2})
+def test_derivatives_on_two_axes(mesh: Any) -> None:
+    transforms(mesh, {"shard": 2, "tensor": 2})
 
 
 # ---- by example
@@ -68,7 +70,9 @@ def row_of(step: int, row: int) -> Any:
     return {key: rows[row : row + 1] for key, rows in batch_of(step).items()}
 
 
-def by_example(_: Any, axes: dict[str, int]) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
+def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
     """Gradients of each row, and their products with a direction, by vmap over rows; collectives are of all at once."""
     mesh = mesh_of(**axes)
     state, tree = ya.init(params(OF), mesh=mesh, precision=FLOAT64), WITHOUT(ya.materialize(params(OF)))
@@ -86,13 +90,8 @@ def by_example(_: Any, axes: dict[str, int]) -> None:
     for row in range(len(own["tokens"])):
         want = grad(f)(tree, row_of(0, row))
         got = optree.tree_map(lambda leaf, row=row: leaf[row], each)
-        close(ya.unshard(got), want, f"gradient of row {row}")
+        close(got, want, f"gradient of row {row}")
         close(along[row], ya.vdot(want, u), f"slope of row {row}")
-
-
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
-def test_derivatives_by_example(pools: dict[int, Pool], axes: dict[str, int]) -> None:
-    pools[2].run(by_example, axes)
 
 
 # ---- a step whose loss has a derivative inside
@@ -117,7 +116,31 @@ def mlp_params() -> Any:
     return {"mlp": {"up": up, "down": down}}
 
 
-def inside(_: Any) -> None:
+def chunked(p: Any, x: Tensor) -> Tensor:
+    """A part of a block runs again in the backward, in autograd's thread on a GPU, and its collective with it."""
+
+    def mlp(w: Any, x: Tensor) -> Tensor:
+        def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+            return ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
+
+        out: Tensor = ya.chunk(whole, 2, in_axes=(0, None, None))(x, w["up"], w["down"])
+        return out.square().mean()
+
+    return ya.apply(mlp, p["mlp"], x)
+
+
+@on_ranks(2)
+def test_chunks_with_collectives(_: Any) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1)).params, x)
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all")):
+        close(ya.grad(chunked, schedule=schedule)(state.params, x), want, "gradient")
+    close(grad(ya.functional_loss(chunked))(state.params, x), want, "gradient by torch.func")
+
+
+@on_ranks(2)
+def test_a_derivative_inside_of_a_block(_: Any) -> None:
     """All units are split over all ranks: slots are the shards. One step of gradient descent."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     want = ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1))
@@ -126,35 +149,4 @@ def inside(_: Any) -> None:
     step = ya.train_step(penalised, ya.optim.sgd(0.1))
     for _ in range(3):
         want, state = step(want, x)[0], step(state, x)[0]
-        close(ya.unshard(state), want.params, "parameters")
-
-
-def chunked(p: Any, x: Tensor) -> Tensor:
-    """A part of a block runs again in the backward, in autograd's thread on a GPU, and its collective with it."""
-
-    def mlp(w: Any, x: Tensor) -> Tensor:
-        def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-            out: Tensor = ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
-            return out
-
-        out: Tensor = ya.chunk(whole, 2, in_axes=(0, None, None))(x, w["up"], w["down"])
-        return out.square().mean()
-
-    return ya.apply(mlp, p["mlp"], x)
-
-
-def in_chunks(_: Any) -> None:
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
-    want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1)).params, x)
-    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all")):
-        close(ya.unshard(ya.grad(chunked, schedule=schedule)(state.params, x)), want, "gradient")
-    close(ya.unshard(grad(ya.functional_loss(chunked))(state.params, x)), want, "gradient by torch.func")
-
-
-def test_chunks_with_collectives(pools: dict[int, Pool]) -> None:
-    pools[2].run(in_chunks)
-
-
-def test_a_derivative_inside_of_a_block(pools: dict[int, Pool]) -> None:
-    pools[2].run(inside)
+        close(state, want.params, "parameters")

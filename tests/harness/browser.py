@@ -82,8 +82,7 @@ class Browser:
             self._note(answer)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']}")
-        result: dict[str, Any] = answer["result"]
-        return result
+        return answer["result"]
 
     def _next(self, until: float) -> dict[str, Any]:
         while b"\0" not in self._rest:
@@ -92,8 +91,7 @@ class Browser:
                 raise TimeoutError("the browser does not answer")
             self._rest += more
         one, self._rest = self._rest.split(b"\0", 1)
-        found: dict[str, Any] = json.loads(one)
-        return found
+        return json.loads(one)
 
     def _note(self, event: dict[str, Any]) -> None:
         match event:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.groups import breakable, outcome
 
 V, E, L = 11, 5, 3
 
@@ -99,6 +100,16 @@ def head(w: Any, x: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ w["w"]).flatten(0, 1), targets.flatten())
 
 
+def with_ends(middle: Callable[[Any, Tensor], Any]) -> LossFn:
+    """The model's loss with `middle(tree, x)` between the embedding and the head."""
+
+    def loss(tree: Any, data: Any) -> Tensor:
+        x = middle(tree, ya.apply(embed, tree["embed"], data["tokens"]))
+        return ya.apply(head, tree["head"], x, data["targets"])
+
+    return loss
+
+
 def loss_with(fault: Fault | None = None) -> LossFn:
     """The model's loss; its blocks report to `fault`."""
 
@@ -126,6 +137,28 @@ def state(mesh: Any = None, tx: Any = TX, precision: ya.Precision | None = None)
     """A fresh state, always the same; without `mesh`, on this process alone."""
     mesh = ya.mesh(device="cpu") if mesh is None else mesh
     return ya.init(params(), tx, mesh=mesh, seed=0, precision=precision or ya.Precision())
+
+
+class Steps:
+    """One rank's steps on a mesh that a test may break, some of which are behind it.
+
+    ranks = Steps(loss, 2)
+    ranks.said(SOON)  # how the third one ends
+    """
+
+    def __init__(self, loss: LossFn, behind: int = 0, mesh: Any = None, tx: Any = TX, **options: Any) -> None:
+        mesh = breakable() if mesh is None else mesh
+        self.batch, self.now = batch(mesh.get_local_rank()), state(mesh, tx)
+        self.step = ya.train_step(loss, tx, **options)
+        for _ in range(behind):
+            self.take()
+
+    def take(self) -> None:
+        self.now, _ = self.step(self.now, self.batch)
+
+    def said(self, seconds: float | None = None) -> str:
+        """How a step ends. seconds: that it waits for ranks that do not come"""
+        return outcome(self.take, seconds)
 
 
 def plain(tx: Any = TX) -> ya.PlainState:

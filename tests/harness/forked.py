@@ -67,8 +67,7 @@ class Forked:
         return self.poll()
 
     def poll(self) -> int | None:
-        code: int | None = self._process.exitcode
-        return code
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)

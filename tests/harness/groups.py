@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,8 +47,7 @@ def breakable(seconds: float = TIMEOUT, ranks: int | None = None) -> Any:
     if dist.get_rank() not in members:
         return None
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watchdog, "LONGEST_S", BEAT)
+    with mock.patch.object(watchdog, "LONGEST_S", BEAT):
         communicators(mesh)
     return mesh
 

@@ -96,7 +96,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "zero2": s.zero2,
     "zero3": s.zero3,
     "resident": functools.partial(s.zero3, resident=2, prefetch=2),
-    "defer": functools.partial(s.zero3, defer=True, remat=ya.schedules.remat.all),
+    "defer": functools.partial(s.zero3, defer=True, remat="all"),
     "hsdp": functools.partial(s.hsdp, resident=1),
     "hpz": functools.partial(s.hpz, 2),
 }

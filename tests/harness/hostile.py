@@ -80,5 +80,4 @@ def renamed(program: Program, rng: Random) -> Program:
 
 def injected(browser: Browser) -> list[str]:
     """Says what a page holds that none of ours does: handlers, scripts, frames. Empty where all is right."""
-    found: list[str] = browser.evaluate(LOOK)
-    return found
+    return browser.evaluate(LOOK)

@@ -1,6 +1,7 @@
 """What runs by day, and what waits for the night: `make nightly` runs everything.
 
 @pytest.mark.parametrize("case", by_day(CASES, "one", "other"))       # of single values
+@pytest.mark.parametrize("case", by_name(NAMED, "one", "other"))      # of which these run by night alone
 @pytest.mark.parametrize(("world", "axes"), [(1, "shard"), nightly(4, "nodes")])
 @pytest.mark.sampled    # of a crossing, by day some cases in which each value of each parameter appears
 """
@@ -8,7 +9,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ def nightly(*values: Any, **options: Any) -> Any:
 def by_day(cases: Iterable[Any], *daily: Any) -> list[Any]:
     """The cases, of which these run by day, too."""
     return [case if case in daily else nightly(case) for case in cases]
+
+
+def by_name(cases: Mapping[str, Any], *waiting: str) -> list[Any]:
+    """The cases under their names, of which those that wait run nightly."""
+    return [nightly(case, id=name) if name in waiting else pytest.param(case, id=name) for name, case in cases.items()]
 
 
 def left_out(items: list[pytest.Item]) -> set[pytest.Item]:

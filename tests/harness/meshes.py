@@ -1,4 +1,4 @@
-"""Meshes of four ranks, by name: they are made on the ranks, since a mesh cannot travel there."""
+"""Meshes by their axes, and those of four ranks by name; made on the ranks, since a mesh cannot travel there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ MESHES: dict[str, dict[str, int]] = {
 def on(mesh: Any, name: str, function: Callable[..., Any], *args: Any) -> Any:
     """`function(mesh, *args)` on another mesh of the same ranks: `pools[4].run(on, "replicate", function, *args)`."""
     return function(made(name), *args)
+
+
+@functools.cache
+def mesh_of(**axes: int) -> Any:
+    """A mesh of all ranks, with these axes: `mesh_of(stage=2)`."""
+    return ya.mesh(device="cpu", **axes)
 
 
 @functools.cache

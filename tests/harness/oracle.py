@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -40,6 +40,11 @@ def joined(batches: list[Batch]) -> Batch:
 
 def global_batch(ranks: int, *, seed: int = 0, rows: int = 3) -> Batch:
     return joined([batch_of(rank, seed=seed, rows=rows) for rank in range(ranks)])
+
+
+def own_and_all(mesh: Any, *, seed: int = 0, rows: int = 3) -> tuple[Batch, Batch]:
+    """The batch of this rank, and that of all ranks as one."""
+    return batch_of(mesh.get_rank(), seed=seed, rows=rows), global_batch(mesh.size(), seed=seed, rows=rows)
 
 
 # ---- the oracle, and comparisons with it
@@ -90,10 +95,16 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float(off / size) if size else float("inf") * bool(off) if off else 0.0
 
 
+def whole(tree: Tree) -> Tree:
+    """Whole tensors of a state or any tree, without markers; every rank calls this."""
+    return ya.params.without_markers(ya.unshard(tree))
+
+
 def compare(got: Tree, expected: Tree, tolerance: float, what: str) -> None:
-    """Every leaf within `tolerance`, relative to the leaf; 0 asks for equal bits. Names the leaves that are not."""
-    accessors, leaves, spec = optree.tree_flatten_with_accessor(ya.params.without_markers(expected))
-    found, found_spec = optree.tree_flatten(ya.params.without_markers(got))
+    """Every leaf, whole and without markers, within `tolerance`, relative to the leaf; 0 asks for equal bits. Names the
+    leaves that are not."""
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(whole(expected))
+    found, found_spec = optree.tree_flatten(whole(got))
     assert found_spec == spec, f"{what}: structure {found_spec}, expected {spec}"
     wrong = []
     for accessor, a, b in zip(accessors, found, leaves, strict=True):
@@ -101,6 +112,24 @@ def compare(got: Tree, expected: Tree, tolerance: float, what: str) -> None:
         if off > tolerance or (tolerance == 0 and not torch.equal(a, b)):
             wrong.append(f"{accessor.codify('')} is off by {off:.2e}")
     assert not wrong, f"{what}: beyond {tolerance:g}: {', '.join(wrong)}"
+
+
+Stepping = tuple[Callable[[Any, Any], Any], Any]
+"""A step, and the state that it begins with."""
+
+
+def check_steps(
+    sharded: Stepping, alone: Stepping, batches: Iterable[tuple[Tree, Tree]], tolerance: float, what: str = ""
+) -> tuple[Any, Any]:
+    """A sharded state goes the way of a plain one: metrics and parameters are alike after a step on each of `batches`,
+    which are of this rank, and of all. Returns the states."""
+    (step, state), (plain_step, oracle) = sharded, alone
+    for number, (mine, everything) in enumerate(batches):
+        state, got = step(state, mine)
+        oracle, expected = plain_step(oracle, everything)
+        compare(got, expected, tolerance, f"{what}, step {number}: metrics")
+        compare(state, oracle.params, tolerance, f"{what}, step {number}: parameters")
+    return state, oracle
 
 
 @contextlib.contextmanager

@@ -3,6 +3,9 @@
     results = pools[2].run(function, *args)      # function(mesh, *args) on every rank; a result per rank
     errors = pools[2].errors(function, *args)    # the same where every rank is to raise: an exception text per rank
 
+    @on_ranks(1, 2)                              # a test whose whole body runs on every rank, a case for each number
+    def test_of_ranks(mesh, name): ...           # the other arguments are pytest's: parameters, tmp_path
+
 Functions travel by name, so they live at the top of a test module.
 """
 
@@ -10,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
+import inspect
 import multiprocessing.connection
 import os
 import signal
@@ -21,11 +26,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from tests.harness import forked
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TIMEOUT = timedelta(seconds=60)
 """Of collectives in the pool: a test that hangs ends in an error that names the op."""
+
+
+Test = Callable[..., None]
 
 
 class RankFailed(AssertionError):
@@ -114,6 +124,33 @@ class Pool:
             self._said.append(said)
             self._pipes.append(ours)
             self._processes.append(process)
+
+
+Pools = dict[int, Pool]
+"""By world size: the fixture `pools`."""
+
+
+def on_ranks(*worlds: Any) -> Callable[[Test], Test]:
+    """Runs a test on every rank of a pool, with the rank's mesh as its first argument. Several numbers of ranks are a
+    parametrization of `world`; without any, the test has one of its own, of which it sees the mesh alone."""
+
+    def decorated(function: Test) -> Test:
+        @functools.wraps(function)
+        def test(pools: Pools, **arguments: Any) -> None:
+            world = worlds[0] if len(worlds) == 1 else arguments.pop("world")
+            pools[world].run(_on_this_rank, test, arguments)
+
+        _, *own = inspect.signature(function).parameters.values()
+        names = ("pools",) if len(worlds) == 1 else ("pools", "world")
+        asked = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        test.__signature__ = inspect.Signature([*asked, *own])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world", worlds)(test) if len(worlds) > 1 else test
+
+    return decorated
+
+
+def _on_this_rank(mesh: Any, test: Any, arguments: dict[str, Any]) -> None:
+    test.__wrapped__(mesh, **arguments)
 
 
 def _serve(pipe: Any, rank: int, world: int, port: int, said: str) -> None:

@@ -9,6 +9,7 @@ In each layer the gradient of `up` is written straight into its slot, and that o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ IGNORED = -1
 
 Batch = dict[str, Tensor]
 TX = ya.optim.adamw(1e-3)
+CLIPPED = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 
 
 class Layer(NamedTuple):
@@ -104,12 +106,29 @@ def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Me
 
 # ---- losses
 
+Loss = Callable[[Params, Batch], ya.Mean]
 
-def base_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+
+def with_ends(middle: Callable[[Params, Tensor], Any], first: Callable[..., Tensor] = embed) -> Loss:
+    """The loss of a model with an embedding first, and a head last, that the batch goes through: `middle(params, x)` is
+    what lies between. It returns x, or also what the total has besides."""
+
+    @functools.wraps(middle)
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        out = middle(params, ya.apply(first, params.embed, batch["tokens"]))
+        x, *more = out if isinstance(out, tuple) else (out,)
+        total, weight = ya.apply(head, params.head, x, batch["targets"])
+        return ya.Mean(sum(more, total), weight)
+
+    return loss
+
+
+with_torchs_ends = functools.partial(with_ends, first=torchs_embed)
+
+
+@with_ends
+def base_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(block, x, params.layers)[0]
 
 
 def tied_params(layers: int) -> Params:
@@ -120,8 +139,7 @@ def tied_loss(params: Params, batch: Batch) -> ya.Mean:
     """The embedding is visited first and last."""
     x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(tied_head, (params.head, params.embed), x, batch["targets"])
-    return mean
+    return ya.apply(tied_head, (params.head, params.embed), x, batch["targets"])
 
 
 def stacks_params(layers: int) -> Params:
@@ -129,13 +147,12 @@ def stacks_params(layers: int) -> Params:
     return base_params(layers)._replace(more=ya.Stacked(layer(layers + 1, f=11)))
 
 
-def stacks_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def stacks_loss(params: Params, x: Tensor) -> Tensor:
     """One stack after the other, then both together: the second reads the first layers of a pair of stacks."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     x, _ = ya.scan(block, x, params.more)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def pairs_params(layers: int) -> Params:
@@ -147,11 +164,9 @@ def pair_block(x: Tensor, w: tuple[Layer, Layer]) -> tuple[Tensor, None]:
     return block(block(x, w[0])[0], w[1])
 
 
-def pairs_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(pair_block, x, (params.layers, params.more))
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def pairs_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(pair_block, x, (params.layers, params.more))[0]
 
 
 def frozen_params(layers: int) -> Params:
@@ -165,12 +180,11 @@ def mixed_block(x: Tensor, w: dict[str, Layer]) -> tuple[Tensor, None]:
     return block(x, w["main"])[0] + block(x, w["side"])[0], None
 
 
-def frozen_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
+@with_torchs_ends
+def frozen_loss(params: Params, x: Tensor) -> Tensor:
     x, _ = ya.scan(block, x, params.layers)
     x, _ = ya.scan(mixed_block, x, params.more)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def units_params(layers: int) -> Params:
@@ -179,11 +193,9 @@ def units_params(layers: int) -> Params:
     return base_params(layers)._replace(layers=ya.Stacked(stack))
 
 
-def units_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(mixed_block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_torchs_ends
+def units_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(mixed_block, x, params.layers)[0]
 
 
 def pinned_params(layers: int) -> Params:
@@ -193,12 +205,11 @@ def pinned_params(layers: int) -> Params:
     return base_params(layers)._replace(layers=ya.Stacked(stack), more=ya.Stacked(most))
 
 
-def pinned_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
+@with_torchs_ends
+def pinned_loss(params: Params, x: Tensor) -> Tensor:
     x, _ = ya.scan(mixed_block, x, params.layers)
     x, _ = ya.scan(block, x, params.more, reverse=True)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def rich_block(x: Tensor, w: dict[str, Any], consts: tuple[Tensor, int]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -207,32 +218,29 @@ def rich_block(x: Tensor, w: dict[str, Any], consts: tuple[Tensor, int]) -> tupl
     return x, {"square": y / divisor}
 
 
-def rich_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def rich_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     """xs beyond the weights, differentiable consts, outputs of every layer, in reverse."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     memory = torch.sin(x)
     length = optree.tree_leaves(params.layers)[0].shape[0]  # of flat shards and of plain leaves alike
     xs = {"layer": params.layers, "shift": torch.linspace(0.5, 1.0, length)}
     x, ys = ya.scan(rich_block, x, xs, reverse=True, consts=(memory, 9))
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + (ys["square"] * torch.arange(1.0, length + 1)).sum(), weight)
+    return x, (ys["square"] * torch.arange(1.0, length + 1)).sum()
 
 
-def unrolled_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def unrolled_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     """Three layers make one visit."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, ys = ya.scan(block_with_y, x, params.layers, unroll=3)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + ys.sum(), weight)
+    return x, ys.sum()
 
 
-def twice_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_torchs_ends
+def twice_loss(params: Params, x: Tensor) -> Tensor:
     """Every layer is visited twice, up and down again."""
-    x = ya.apply(torchs_embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     x, _ = ya.scan(block, x, params.layers, reverse=True)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def many_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -256,11 +264,9 @@ def dropout_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
     return F_.dropout(block(x, w)[0], 0.3), None
 
 
-def dropout_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = F_.dropout(ya.apply(embed, params.embed, batch["tokens"]), 0.0)
-    x, _ = ya.scan(dropout_block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def dropout_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(dropout_block, F_.dropout(x, 0.0), params.layers)[0]
 
 
 class Problem(NamedTuple):

@@ -17,6 +17,9 @@ V, E, F, L = 11, 5, 7, 3
 B, S = 4, 3
 
 
+Loss = Callable[["Model", Any], ya.Mean]
+
+
 class Model(NamedTuple):
     embed: Any
     layers: Any
@@ -60,20 +63,22 @@ def head(weights: Any, x: Tensor, targets: Tensor) -> ya.Mean:
     return ya.Mean(total, targets.numel())
 
 
-def with_block(block: Callable[..., Any], **scan: Any) -> Callable[[Model, Any], ya.Mean]:
-    """The loss of the model whose layers are `block`; scan: options of `ya.scan`."""
+def with_ends(middle: Callable[[Model, Tensor], Any]) -> Loss:
+    """The loss of the model with `middle(params, x)` between the embedding and the head."""
 
     def run(params: Model, batch: Any) -> ya.Mean:
-        x = ya.apply(embed, params.embed, batch["tokens"])
-        x, _ = ya.scan(block, x, params.layers, **scan)
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        x = middle(params, ya.apply(embed, params.embed, batch["tokens"]))
+        return ya.apply(head, params.head, x, batch["targets"])
 
     return run
 
 
-def loss(params: Model, batch: Any) -> ya.Mean:
-    return with_block(block)(params, batch)
+def with_block(block: Callable[..., Any], **scan: Any) -> Loss:
+    """The loss of the model whose layers are `block`; scan: options of `ya.scan`."""
+    return with_ends(lambda params, x: ya.scan(block, x, params.layers, **scan)[0])
+
+
+loss = with_block(block)
 
 
 def batch(seed: int = 0, rows: int = B) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.pool import Pool, RankFailed
+from tests.harness.pool import Pool, Pools, RankFailed
 
 
 def who(mesh: Any, add: int) -> int:
@@ -25,11 +25,11 @@ def crash_on_last(mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_results_come_back_by_rank(pools: dict[int, Pool], world: int) -> None:
+def test_results_come_back_by_rank(pools: Pools, world: int) -> None:
     assert pools[world].run(who, 10) == [10 + rank for rank in range(world)]
 
 
-def test_a_failure_shows_its_traceback_and_rank(pools: dict[int, Pool]) -> None:
+def test_a_failure_shows_its_traceback_and_rank(pools: Pools) -> None:
     with pytest.raises(RankFailed, match=r"rank 1:[\s\S]*ValueError: planned"):
         pools[2].run(fail_on_last)
     assert pools[2].run(who, 0) == [0, 1]

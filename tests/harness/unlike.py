@@ -99,8 +99,7 @@ class Model(NamedTuple):
         x = ya.apply(lambda w, tokens: ya.embedding(tokens, w["table"]), params["embed"], batch["tokens"])
         for k, (kind, _) in enumerate(self.layers):
             x, _ = ya.scan(layer(kind, self.sizes), x, params[f"{kind}_{k}"])
-        loss: ya.Mean = ya.apply(_head, params["head"], x, batch["targets"])
-        return loss
+        return ya.apply(_head, params["head"], x, batch["targets"])
 
     def batch(self, rows: int, device: str = "meta") -> Tree:
         """The batch of one rank."""

@@ -11,7 +11,7 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import mixtral
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.models.theirs import Pair, draw
 
 pytest.importorskip("transformers", reason="compares with transformers")
@@ -39,9 +39,7 @@ def in_attention(path: str, param: ya.Param) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(
-    other: Pair, pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(other: Pair, pools: Pools, tmp_path: Path) -> None:
     import transformers
 
     where = in_attention if other.name == "mixtral" else None

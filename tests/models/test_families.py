@@ -12,8 +12,8 @@ from torch import Tensor
 
 import models
 import yafsdp_fn as ya
+from tests.harness.oracle import compare
 from tests.models.theirs import Pair, draw, their_model
-from yafsdp_fn.params.tree import named_leaves
 
 pytest.importorskip("transformers", reason="compares with transformers")
 load_file = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors").load_file
@@ -86,8 +86,7 @@ def test_files_go_through_with_their_bits(other: Pair, tmp_path: Path) -> None:
     models.hf.save(tmp_path, config, params, max_shard_bytes=100_000)
     loaded, lazy = models.hf.load(tmp_path)
     assert loaded == config and type(loaded) is models.of(config).Config
-    for (name, a), b in zip(named_leaves(ya.materialize(lazy)), optree.tree_leaves(params), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b), name
+    compare(ya.materialize(lazy), params, 0.0, "files")
     again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():

@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
 from tests.harness.oracle import by_autograd, looped
 from tests.harness.oracle import compare as near
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.models.theirs import draw
 
 ODD: dict[str, Any] = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
@@ -52,14 +52,16 @@ def compare(mesh: Any, name: str, rows: tuple[int, ...] = (2, 2)) -> None:
             torch.testing.assert_close(got, right, atol=1e-13, rtol=1e-10)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", SMALL)
-def test_gradients_on_two_ranks_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
-    pools[2].run(compare, name)
+def test_gradients_on_two_ranks_are_those_of_the_plain_loop(mesh: Any, name: str) -> None:
+    compare(mesh, name)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", SMALL)
-def test_a_rank_may_have_no_rows(pools: dict[int, Pool], name: str) -> None:
-    pools[2].run(compare, name, (4, 0))
+def test_a_rank_may_have_no_rows(mesh: Any, name: str) -> None:
+    compare(mesh, name, (4, 0))
 
 
 def loads(mesh: Any) -> tuple[float, torch.Tensor]:
@@ -71,7 +73,7 @@ def loads(mesh: Any) -> tuple[float, torch.Tensor]:
     return metrics["aux"]["router_loss"].item(), metrics["aux"]["expert_load"]
 
 
-def test_what_the_router_tells_is_of_the_whole_batch(pools: dict[int, Pool]) -> None:
+def test_what_the_router_tells_is_of_the_whole_batch(pools: Pools) -> None:
     """Each layer's loads over an even share: their mean is one; and the router's loss, whose least is `chosen`."""
     config = SMALL["mixtral"]
     (loss, load), other = pools[2].run(loads)
@@ -113,7 +115,13 @@ def in_float32(tree: Any) -> Any:
     return optree.tree_map(of, ya.params.leaf_names(tree), tree)
 
 
-def half_with_routers(mesh: Any) -> None:
+def flat(tree: Any) -> dict[str, Any]:
+    bare = ya.params.without_markers(tree)
+    return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
+
+
+@on_ranks(1, 2)
+def test_a_mixtral_in_bf16_with_routers_and_gains_in_float32(mesh: Any) -> None:
     """One rank's part: gradients of a Mixtral in bfloat16 whose routers and gains are in float32, summed in float64."""
     F32, F64 = torch.float32, torch.float64
     config = dataclasses.replace(SMALL["mixtral"], router_loss=False)
@@ -142,13 +150,3 @@ def half_with_routers(mesh: Any) -> None:
     other = flat(ya.unshard(ya.value_and_grad(loss)(without.params, batches[mesh.get_rank()])[1]))
     rounded = [path for path, leaf in leaves.items() if not torch.equal(other[path], flat(ya.unshard(got))[path])]
     assert len(rounded) == len(leaves)
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    bare = ya.params.without_markers(tree)
-    return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_mixtral_in_bf16_with_routers_and_gains_in_float32(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(half_with_routers)

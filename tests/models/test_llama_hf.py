@@ -14,12 +14,10 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import Pair, their_model
-from yafsdp_fn.params.tree import named_leaves
+from tests.harness.oracle import compare
+from tests.models.theirs import TINY, Pair, their_model
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
-
-TINY = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
 
 
 def saved(directory: Path, config: llama.Config = TINY, **options: Any) -> Any:
@@ -29,10 +27,9 @@ def saved(directory: Path, config: llama.Config = TINY, **options: Any) -> Any:
     return params
 
 
-def assert_same_bits(got: Any, expected: Any) -> None:
-    assert optree.tree_structure(got) == optree.tree_structure(expected)
-    for (name, a), b in zip(named_leaves(got), optree.tree_leaves(expected), strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b), name
+def loaded(directory: Path) -> Any:
+    """The plain parameters of a saved model."""
+    return ya.materialize(llama.hf.load(directory)[1])
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -77,7 +74,7 @@ def test_round_trip(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
     params = saved(tmp_path, config, max_shard_bytes=max_shard_bytes)
     loaded_config, lazy = llama.hf.load(tmp_path)
     assert loaded_config == config
-    assert_same_bits(ya.materialize(lazy), params)
+    compare(ya.materialize(lazy), params, 0.0, "bits")
     files = sorted(file.name for file in tmp_path.iterdir())
     if max_shard_bytes > 10**9:
         assert files == ["config.json", "model.safetensors"]
@@ -98,17 +95,16 @@ def test_saving_again_leaves_no_file_of_the_earlier_model(tmp_path: Path) -> Non
     saved(tmp_path, max_shard_bytes=20_000)
     params = saved(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    compare(loaded(tmp_path), params, 0.0, "bits")
     params = saved(tmp_path, max_shard_bytes=20_000)
     assert not (tmp_path / "model.safetensors").exists()
-    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    compare(loaded(tmp_path), params, 0.0, "bits")
 
 
 def test_dtype_converts_and_is_recorded(tmp_path: Path) -> None:
     params = saved(tmp_path, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    loaded = ya.materialize(llama.hf.load(tmp_path)[1])
-    assert_same_bits(loaded, optree.tree_map(lambda leaf: leaf.bfloat16(), params))
+    compare(loaded(tmp_path), optree.tree_map(lambda leaf: leaf.bfloat16(), params), 0.0, "bits")
 
 
 def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
@@ -116,8 +112,7 @@ def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
     params.embed["weight"] = params.embed["weight"].bfloat16()  # 61 * 33 elements: fp32 behind it would be misaligned
     config = dataclasses.replace(TINY, embed=33)
     llama.hf.save(tmp_path, config, params)
-    loaded = ya.materialize(llama.hf.load(tmp_path)[1])
-    assert_same_bits(loaded, params)
+    compare(loaded(tmp_path), params, 0.0, "bits")
 
 
 def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +137,7 @@ def test_leftover_rotary_buffers_and_a_second_copy_of_a_tied_head_are_ignored(tm
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
         lm_head__weight=params.embed["weight"].clone(),
     )
-    assert_same_bits(ya.materialize(llama.hf.load(tmp_path)[1]), params)
+    compare(loaded(tmp_path), params, 0.0, "bits")
 
 
 @pytest.mark.parametrize("name", ["tied", "qwen3-tied", "gpt2"])
@@ -161,7 +156,7 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_with_a_warning_as_
         expected = theirs(tokens).logits
         torch.testing.assert_close(models.of(config).logits(config, params, tokens), expected, atol=2e-4, rtol=0)
     models.hf.save(tmp_path / "again", config, params)
-    assert_same_bits(ya.materialize(models.hf.load(tmp_path / "again")[1]), params)
+    compare(ya.materialize(models.hf.load(tmp_path / "again")[1]), params, 0.0, "bits")
 
 
 @pytest.mark.parametrize(

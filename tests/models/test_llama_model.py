@@ -11,9 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import Pair
-
-TINY = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
+from tests.models.theirs import TINY, Pair, draw
 
 
 def ours(pair: Pair) -> tuple[llama.Config, llama.Llama]:
@@ -23,7 +21,11 @@ def ours(pair: Pair) -> tuple[llama.Config, llama.Llama]:
 
 def doubled(params: llama.Llama) -> llama.Llama:
     """In float64, where sums in another order agree to 1e-12."""
-    return optree.tree_map(lambda leaf: leaf.double(), params)
+    return optree.tree_map(Tensor.double, params)
+
+
+def made(config: llama.Config = TINY) -> llama.Llama:
+    return ya.materialize(llama.params(config), seed=0)
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ def test_decoding_equals_the_whole_sequence(pair: Pair, tokens: Tensor) -> None:
 
 
 def test_decoding_overwrites_a_used_cache() -> None:
-    params = doubled(ya.materialize(llama.params(TINY), seed=0))
-    tokens = torch.randint(0, TINY.vocab, (1, 12), generator=torch.Generator().manual_seed(2))
+    params = doubled(made())
+    tokens = draw(1, 12, seed=2, most=TINY.vocab)
     cache = llama.init_cache(TINY, 1, 16, torch.float64)
     llama.decode(TINY, params, tokens.flip(1), cache, 0)
     storage = cache.k.data_ptr()
@@ -113,14 +115,14 @@ def test_decoding_overwrites_a_used_cache() -> None:
     ],
 )
 def test_decode_refusals(batch: int, position: int, dtype: torch.dtype, error: type[Exception], text: str) -> None:
-    params = ya.materialize(llama.params(TINY), seed=0)
+    params = made()
     cache = llama.init_cache(TINY, 1, 16, dtype)
     with pytest.raises(error, match=text):
         llama.decode(TINY, params, torch.zeros(batch, 4, dtype=torch.long), cache, position)
 
 
 def test_a_block_alone_makes_the_table_of_the_first_positions() -> None:
-    layers = ya.materialize(llama.params(TINY), seed=0).layers
+    layers = made().layers
     w = {key: leaf[0].double() for key, leaf in layers.items()}
     x = torch.randn(2, 9, TINY.embed, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     alone = llama.block(TINY)(x, w)[0]
@@ -134,8 +136,8 @@ def test_a_block_alone_makes_the_table_of_the_first_positions() -> None:
 
 
 def test_loss_is_the_sample_of_the_module_docstring() -> None:
-    params = doubled(ya.materialize(llama.params(TINY), seed=0))
-    tokens = torch.randint(0, TINY.vocab, (2, 16), generator=torch.Generator().manual_seed(4))
+    params = doubled(made())
+    tokens = draw(2, 16, seed=4, most=TINY.vocab)
     x = ya.apply(llama.embed, params.embed, tokens)
     x, ys = ya.scan(llama.block(TINY), x, params.layers)
     by_hand = ya.apply(llama.head_loss(TINY), params.head, x, next_tokens(tokens))
@@ -147,9 +149,9 @@ def test_loss_is_the_sample_of_the_module_docstring() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_chunks_change_neither_loss_nor_gradients(tied: bool) -> None:
     config = dataclasses.replace(TINY, tied=tied)
-    params = doubled(ya.materialize(llama.params(config), seed=0))
+    params = doubled(made(config))
     params = optree.tree_map(lambda leaf: leaf.requires_grad_(), params)
-    tokens = torch.randint(0, TINY.vocab, (4, 24), generator=torch.Generator().manual_seed(9))
+    tokens = draw(4, 24, seed=9, most=TINY.vocab)
     batch = {"tokens": tokens, "targets": next_tokens(tokens)}
     leaves = optree.tree_leaves(params)
     whole, chunked = (llama.loss(config, chunks=chunks)(params, batch) for chunks in (1, 2))
@@ -160,7 +162,7 @@ def test_chunks_change_neither_loss_nor_gradients(tied: bool) -> None:
 
 
 def test_chunks_that_do_not_divide_the_batch_are_refused() -> None:
-    params = ya.materialize(llama.params(TINY), seed=0)
+    params = made()
     tokens = torch.zeros(4, 8, dtype=torch.long)
     with pytest.raises(
         ValueError, match=r"chunk of Decoder\.block\.f: argument 0 has .*\(4, 8, 32\): .* not a multiple of n=3"
@@ -171,7 +173,7 @@ def test_chunks_that_do_not_divide_the_batch_are_refused() -> None:
 
 
 def test_a_batch_without_targets_has_weight_zero() -> None:
-    params = ya.materialize(llama.params(TINY), seed=0)
+    params = made()
     tokens = torch.zeros(1, 4, dtype=torch.long)
     mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": torch.full_like(tokens, -100)})
     assert mean.total == 0.0 and mean.weight == 0
@@ -180,9 +182,9 @@ def test_a_batch_without_targets_has_weight_zero() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(tied: bool) -> None:
     config = dataclasses.replace(TINY, tied=tied)
-    full = ya.materialize(llama.params(config), seed=0)
+    full = made(config)
     half = optree.tree_map(lambda leaf: leaf.bfloat16(), full)
-    tokens = torch.randint(0, TINY.vocab, (2, 40), generator=torch.Generator().manual_seed(5))
+    tokens = draw(2, 40, seed=5, most=TINY.vocab)
     batch = {"tokens": tokens, "targets": next_tokens(tokens)}
     exact, rounded = llama.loss(config)(full, batch), llama.loss(config)(half, batch)
     assert rounded.total.dtype == torch.float32
@@ -199,7 +201,7 @@ def test_angles_do_not_collide_in_bf16() -> None:
 
 def test_initial_values() -> None:
     config = dataclasses.replace(TINY, embed=128, ffn=256, layers=8, head_dim=32)
-    params = ya.materialize(llama.params(config), seed=0)
+    params = made(config)
     residual = 0.02 / math.sqrt(2 * config.layers)
     for key, stack in params.layers.items():
         if "layernorm" in key:
@@ -209,14 +211,14 @@ def test_initial_values() -> None:
         for layer in stack:
             assert layer.std().item() == pytest.approx(expected, rel=0.05), key
     assert torch.equal(params.head["model.norm.weight"], torch.ones(config.embed))
-    tokens = torch.randint(0, config.vocab, (4, 32), generator=torch.Generator().manual_seed(6))
+    tokens = draw(4, 32, seed=6, most=config.vocab)
     mean = llama.loss(config)(params, {"tokens": tokens, "targets": tokens})
     assert (mean.total / mean.weight).item() == pytest.approx(math.log(config.vocab), rel=0.05)
 
 
 def test_attention_is_causal() -> None:
-    params = doubled(ya.materialize(llama.params(TINY), seed=0))
-    tokens = torch.randint(0, TINY.vocab, (1, 16), generator=torch.Generator().manual_seed(7))
+    params = doubled(made())
+    tokens = draw(1, 16, seed=7, most=TINY.vocab)
     changed = tokens.clone()
     changed[0, 10] = (changed[0, 10] + 1) % TINY.vocab
     before, after = llama.logits(TINY, params, tokens), llama.logits(TINY, params, changed)
@@ -225,8 +227,8 @@ def test_attention_is_causal() -> None:
 
 
 def test_scores_are_the_gradient_checked_cross_entropy() -> None:
-    params = doubled(ya.materialize(llama.params(TINY), seed=0))
-    tokens = torch.randint(0, TINY.vocab, (1, 16), generator=torch.Generator().manual_seed(8))
+    params = doubled(made())
+    tokens = draw(1, 16, seed=8, most=TINY.vocab)
     targets = next_tokens(tokens)
     mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": targets})
     scores = llama.logits(TINY, params, tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.oracle import compare
+from tests.harness.pool import Pools, on_ranks
 from tests.models.theirs import their_model
 
 # odd sizes: no leaf is divisible by a number of ranks
@@ -34,7 +34,12 @@ def decoded(config: llama.Config, params: Any) -> list[torch.Tensor]:
     return [llama.decode(config, params, tokens[:, a:b], cache, a) for a, b in ((0, 7), (7, 8), (8, 12))]
 
 
-def compare(mesh: Any, config: llama.Config, pin_norms: bool) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("config", "pin_norms"), [(CONFIG, False), (TIED, False), (CONFIG, True)], ids=["untied", "tied", "pinned"]
+)
+def test_sharded_equals_plain(mesh: Any, config: llama.Config, pin_norms: bool) -> None:
     """One rank's part: reading, decoding and three steps, against the plain tree."""
     plain = ya.PlainState.create(llama.params(config), TX, seed=0)
     state = ya.init(llama.params(config, pin_norms=pin_norms), TX, mesh=mesh, seed=0)
@@ -49,15 +54,6 @@ def compare(mesh: Any, config: llama.Config, pin_norms: bool) -> None:
         torch.testing.assert_close(got["loss"], expected["loss"], atol=0.0, rtol=1e-6)
     for a, b in zip(optree.tree_leaves(ya.unshard(state)), optree.tree_leaves(plain.params), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    ("config", "pin_norms"), [(CONFIG, False), (TIED, False), (CONFIG, True)], ids=["untied", "tied", "pinned"]
-)
-def test_sharded_equals_plain(pools: dict[int, Pool], world: int, config: llama.Config, pin_norms: bool) -> None:
-    pools[world].run(compare, config, pin_norms)
 
 
 def test_pinned_norms_are_one_unit() -> None:
@@ -80,10 +76,8 @@ def save_and_load(
     loaded_config, lazy = llama.hf.load(directory, pin_norms=pin_norms)
     assert loaded_config == config
     again = ya.shard(lazy, TX, mesh=mesh, precision=precision)
-    shards: Sequence[torch.Tensor] = optree.tree_leaves(state.params)
-    assert all(torch.equal(a, b) for a, b in zip(optree.tree_leaves(again.params), shards, strict=True))
-    whole: list[torch.Tensor] = optree.tree_leaves(ya.unshard(state))
-    return whole
+    compare(again.params, state.params, 0.0, "files")
+    return optree.tree_leaves(ya.unshard(state))
 
 
 @pytest.mark.sampled
@@ -94,7 +88,7 @@ def save_and_load(
     ids=["fp32", "bf16", "pinned"],
 )
 def test_files_hold_the_masters_of_a_sharded_state(
-    pools: dict[int, Pool], tmp_path: Path, world: int, compute: torch.dtype, pin_norms: bool
+    pools: Pools, tmp_path: Path, world: int, compute: torch.dtype, pin_norms: bool
 ) -> None:
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     expected = pools[world].run(save_and_load, tmp_path, TIED, compute, pin_norms)[0]
@@ -115,7 +109,7 @@ def through(mesh: Any, source: Path, target: Path, max_shard_bytes: int) -> None
 
 
 @pytest.mark.parametrize("shape", ["gqa", "tied"])
-def test_bits_of_transformers_through_two_ranks_and_three(pools: dict[int, Pool], tmp_path: Path, shape: str) -> None:
+def test_bits_of_transformers_through_two_ranks_and_three(pools: Pools, tmp_path: Path, shape: str) -> None:
     """In bf16, from a directory with an index to others with one."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     theirs = their_model(shape).bfloat16()
@@ -159,7 +153,7 @@ def most_bytes(mesh: Any, directory: Path) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_layers_are_read_and_written_one_at_a_time(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+def test_layers_are_read_and_written_one_at_a_time(pools: Pools, tmp_path: Path, world: int) -> None:
     # small files: one that is mapped counts as memory, though pages that nobody touches take none
     llama.hf.save(tmp_path / "model", DEEP, ya.materialize(llama.params(DEEP), seed=1), max_shard_bytes=20_000)
     layer = 4 * (DEEP.num_parameters - 2 * DEEP.vocab * DEEP.embed - DEEP.embed) // DEEP.layers

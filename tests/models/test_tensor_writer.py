@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -22,7 +23,8 @@ import yafsdp_fn as ya
 from models import llama
 from models.files import tree
 from models.files.tensor_writer import Writer
-from tests.harness.pool import Pool
+from tests.harness.marks import nightly
+from tests.harness.pool import Pools
 from yafsdp_fn.util import model_folder, tensor_files
 
 pytest.importorskip("safetensors", reason="reads and writes safetensors")
@@ -34,7 +36,6 @@ SETTINGS = {
     "same": OLD,
     "other": dataclasses.replace(OLD, embed=6, rope_theta=5e5, generation={"generation_config": {"top_k": 5}}),
 }
-NIGHTLY = pytest.mark.nightly
 CALLS = ("replace", "rename", "unlink", "fsync", "open", "mkdir", "scandir")
 
 Found = tuple[llama.Config, Any, list[torch.Tensor]]
@@ -90,12 +91,12 @@ def equal(a: Found, b: Found) -> bool:
     [
         (True, "other", ONE, SEVERAL),
         (False, "other", SEVERAL, ONE),
-        pytest.param(True, "other", ONE, ONE, marks=NIGHTLY),
-        pytest.param(True, "other", SEVERAL, ONE, marks=NIGHTLY),
-        pytest.param(True, "other", SEVERAL, SEVERAL, marks=NIGHTLY),
-        pytest.param(True, "same", ONE, SEVERAL, marks=NIGHTLY),
+        nightly(True, "other", ONE, ONE),
+        nightly(True, "other", SEVERAL, ONE),
+        nightly(True, "other", SEVERAL, SEVERAL),
+        nightly(True, "same", ONE, SEVERAL),
         (True, "same", SEVERAL, ONE),
-        pytest.param(False, "other", ONE, SEVERAL, marks=NIGHTLY),
+        nightly(False, "other", ONE, SEVERAL),
     ],
 )
 def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new: int, settings: str) -> None:
@@ -121,8 +122,7 @@ def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new:
         assert states[-1].count(True) == 1, f"neither after {log[at]}, call {at}"
         left = {file.name for file in directory.glob("partial-*")}
         if settings == "same":  # who does not know of `partial-*.json` reads the same
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(tensor_files, "PARTIAL", "nothing-{}")
+            with mock.patch.object(tensor_files, "PARTIAL", "nothing-{}"):
                 assert equal(found(directory), got)
         if not kill and states[-1][0]:
             assert not any(name.endswith(".safetensors") for name in left), "a failure leaves what takes room"
@@ -136,10 +136,8 @@ def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new:
     print(f"{len(states)} calls: {sum(firsts)} times the old model, {len(states) - sum(firsts)} times the new one")
 
 
-@pytest.mark.parametrize("settings", ["other", pytest.param("same", marks=NIGHTLY)])
-@pytest.mark.parametrize(
-    ("old", "new"), [PAIRS[1], *(pytest.param(*pair, marks=NIGHTLY) for pair in PAIRS if pair != PAIRS[1])]
-)
+@pytest.mark.parametrize("settings", ["other", nightly("same")])
+@pytest.mark.parametrize(("old", "new"), [PAIRS[1], *(nightly(*pair) for pair in PAIRS if pair != PAIRS[1])])
 def test_a_kill_between_saves_that_were_killed(tmp_path: Path, old: int, new: int, settings: str) -> None:
     """What the first save left is whole, and a second one may be killed over it anywhere, too."""
     saved(tmp_path / "before", OLD, 1, old)
@@ -261,8 +259,7 @@ def save_where_rank_0_cannot(mesh: Any, directory: Path, after: int | None) -> s
             raise OSError(errno.ENOSPC, "No space left on device")
         add(self, name, tensor)
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError) as caught:
-        patch.setattr(Writer, "add", full)
+    with mock.patch.object(Writer, "add", full), pytest.raises(OSError) as caught:
         llama.hf.save(directory, OLD, state.params)
     with pytest.raises(ValueError, match="max_shard_bytes: expected a positive number, got 0"):
         llama.hf.save(directory, OLD, state.params, max_shard_bytes=0)
@@ -273,7 +270,7 @@ def save_where_rank_0_cannot(mesh: Any, directory: Path, after: int | None) -> s
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_failure_of_rank_0_is_every_rank_s(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
+def test_a_failure_of_rank_0_is_every_rank_s(pools: Pools, world: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for text in pools[world].run(save_where_rank_0_cannot, tmp_path / "file", None):
         assert text.startswith("FileExistsError") and str(tmp_path / "file") in text

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 PAGE = (Path(__file__).parents[2] / "docs" / "modules.md").read_text()
 QUICK = ("T5", "DeepseekV3")
@@ -347,11 +347,10 @@ def as_the_module(mesh: Any, name: str) -> None:
         total, weight = squares(reference(**whole, **others))
         reference.zero_grad()
         (total / weight).backward()
-        value: Tensor = (total / weight).detach()
-        return value
+        return (total / weight).detach()
 
     state = ya.shard(params, sgd, mesh=mesh, precision=ya.Precision(torch.float64))
-    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat="all"))
     expected = differentiated()
     wanted = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in reference.named_parameters()}
     assert sum(bool(grad.any()) for grad in wanted.values()) > len(wanted) / 2
@@ -373,7 +372,7 @@ def as_the_module(mesh: Any, name: str) -> None:
     "name",
     [name if name in QUICK else nightly(name) for name, case in CASES.items() if not isinstance(case.stacks, str)],
 )
-def test_an_architecture_trains_as_the_module_and_goes_back(pools: dict[int, Pool], name: str) -> None:
+def test_an_architecture_trains_as_the_module_and_goes_back(pools: Pools, name: str) -> None:
     pytest.importorskip("transformers", reason="trains models of transformers")
     pools[2].run(as_the_module, name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,8 +19,9 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as torch_pytree
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
 
 CODE, FROM_FILES, BALANCED = re.findall(
@@ -84,20 +84,17 @@ def as_the_module(mesh: Any, name: str) -> None:
     params, model = ya.functionalize(module, layers)
 
     def call(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = model(params, batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
-        return logits
+        return model(params, batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
 
     def of_module(batch: dict[str, Tensor]) -> Tensor:
-        logits: Tensor = module(batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
-        return logits
+        return module(batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
 
     def differentiated() -> Tensor:
         """The loss of the module on the whole batch; its gradients are in the module."""
         total, weight = cross_entropy(of_module(whole), whole["targets"])
         module.zero_grad()
         (total / weight).backward()
-        value: Tensor = (total / weight).detach()
-        return value
+        return (total / weight).detach()
 
     logits = of_module(whole)
     compare(call(ya.materialize(params), whole), logits, 0, "logits of the plain tree")
@@ -108,13 +105,13 @@ def as_the_module(mesh: Any, name: str) -> None:
     adamw = {"lr": 1e-3, "weight_decay": 1e-2, "eps": 1e-8}
     tx, theirs_tx = ya.optim.adamw(1e-3, weight_decay=1e-2, eps=1e-8), torch.optim.AdamW(module.parameters(), **adamw)
     state = ya.shard(params, tx, mesh=mesh, precision=F64)
-    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat="all"))
     expected = differentiated()
     for how in ("in the first call", "in the second"):
         value, grads = gradients(state.params, own)
         compare(value.double(), expected, 1e-6, f"value {how}")
-        compare(ya.unshard(grads), tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
-    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all, update=True))
+        compare(grads, tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
+    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat="all", update=True))
     for _ in range(3):
         differentiated()
         theirs_tx.step()
@@ -127,7 +124,7 @@ def as_the_module(mesh: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_a_transformer_is_the_module(pools: dict[int, Pool], name: str) -> None:
+def test_a_transformer_is_the_module(pools: Pools, name: str) -> None:
     pytest.importorskip("transformers", reason="trains models of transformers")
     pools[2].run(as_the_module, name)
 
@@ -163,7 +160,7 @@ def page(mesh: Any, folder: Path) -> None:
         compare(tree_of(saved, params, "model.layers", Tensor.detach), params, 0, "what was saved")
 
 
-def test_the_page_runs(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_the_page_runs(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the page trains a model of transformers")
     pools[2].run(page, tmp_path)
 
@@ -181,7 +178,7 @@ def balanced(mesh: Any, tokens: Tensor) -> Tensor:
     exec(BALANCED, names)
     batch = ya.shard_batch({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
     grads = []
-    for remat in (ya.schedules.remat.none, ya.schedules.remat.all):
+    for remat in ("none", "all"):
         schedule = ya.schedules.zero3(remat=remat)
         of = ya.value_and_grad(names["loss_fn"], schedule=schedule)(ya.shard(params, mesh=mesh).params, batch)
         grads.append((of[0], ya.unshard(of[1])))
@@ -190,7 +187,7 @@ def balanced(mesh: Any, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: int, pools: dict[int, Pool]) -> None:
+def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: int, pools: Pools) -> None:
     module, tokens = mixture(), torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(0))
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -238,13 +235,21 @@ class Model(nn.Module):
         x = self.drop(self.embed(tokens) + self.position)
         for number, layer in enumerate(self.layers[:]):
             x, _ = layer(x, scale=1.0 + number, **how) if number else layer(x=x, **how)
-        out: Tensor = self.tail(x)
-        return out
+        return self.tail(x)
 
 
 def made(**settings: Any) -> Model:
     torch.manual_seed(0)
     return Model(**settings)
+
+
+def functional(**settings: Any) -> tuple[dict[str, Any], Any]:
+    """The parameters and the function of a fresh module."""
+    return ya.functionalize(made(**settings), "layers")
+
+
+def on_one_rank(params: Any) -> ya.ShardedState:
+    return ya.shard(params, None, mesh=one_rank())
 
 
 def tokens_of(rank: int) -> Tensor:
@@ -267,9 +272,9 @@ def test_units_leaves_and_what_is_frozen() -> None:
         "0.weight",
     ]
     assert "down.weight" not in params["layers"].tree and params["layers"].tree["up.weight"].shape == (3, 8, 8)
-    state = ya.shard(params, None, mesh=one_rank())
+    state = on_one_rank(params)
     assert {g.name for g in state.memory.groups if not g.trainable} == {"tail.frozen"}
-    compare(ya.unshard(state), tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
+    compare(state, tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
 
 
 @pytest.mark.parametrize(
@@ -282,15 +287,15 @@ def test_gradients_are_those_of_the_module(remat: Any) -> None:
     params, model = ya.functionalize(module, "layers")
     value = module(tokens).square().mean()
     value.backward()
-    state = ya.shard(params, None, mesh=one_rank())
+    state = on_one_rank(params)
     gradients = ya.value_and_grad(squares(model), schedule=ya.schedules.zero3(remat=remat))
     expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
     for _ in range(2):
         got, grads = gradients(state.params, tokens)
         compare(got, value.detach(), 0, "value")
-        compare(ya.unshard(grads), expected, 1e-6, "gradients")
+        compare(grads, expected, 1e-6, "gradients")
     composed, plain = torch.func.grad(squares(model)), ya.materialize(params)
-    compare(ya.unshard(composed(state.params, tokens)), composed(plain, tokens), 1e-6, "torch.func.grad")
+    compare(composed(state.params, tokens), composed(plain, tokens), 1e-6, "torch.func.grad")
 
 
 def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
@@ -300,18 +305,19 @@ def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
     assert params["layers"].tree["up.weight"].shape[0] == 3
     module(tokens).square().mean().backward()
     expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-    state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
+    state, gradients = on_one_rank(params), ya.value_and_grad(squares(model))
     for _ in range(2):
         _, grads = gradients(state.params, tokens)
-        compare(ya.unshard(grads), expected, 1e-6, "gradients")
+        compare(grads, expected, 1e-6, "gradients")
 
 
-def dropped(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     """Every rank draws the numbers of a plain state that takes that rank's place, in visits and between them."""
-    params, model = ya.functionalize(made(dropout=0.5), "layers")
+    params, model = functional(dropout=0.5)
     sgd, rank = ya.optim.sgd(0.1), mesh.get_rank()
     state = ya.shard(params, sgd, mesh=mesh)
-    step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat="all"))
     alone = [ya.PlainState.create(params, sgd, rank=r) for r in range(mesh.size())]
     for number in range(2):
         torch.manual_seed(number + 10 * rank)  # means nothing
@@ -319,14 +325,9 @@ def dropped(mesh: Any) -> None:
         moved, losses = zip(*(step(own, tokens_of(r)) for r, own in enumerate(alone)), strict=True)
         compare(metrics["loss"], torch.stack([found["loss"] for found in losses]).mean(), 1e-6, f"loss {number}")
         mean = optree.tree_map(lambda *leaves: sum(leaves) / len(leaves), *(own.params for own in moved))
-        compare(ya.unshard(state), mean, 1e-5, f"step {number}")
+        compare(state, mean, 1e-5, f"step {number}")
         alone = [dataclasses.replace(own, params=mean) for own in moved]
     assert mesh.size() == 1 or losses[0]["loss"] != losses[1]["loss"]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_dropout_is_that_of_plain_states_with_a_rank(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(dropped)
 
 
 def test_threads_may_call_at_once() -> None:
@@ -343,7 +344,7 @@ def test_threads_may_call_at_once() -> None:
 
 
 def test_a_trace_before_any_step_is_that_of_the_step() -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     tx = ya.optim.sgd(0.1)
     state, step = ya.shard(params, tx, mesh=one_rank()), ya.train_step(squares(model), tx)
     traced = [visit.name for visit in step.trace(state, tokens_of(0)).visits]
@@ -428,15 +429,15 @@ def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_kno
     params, model = ya.functionalize(module, "layers")
     module(x).square().mean().backward()
     expected = tree_of(module, params, "layers", lambda p: p.grad)
-    state, gradients = ya.shard(params, None, mesh=one_rank()), ya.value_and_grad(squares(model))
+    state, gradients = on_one_rank(params), ya.value_and_grad(squares(model))
     for _ in range(2):
-        compare(ya.unshard(gradients(state.params, x)[1]), expected, 1e-6, "gradients")
+        compare(gradients(state.params, x)[1], expected, 1e-6, "gradients")
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
 
 
 def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are made in it."""
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     seen, forward = [], Model.forward
 
     def looks(self: Any, tokens: Tensor) -> Tensor:
@@ -456,16 +457,12 @@ def test_weights_are_freed_with_their_trees_without_a_collection() -> None:
     params, model = ya.functionalize(module, "layers")
     plain = ya.materialize(params)
     leaves = [weakref.ref(leaf) for leaf in (*optree.tree_leaves(plain), *module.parameters())]
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         first = model(plain, tokens_of(0)).detach()
         _, grads = ya.value_and_grad(squares(model))(plain, tokens_of(0))
         again = ya.materialize(params)
         del plain, grads, params, module
         assert [leaf() for leaf in leaves] == [None] * len(leaves)
-    finally:
-        gc.enable()
     compare(model(again, tokens_of(0)), first, 0, "without the module")
 
 
@@ -489,11 +486,11 @@ class Mixed(nn.Module):
         x = self.ways[1](torch.tanh(self.ways[0](x)))
         for layer in self.encoder.layers:
             x = layer(x) if isinstance(layer, nn.Tanh) else layer(x)[0]
-        out: Tensor = self.decoder(x)
-        return out
+        return self.decoder(x)
 
 
-def mixed(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: Any) -> None:
     torch.manual_seed(0)
     module, rank = Mixed().double(), mesh.get_rank()
     params, model = ya.functionalize(module, ["encoder.layers", "decoder"])
@@ -518,7 +515,7 @@ def mixed(mesh: Any) -> None:
         ]
         trained, _ = step(state, own)
         trained_again, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh, precision=F64), own)
-        compare(ya.unshard(trained.params), ya.unshard(trained_again.params), 1e-12, "schedules")
+        compare(trained.params, trained_again.params, 1e-12, "schedules")
         named = {model.name_of(name): weight for name, weight in ya.named_weights(trained.params)}
         assert named.keys() == before.keys()
         for made in (trained.params, ya.unshard(trained.params), named):
@@ -531,11 +528,6 @@ def mixed(mesh: Any) -> None:
                 grad = module.get_parameter(name).grad
                 expected = before[name] if grad is None else before[name] - 0.1 * grad
                 compare(param.detach(), expected, 1e-12, name)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(mixed)
 
 
 # ---- what is refused
@@ -651,16 +643,16 @@ def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
 def test_a_layer_that_keeps_something_is_refused(
     forward: Any, message: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, model = ya.functionalize(made(), "layers")
-    whole = ya.shard(params, None, mesh=one_rank()).params if sharded else ya.materialize(params)
+    params, model = functional()
+    whole = on_one_rank(params).params if sharded else ya.materialize(params)
     monkeypatch.setattr(Layer, "forward", forward)
     with pytest.raises((RuntimeError, TypeError), match=message):
         ya.value_and_grad(squares(model))(whole, tokens_of(0))
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
-    params, model = ya.functionalize(made(), "layers")
-    state = ya.shard(params, None, mesh=one_rank())
+    params, model = functional()
+    state = on_one_rank(params)
     with pytest.raises(TypeError, match=r"layers.0 is called with a Objects.*pass tensors"):
         model(state.params, tokens_of(0), other=Objects())
     with torch.no_grad():
@@ -669,7 +661,7 @@ def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
 
 
 def test_a_weight_that_is_used_elsewhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     monkeypatch.setattr(Model, "forward", lambda self, tokens: self.embed(tokens) @ self.layers[1].up.weight)
     with pytest.raises(RuntimeError, match=r"layers.1.up.weight is not there now"):
         model(ya.materialize(params), tokens_of(0))
@@ -690,7 +682,7 @@ HOOKS: list[tuple[str, Callable[[nn.Module], Any]]] = [
 def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_stay(
     message: str, register: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     plain, forward = ya.materialize(params), Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
@@ -706,7 +698,7 @@ def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_s
 
 
 def test_a_hook_that_comes_after_its_visit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     forward = Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
@@ -723,7 +715,7 @@ def test_a_hook_that_comes_after_its_visit_is_refused(monkeypatch: pytest.Monkey
 def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
     sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params, model = ya.functionalize(made(), "layers")
+    params, model = functional()
     forward = Model.forward
 
     def penalised(self: Any, tokens: Tensor) -> Tensor:
@@ -735,7 +727,7 @@ def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
         return out + sum(x.square().mean() for x in seen)
 
     monkeypatch.setattr(Model, "forward", penalised)
-    whole = ya.shard(params, None, mesh=one_rank()).params if sharded else ya.materialize(params)
+    whole = on_one_rank(params).params if sharded else ya.materialize(params)
     loss, grads = ya.value_and_grad(squares(model))(whole, tokens_of(0))
     module = made()
     plain = module(tokens_of(0)).square().mean()
@@ -747,14 +739,14 @@ def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
 
 
 def test_params_of_another_model_are_refused() -> None:
-    params, model = ya.functionalize(made(), "layers")
-    more, _ = ya.functionalize(made(count=4), "layers")
+    params, model = functional()
+    more, _ = functional(count=4)
     with pytest.raises(
         TypeError, match=r"expected params with the units \['embed', 'layers', 'position', 'tail'\], got list"
     ):
         model([], tokens_of(0))
     with pytest.raises(ValueError, match="layers: the module has 3 layers, these params 4"):
-        model(ya.shard(more, None, mesh=one_rank()).params, tokens_of(0))
+        model(on_one_rank(more).params, tokens_of(0))
     with pytest.raises(
         ValueError, match="layers: expected a sharded stack, or tensors with a leading axis of 3 layers"
     ):
@@ -764,32 +756,26 @@ def test_params_of_another_model_are_refused() -> None:
 
 
 def test_load_into_another_module_is_refused() -> None:
-    params, _ = ya.functionalize(made(), "layers")
+    params, _ = functional()
     plain = ya.materialize(params)
-    with pytest.raises(
-        ValueError, match=r"load_into: layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"
+    few = r"layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
+    for module, text in (
+        (made(width=9), r"layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"),
+        (made(count=4), "these params have no layers.3.norm.weight"),
+        (made(count=2), few),
+        (nn.Linear(2, 2), "the module has no layers"),
+        (made().to("meta"), "position is on the meta device"),
     ):
-        ya.load_into(made(width=9), plain)
-    with pytest.raises(ValueError, match=r"load_into: these params have no layers.3.norm.weight"):
-        ya.load_into(made(count=4), plain)
-    with pytest.raises(
-        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
-    ):
-        ya.load_into(made(count=2), plain)
-    _, other = ya.functionalize(made(count=2), "layers")
-    with pytest.raises(
-        ValueError, match=r"load_into: layers is a stack of 3 layers, .* in it: layers.0, layers.1\. La"
-    ):
-        ya.load_into(made(), plain, model=other)
-    with pytest.raises(ValueError, match=r"load_into: the module has no layers"):
-        ya.load_into(nn.Linear(2, 2), plain)
-    with pytest.raises(ValueError, match=r"load_into: position is on the meta device"):
-        ya.load_into(made().to("meta"), plain)
+        with pytest.raises(ValueError, match=f"load_into: {text}"):
+            ya.load_into(module, plain)
+    with pytest.raises(ValueError, match=f"load_into: {few}"):
+        ya.load_into(made(), plain, model=functional(count=2)[1])
     with pytest.raises(TypeError, match=r"a state has \.params"):
-        ya.load_into(made(), ya.shard(params, None, mesh=one_rank()))
+        ya.load_into(made(), on_one_rank(params))
 
 
-def to_other_modules(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_load_into_after_unfreezing_and_into_a_fresh_module(mesh: Any) -> None:
     """The module's layers are frozen in turn, and in another way before what was trained goes back, and elsewhere."""
     module, tx = made(count=4), ya.optim.sgd(0.1)
     for frozen in ((0, 1), (3,), (0, 3), (0, 2), (), (0, 1, 2, 3)):
@@ -816,8 +802,3 @@ def to_other_modules(mesh: Any) -> None:
                     for number, weight in zip(numbers[name], trained[name]["up.weight"], strict=True):
                         compare(other.layers[number].up.weight.detach(), weight, 0, name)
                 compare(model(trained, tokens_of(5)).detach(), other(tokens_of(5)).detach(), 1e-6, "the function")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_load_into_after_unfreezing_and_into_a_fresh_module(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(to_other_modules)

@@ -16,15 +16,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import TOLERANCE, batch_of, compare, global_batch, relative
-from tests.harness.pool import Pool
-from tests.harness.problems import Batch, Head, Layer, Params, base_params, masked_loss
+from tests.harness.pool import Pools, on_ranks
+from tests.harness.problems import CLIPPED as TX
+from tests.harness.problems import Batch, Head, Layer, Params, base_params, block, embed, masked_loss
 from tests.models.theirs import their_model
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.schedules import Program
 
-Pools = dict[int, Pool]
-WORLDS = pytest.mark.parametrize("world", [1, 2])
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 F64 = ya.Precision(torch.float64)
 RANK, ALPHA, LAYERS = 2, 3.0, 3
 
@@ -53,16 +51,10 @@ def begun(tree: Any) -> Any:
 
 
 def adapted(dtype: torch.dtype | None = None) -> Params:
-    tree: Params = begun(ya.lora(base_params(LAYERS), RANK, matrices, alpha=ALPHA, dtype=dtype))
-    return tree
+    return begun(ya.lora(base_params(LAYERS), RANK, matrices, alpha=ALPHA, dtype=dtype))
 
 
 # ---- a model that uses weights in several ways
-
-
-def block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
-    """One matrix through `ya.linear`, the other as a tensor."""
-    return x + w.gate * (torch.tanh(ya.linear(x, w.up, w.bias)) @ w.down.T), None
 
 
 def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
@@ -70,10 +62,9 @@ def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
 
 
 def loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(lambda w, tokens: ya.embedding(tokens, w), params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)  # one matrix through `ya.linear`, the other as a tensor
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def by_hand(whole: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -120,18 +111,17 @@ def exact(mesh: Any, remats: tuple[str, ...], dtype: torch.dtype | None) -> None
         assert all(relative(found[path], grad) < TOLERANCE[torch.float64] for path, grad in grads.items())
 
 
-@WORLDS
-def test_gradients_are_those_of_merged_weights(pools: Pools, world: int) -> None:
-    pools[world].run(exact, tuple(REMATS), None)
+@on_ranks(1, 2)
+def test_gradients_are_those_of_merged_weights(mesh: Any) -> None:
+    exact(mesh, tuple(REMATS), None)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "dtype"), [(1, torch.int8), (2, torch.int8), (2, torch.bfloat16), (3, None), (4, None)]
 )
-def test_gradients_with_bases_of_other_dtypes_and_on_more_ranks(
-    pools: Pools, world: int, dtype: torch.dtype | None
-) -> None:
-    pools[world].run(exact, ("none", "all"), dtype)
+def test_gradients_with_bases_of_other_dtypes_and_on_more_ranks(mesh: Any, dtype: torch.dtype | None) -> None:
+    exact(mesh, ("none", "all"), dtype)
 
 
 def train(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> list[str]:
@@ -147,14 +137,12 @@ def train(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> list[str]:
         if number == 1:
             ya.checkpoint.save(tmp_path, state)
             state, _ = ya.checkpoint.load(tmp_path, ya.init(adapted(dtype), TX, mesh=mesh, seed=1))
-    compare(ya.unshard(state), plain.params, TOLERANCE[torch.float32], "trained")
+    compare(state, plain.params, TOLERANCE[torch.float32], "trained")
     compare(ya.merge_lora(state), ya.merge_lora(plain.params), TOLERANCE[torch.float32], "merged")
     before = dict(named_leaves(ya.params.without_markers(ya.materialize(adapted(dtype)))))
     for path, leaf in named_leaves(ya.unshard(state)):
         assert torch.equal(leaf, before[path]) == (path[-2:] not in (".a", ".b")), path
-    program = step.program(state)
-    assert program is not None
-    return moved(program)
+    return moved(step.program(state))
 
 
 def moved(program: Program) -> list[str]:
@@ -180,10 +168,9 @@ def pair_block(x: Tensor, w: tuple[Layer, dict[str, Tensor]]) -> tuple[Tensor, N
 
 
 def stacks_loss(params: Any, batch: Batch) -> ya.Mean:
-    x = ya.apply(lambda w, tokens: ya.embedding(tokens, w), params["embed"], batch["tokens"])
+    x = ya.apply(embed, params["embed"], batch["tokens"])
     x, _ = ya.scan(pair_block, x, (params["base"], params["pairs"]))
-    mean: ya.Mean = ya.apply(head, params["head"], x, batch["targets"])
-    return mean
+    return ya.apply(head, params["head"], x, batch["targets"])
 
 
 def second_stack(mesh: Any) -> list[str]:
@@ -205,12 +192,10 @@ def second_stack(mesh: Any) -> list[str]:
     pairs, inside = ya.unshard(first)["pairs"], ya.unshard(second).layers.up
     compare((pairs["a"], pairs["b"]), (inside.a, inside.b), 1e-9, "by hand")
     assert not torch.equal(pairs["b"], b)
-    program = step.program(first)
-    assert program is not None
-    return moved(program)
+    return moved(step.program(first))
 
 
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_second_stack_written_by_hand(pools: Pools, world: int) -> None:
     assert pools[world].run(second_stack)[0] == [f"pairs[{i}]" for i in range(LAYERS)]
 
@@ -222,7 +207,10 @@ def leaves(tree: Any) -> dict[str, Tensor]:
     return dict(named_leaves(ya.unshard(tree)))
 
 
-def unfreeze(mesh: Any, compute: torch.dtype) -> None:
+@on_ranks()
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [2])
+def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -> None:
     """Adapters; then embedding and head as well; then adapters again."""
     precision, plain = ya.Precision(compute=compute), base_params(LAYERS)
     few = ya.lora(plain, RANK)
@@ -255,12 +243,6 @@ def unfreeze(mesh: Any, compute: torch.dtype) -> None:
     last = leaves(state.params)
     assert torch.equal(last["embed"], trained["embed"].to(compute)) and state.step == 6
     assert not torch.equal(last["layers.up.a"], trained["layers.up.a"])
-
-
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2])
-def test_what_is_frozen_changes_between_steps(pools: Pools, world: int, compute: torch.dtype) -> None:
-    pools[world].run(unfreeze, compute)
 
 
 # ---- files

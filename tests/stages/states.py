@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +9,18 @@ import optree
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.meshes import mesh_of
 from tests.harness.problems import base_params, frozen_params, pinned_params
+from tests.steps.staged.models import F64
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.program.split import Assignment
 
-F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
 MODELS = {
     "pinned": lambda: pinned_params(5),
     "frozen": lambda: frozen_params(5),
     "lora": lambda: ya.lora(base_params(5), 2, alpha=3.0),
 }
 MESHES = ((2, {"stage": 2}), (4, {"stage": 2}), (4, {"stage": 4}), (4, {"stage": 2, "replicate": 2}))
-
-
-@functools.cache
-def mesh_of(**axes: int) -> Any:
-    return ya.mesh(device="cpu", **axes)
 
 
 def scattered(units: int, stages: int) -> Assignment:

@@ -10,7 +10,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import base_loss, base_params
 from tests.stages.states import F64, MODELS, OPTIMIZERS, grads_of, mesh_of, on_stages, same, scattered, trained
 from yafsdp_fn.program.split import Assignment
@@ -37,7 +37,7 @@ def handed_on(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str, bac
     return found, ya.checksum(state)
 
 
-def test_checkpoints_pass_from_any_number_of_stages_to_any_other(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_checkpoints_pass_from_any_number_of_stages_to_any_other(pools: Pools, tmp_path: Path) -> None:
     optimizer = "muon"  # and AdamW, for the rest
     first = set(pools[4].run(begun, tmp_path, {"stage": 2}, optimizer))
     assert len(first) == 1
@@ -48,8 +48,9 @@ def test_checkpoints_pass_from_any_number_of_stages_to_any_other(pools: dict[int
         assert {value for pair in found for value in pair} == first, (world, axes)
 
 
-def resharded(mesh: Any, optimizer: str) -> None:
-    tx = OPTIMIZERS[optimizer]()
+@on_ranks(4)
+def test_a_state_goes_from_stages_to_others_and_back(mesh: Any) -> None:
+    tx = OPTIMIZERS["muon"]()
     state = trained(mesh, {"stage": 2}, tx)
     expected = ya.checksum(state)
     units = len(state.memory.units)
@@ -67,18 +68,15 @@ def resharded(mesh: Any, optimizer: str) -> None:
     same(tensors.params, state.params)
 
 
-def test_a_state_goes_from_stages_to_others_and_back(pools: dict[int, Pool]) -> None:
-    pools[4].run(resharded, "muon")
-
-
-def goes_on(mesh: Any, folder: Path) -> None:
+@on_ranks(2)
+def test_a_run_goes_on_with_its_pipeline(mesh: Any, tmp_path: Path) -> None:
     tx, params, batch = ya.optim.adamw(1e-2), base_params(3), batch_of(0, rows=4)
     stages = ya.schedules.assign(ya.planner.trace(base_loss, params, batch, microbatches=2), stages=2)
     state = on_stages(params, tx, stages, stage=2)
     step = ya.train_step(base_loss, tx, microbatches=2)
     state, _ = step(step(state, batch)[0], batch)
-    ya.checkpoint.save(folder, state)
-    again, _ = ya.checkpoint.load(folder, on_stages(params, tx, stages, stage=2))
+    ya.checkpoint.save(tmp_path, state)
+    again, _ = ya.checkpoint.load(tmp_path, on_stages(params, tx, stages, stage=2))
     assert isinstance(state.program, ya.Program) and again.program == state.program
     expected, _ = step(state, batch)
     got, _ = ya.train_step(base_loss, tx, schedule=again.program, microbatches=2)(again, batch)
@@ -86,17 +84,13 @@ def goes_on(mesh: Any, folder: Path) -> None:
     other = Assignment(((0,), *((1,) for _ in stages.units[1:])), (0, 1))
     assert other != stages
     for like in (on_stages(params, tx, other, stage=2), on_stages(params, tx, shard=-1)):
-        assert ya.checkpoint.load(folder, like)[0].program is None, "it is of another cut"
-    again, _ = ya.checkpoint.load(folder, on_stages(params, tx, stages, stage=2))
+        assert ya.checkpoint.load(tmp_path, like)[0].program is None, "it is of another cut"
+    again, _ = ya.checkpoint.load(tmp_path, on_stages(params, tx, stages, stage=2))
     assert again.program is not None
     ops = list(again.program.stages[0])
     ahead = next(at for at, op in enumerate(ops) if isinstance(op, ya.schedules.Receive))
     ops.insert(next(at for at, op in enumerate(ops) if isinstance(op, ya.schedules.Forward)), ops.pop(ahead))
-    ya.checkpoint.save(folder / "ahead", dataclasses.replace(again, program=again.program.with_ops(ops, 0)))
+    ya.checkpoint.save(tmp_path / "ahead", dataclasses.replace(again, program=again.program.with_ops(ops, 0)))
     with pytest.warns(UserWarning, match=r"its program is refused now, and a schedule makes another: .* 'deadlock'"):
-        early, _ = ya.checkpoint.load(folder / "ahead", on_stages(params, tx, stages, stage=2))
+        early, _ = ya.checkpoint.load(tmp_path / "ahead", on_stages(params, tx, stages, stage=2))
     assert early.program is None and ya.checksum(step(early, batch)[0]) == ya.checksum(expected)
-
-
-def test_a_run_goes_on_with_its_pipeline(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(goes_on, tmp_path)

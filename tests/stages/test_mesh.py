@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.stages.states import mesh_of
 from yafsdp_fn.communication.communicators import communicators
 
@@ -25,7 +25,7 @@ def who(mesh: Any, axes: dict[str, int]) -> Any:
     return made.mesh_dim_names, (comms.stage, comms.replica, comms.rank), every.item(), shards.tolist(), batch.tolist()
 
 
-def test_stages_are_the_outermost_axis(pools: dict[int, Pool]) -> None:
+def test_stages_are_the_outermost_axis(pools: Pools) -> None:
     names = ("stage", "shard")
     two = pools[4].run(who, {"stage": 2})
     assert two == [
@@ -38,7 +38,8 @@ def test_stages_are_the_outermost_axis(pools: dict[int, Pool]) -> None:
     assert nodes[3][:2] == (("stage", "node", "local"), (1, 0, 1))
 
 
-def messages(_: Any) -> None:
+@on_ranks(4)
+def test_messages_between_stages_wait_for_none_of_the_other_direction(_: Any) -> None:
     """Each stage sends to all others at once, large and small, and receives the other way round."""
     comms = communicators(mesh_of(stage=4))
     comms._meet()  # as with NCCL: no two wait for each other
@@ -61,10 +62,6 @@ def messages(_: Any) -> None:
         event.wait()
     for (source, number), content in received.items():
         assert content.eq(100 * source + 10 * comms.stage + number).all()
-
-
-def test_messages_between_stages_wait_for_none_of_the_other_direction(pools: dict[int, Pool]) -> None:
-    pools[4].run(messages)
 
 
 def test_what_is_no_mesh_of_stages_is_refused() -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.oracle import compare
+from tests.harness.pool import Pools, on_ranks
 from tests.stages.states import (
     MESHES,
     MODELS,
@@ -44,11 +45,13 @@ def numbers(_: Any, model: str, axes: dict[str, int]) -> None:
     assert ya.checksum(state.copy()) == ya.checksum(state)
 
 
+@on_ranks()
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world", "axes"), MESHES)
-def test_norms_and_trees_are_those_of_the_plain_tree(pools: dict[int, Pool], world: int, axes: dict[str, int]) -> None:
+def test_norms_and_trees_are_those_of_the_plain_tree(mesh: Any, axes: dict[str, int]) -> None:
+    world = mesh.size()
     for model in MODELS if world == 2 else ("pinned",) if len(axes) > 1 else ("frozen", "lora"):
-        pools[world].run(numbers, model, axes)
+        numbers(mesh, model, axes)
 
 
 # ---- optimizers
@@ -65,7 +68,7 @@ def optimizers(_: Any, model: str, axes: dict[str, int], names: list[str]) -> No
         same(states[0].opt_state, states[1].opt_state, 1e-13, name)
 
 
-def test_optimizers_take_the_steps_of_one_stage(pools: dict[int, Pool]) -> None:
+def test_optimizers_take_the_steps_of_one_stage(pools: Pools) -> None:
     pools[2].run(optimizers, "pinned", {"stage": 2}, list(OPTIMIZERS))
     pools[2].run(optimizers, "lora", {"stage": 2}, ["muon"])
     pools[4].run(optimizers, "frozen", {"stage": 2}, ["clipped", "muon"])
@@ -94,7 +97,7 @@ def unit_by_unit(_: Any, model: str, axes: dict[str, int], name: str) -> None:
     same(state.opt_state, other.opt_state, 1e-13)
 
 
-def test_units_take_their_steps_one_by_one(pools: dict[int, Pool]) -> None:
+def test_units_take_their_steps_one_by_one(pools: Pools) -> None:
     for name in ("adamw", "muon", "soap"):
         pools[2].run(unit_by_unit, "frozen", {"stage": 2}, name)
     pools[4].run(unit_by_unit, "lora", {"stage": 2}, "muon")
@@ -103,7 +106,8 @@ def test_units_take_their_steps_one_by_one(pools: dict[int, Pool]) -> None:
 # ---- a unit on several stages
 
 
-def shared(mesh: Any, folder: Path) -> None:
+@on_ranks(4)
+def test_a_unit_on_two_stages_counts_once(mesh: Any, tmp_path: Path) -> None:
     """The unit at home on the first stage that holds it is counted, summed up and saved once."""
     tx, axes = OPTIMIZERS["clipped"](), {"stage": 2}
     units = units_of(MODELS["pinned"]())
@@ -114,10 +118,10 @@ def shared(mesh: Any, folder: Path) -> None:
         torch.testing.assert_close(ya.global_norm(state.params), ya.global_norm(other.params), rtol=1e-13, atol=0.0)
         state, other = (each.apply_gradients(grads_of(each, step), tx) for each in (state, other))
     same(state.params, other.params, 1e-13)
-    ya.checkpoint.save(folder, state)
-    again, _ = ya.checkpoint.load(folder, on_stages(MODELS["pinned"](), tx, both, **axes))
+    ya.checkpoint.save(tmp_path, state)
+    again, _ = ya.checkpoint.load(tmp_path, on_stages(MODELS["pinned"](), tx, both, **axes))
     assert ya.checksum(again) == ya.checksum(state) == ya.checksum(ya.shard(state, tx, mesh=mesh_of(shard=-1)))
-    assert all(map(torch.equal, optree.tree_leaves(again.params), optree.tree_leaves(state.params)))
+    compare(again.params, state.params, 0.0, "loaded")
     own = again.memory.master.rows
     if again.memory.comms.stage == 1:
         own[4][0] += 1
@@ -129,7 +133,3 @@ def shared(mesh: Any, folder: Path) -> None:
     torch.testing.assert_close(
         again.memory.comms.all_reduce_sum(counted).sqrt(), ya.global_norm(state.params), rtol=1e-13, atol=0.0
     )
-
-
-def test_a_unit_on_two_stages_counts_once(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[4].run(shared, tmp_path)

@@ -12,13 +12,19 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.oracle import compare
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import base_loss, base_params, pinned
 from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
+from tests.steps.staged.models import TWO_STAGES
 from yafsdp_fn.program.split import Assignment
 
 
-def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize(("world", "axes"), MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_rank_holds_shards_of_its_own_units(_: Any, model: str, axes: dict[str, int]) -> None:
     params = MODELS[model]()
     state = on_stages(params, **axes)
     memory, comms = state.memory, state.memory.comms
@@ -28,22 +34,9 @@ def holds_its_own(_: Any, model: str, axes: dict[str, int]) -> None:
     whole = memory.abstract()
     assert whole.comms.stages == 1 and all(unit.numel for unit in whole.units) and len(whole.units) == len(memory.units)
     assert memory.key != whole.key and memory.key.endswith(f"{comms.stage})")
-    got = ya.unshard(state)
-    for mine, expected in zip(
-        optree.tree_leaves(got), optree.tree_leaves(ya.params.without_markers(plain(params))), strict=True
-    ):
-        assert torch.equal(mine.double(), expected)
+    compare(optree.tree_map(torch.Tensor.double, ya.unshard(state)), plain(params), 0.0, "values")
     n = {unit: memory.layout_of(unit).shard_numel(comms.ranks) for unit in memory.held}
     assert sum(leaf.numel() for leaf in optree.tree_leaves(state.params)) == sum(n.values()), "no memory for others"
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(("world", "axes"), MESHES)
-@pytest.mark.parametrize("model", MODELS)
-def test_a_rank_holds_shards_of_its_own_units(
-    pools: dict[int, Pool], model: str, world: int, axes: dict[str, int]
-) -> None:
-    pools[world].run(holds_its_own, model, axes)
 
 
 # ---- whole weights
@@ -93,7 +86,7 @@ def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
     assert len(loads) <= sum(len(g.layout.names) * (g.layout.shapes[0][0] if g.pinned else 1) for g in own)
 
 
-def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_whole_layers_come_from_their_stages(pools: Pools, tmp_path: Path) -> None:
     for number, (world, axes) in enumerate((MESHES[0], MESHES[3])):
         pools[world].run(whole_weights, axes, tmp_path / str(number))
 
@@ -103,24 +96,21 @@ def test_whole_layers_come_from_their_stages(pools: dict[int, Pool], tmp_path: P
 
 def refused(_: Any, axes: dict[str, int]) -> None:
     params, mesh = base_params(3), mesh_of(**axes)
-    with pytest.raises(
-        ValueError, match=r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)"
-    ):
-        ya.init(params, mesh=mesh)
-    with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
-        ya.init(params, mesh=mesh, stages=scattered(4, 2))
+    beyond = Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1))
+    assignments: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)", None),
+        (ValueError, "the assignment is of 4 units, these parameters have 5", scattered(4, 2)),
+        (ValueError, r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.sche", scattered(5, 3)),
+        (ValueError, "unit 4 is in segment 7, the assignment has 2 segments", beyond),
+        (TypeError, "expected an Assignment, as ya.schedules.assign makes", 2),
+    ]
+    for error, text, stages in assignments:
+        with pytest.raises(error, match=text):
+            ya.init(params, mesh=mesh, stages=stages)
     with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
         ya.init(params, mesh=mesh_of(shard=-1), stages=scattered(4, 2))
-    with pytest.raises(
-        ValueError, match=r"at home on stages \[0, 1, 2\], the mesh has stages 0 to 1; give ya.schedules.assign"
-    ):
-        ya.init(params, mesh=mesh, stages=scattered(5, 3))
-    with pytest.raises(ValueError, match="unit 4 is in segment 7, the assignment has 2 segments"):
-        ya.init(params, mesh=mesh, stages=Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1)))
-    with pytest.raises(TypeError, match=r"expected an Assignment, as ya.schedules.assign makes"):
-        ya.init(params, mesh=mesh, stages=2)
     with pytest.raises(ya.errors.RanksDisagree, match="stages differs"):
-        one, other = scattered(5, 2), Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+        one, other = scattered(5, 2), TWO_STAGES
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
     with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
         ya.mesh(device="cpu", stage=2, deterministic=8)
@@ -143,7 +133,7 @@ def refused(_: Any, axes: dict[str, int]) -> None:
         ya.vdot(optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), state.params), state.params)
 
 
-def test_what_cannot_be_right_is_refused_by_name(pools: dict[int, Pool]) -> None:
+def test_what_cannot_be_right_is_refused_by_name(pools: Pools) -> None:
     pools[4].run(refused, {"stage": 2})
 
 
@@ -161,6 +151,6 @@ def page(mesh: Any, blocks: list[str]) -> None:
     assert plan.stages == 2 and plan.units == state.memory.abstract().units
 
 
-def test_the_page(pools: dict[int, Pool]) -> None:
+def test_the_page(pools: Pools) -> None:
     text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
     pools[2].run(page, re.findall(r"```python\n(.*?)```", text, re.S))

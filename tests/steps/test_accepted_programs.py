@@ -15,6 +15,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.harness.histories import BUILDERS
 from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.proof.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
@@ -67,8 +68,7 @@ class Case(NamedTuple):
         return Case(mesh, problem, builder, remat, rng.choice((1, 2)), *(rng.random() < p for p in (0.6, 0.5, 0.3)))
 
     def built(self) -> Schedule:
-        schedule: Schedule = BUILDERS[self.builder](update=self.update, remat=REMAT[self.remat])
-        return schedule
+        return BUILDERS[self.builder](update=self.update, remat=REMAT[self.remat])
 
     def lived(self, schedule: Schedule | Program) -> tuple[dict[str, Any], Program]:
         """What is seen in four steps under `schedule`, and the program that ran."""
@@ -86,7 +86,6 @@ class Case(NamedTuple):
             if number == 1:
                 seen["evaluation"] = evaluate(state, batch)
         program = step.program(state)
-        assert program is not None
         return {**seen, "parameters": ya.unshard(state)}, program
 
 
@@ -117,22 +116,19 @@ def check(case: Case, rng: random.Random, during: contextlib.AbstractContextMana
         raise AssertionError(f"{case}: {error}\n{program.diff(other)}") from error
 
 
-def check_drawn(mesh: Any, number: int) -> None:
-    rng = random.Random(f"{mesh.size()}-{number}")
-    case = Case.drawn(mesh.size(), rng)
-    check(case, rng, delayed(LATE, seed=mesh.get_rank()) if case.late else contextlib.nullcontext())
-
-
 ALL = [(2, n) for n in range(CASES)] + [(4, n) for n in range(-(-CASES // 5))]
 DAILY = {2: 5, 4: 1}  # of each world; all run nightly
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "number"),
     [(w, n) if n < DAILY[w] else nightly(w, n) for w, n in ALL],
 )
-def test_accepted_programs_are_exact(pools: dict[int, Pool], world: int, number: int) -> None:
-    pools[world].run(check_drawn, number)
+def test_accepted_programs_are_exact(mesh: Any, number: int) -> None:
+    rng = random.Random(f"{mesh.size()}-{number}")
+    case = Case.drawn(mesh.size(), rng)
+    check(case, rng, delayed(LATE, seed=mesh.get_rank()) if case.late else contextlib.nullcontext())
 
 
 # ---- broken engines
@@ -147,43 +143,30 @@ def skipping(kind: type[Any]) -> Iterator[None]:
         if type(op) is not kind or self.number != 2:
             issue(self, op, *why, **number)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "issue", skip)
-        yield
-
-
-@contextlib.contextmanager
-def stale() -> Iterator[None]:
-    """What a program expects in its slots when it begins is not gathered where it is missing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Slots, "missing", lambda _: [])
+    with mock.patch.object(Session, "issue", skip):
         yield
 
 
 @contextlib.contextmanager
 def without_waits() -> Iterator[None]:
     """Ops run as soon as their stream is free, and gathers are late."""
-    with pytest.MonkeyPatch.context() as patch, delayed({"gather": (1.0, 0.05)}, seed=0):
-        patch.setattr(Scoreboard, "use", lambda *_: [])
+    with mock.patch.object(Scoreboard, "use", lambda *_: []), delayed({"gather": (1.0, 0.05)}, seed=0):
         yield
 
 
-BROKEN: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+BROKEN: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "gathers": lambda: skipping(Gather),
     "reductions": lambda: skipping(Reduce),
-    "carried": stale,
+    "carried": lambda: mock.patch.object(Slots, "missing", lambda _: []),  # what slots should hold in the beginning
     "waits": without_waits,
 }
 
 
-def check_broken(mesh: Any, what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_engine_is_seen(mesh: Any, what: str) -> None:
+    """The test above can fail."""
     case = Case("shard", "base", "zero3", "every", 2, update=True, clips=False, late=False)
     with pytest.raises(AssertionError, match=f"the changed program: beyond {TOLERANCE:g}"):
         check(case, random.Random(what), BROKEN[what]())
     communicators(mesh).drain()
-
-
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_engine_is_seen(pools: dict[int, Pool], what: str) -> None:
-    """The test above can fail."""
-    pools[2].run(check_broken, what)

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import optree
 import pytest
@@ -23,9 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.oracle import by_autograd
-from tests.harness.pool import Pool
-from tests.harness.problems import SCHEDULES, Batch, Head, Params, embed, head, param
+from tests.harness.pool import on_ranks
+from tests.harness.problems import SCHEDULES, Batch, Head, Params, param, with_ends
 from yafsdp_fn.communication.streams import Event, HostStream
 
 E, F, V, LAYERS = 64, 96, 72, 5
@@ -51,11 +53,9 @@ def block(x: Tensor, w: Weights) -> tuple[Tensor, None]:
     return x + torch.tanh((x * w.scale) @ w.up.T) @ w.down.T, None
 
 
-def loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(block, x, params.layers)[0]
 
 
 def batch() -> Batch:
@@ -98,20 +98,8 @@ def watched_streams() -> Iterator[FreshStorages]:
 
         submit(self, run, waits, event, label)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStream, "submit", watched)
+    with mock.patch.object(HostStream, "submit", watched):
         yield mode
-
-
-@contextlib.contextmanager
-def no_collection() -> Iterator[None]:
-    """Without the cycle collector: what it would free inside is not what a step frees."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Measured(NamedTuple):
@@ -168,7 +156,7 @@ BF16 = ya.Precision(compute=torch.bfloat16)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("schedule", "precision", "parts"),
     [
@@ -181,43 +169,39 @@ BF16 = ya.Precision(compute=torch.bfloat16)
     ids=["zero3", "microbatches", "remat", "zero2", "bf16"],
 )
 def test_only_fresh_gradients_of_one_block_are_allocated(
-    pools: dict[int, Pool], world: int, schedule: str, precision: ya.Precision, parts: int
+    mesh: Any, schedule: str, precision: ya.Precision, parts: int
 ) -> None:
+    world = mesh.size()
     size = precision.gather_dtype.itemsize
     fresh = {"layer": 2 * [E * F * size], "embed": [V * E * size], "head": [V * E * size]}
     per_step = sorted(parts * (LAYERS * fresh["layer"] + fresh["embed"] + fresh["head"]))
-    for first, *later in pools[world].run(steps, schedule, precision, parts):
-        for step in later:
-            assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
-            assert [n for n in step.streams if n > ACTIVATIONS] == []
-            if precision.gather_dtype == torch.float32:
-                assert sorted(n for n in step.large() if n > 0) == per_step
-                assert sum(step.large()) == 0, "something of weight size outlives the step, or died in it"
-                assert step.peak() == sum(fresh["layer"])
-        # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
-        assert first.peak() > 2 * sum(fresh["layer"])
-        assert world == 1 or all(step.stream_ops >= 2 * LAYERS for step in later)
+    first, *later = steps(mesh, schedule, precision, parts)
+    for step in later:
+        assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
+        assert [n for n in step.streams if n > ACTIVATIONS] == []
+        if precision.gather_dtype == torch.float32:
+            assert sorted(n for n in step.large() if n > 0) == per_step
+            assert sum(step.large()) == 0, "something of weight size outlives the step, or died in it"
+            assert step.peak() == sum(fresh["layer"])
+    # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
+    assert first.peak() > 2 * sum(fresh["layer"])
+    assert world == 1 or all(step.stream_ops >= 2 * LAYERS for step in later)
 
 
-def garbage(mesh: Any) -> list[int]:
-    """Objects that the cycle collector finds after each of four steps."""
+@on_ranks(1, 2)
+def test_a_step_leaves_no_cycles(mesh: Any) -> None:
+    """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
     state, found = ya.init(params(), TX, mesh=mesh), []
     step = ya.train_step(loss, TX, schedule=SCHEDULES["zero3-remat-every"], microbatches=3)
     for _ in range(4):
         with no_collection():
             state, _ = step(state, batch())
             found.append(gc.collect())
-    return found
+    assert found[1:] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_leaves_no_cycles(pools: dict[int, Pool], world: int) -> None:
-    """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
-    assert [found[1:] for found in pools[world].run(garbage)] == world * [[0, 0, 0]]
-
-
-def outlives(mesh: Any) -> bool:
-    """Whether a state's memory is still there after the last name for it is gone."""
+@on_ranks(1, 2)
+def test_a_dropped_state_frees_its_memory(mesh: Any) -> None:
     with no_collection():
         state = ya.init(params(), TX, mesh=mesh)
         step, evaluate = ya.train_step(loss, TX), ya.eval_step(loss)
@@ -226,12 +210,7 @@ def outlives(mesh: Any) -> bool:
             evaluate(state, batch())
         memory = weakref.ref(state.params.layers.leaves[0])
         del state
-        return memory() is not None
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int) -> None:
-    assert not any(pools[world].run(outlives))
+        assert memory() is None
 
 
 def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
@@ -253,11 +232,9 @@ def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
             h.register_hook(look)
         return out, None
 
-    def loss(params: Params, batch: Batch) -> ya.Mean:
-        x = ya.apply(embed, params.embed, batch["tokens"])
-        x, _ = ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+    @with_ends
+    def loss(params: Params, x: Tensor) -> Any:
+        return ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))[0]
 
     state, found = ya.init(params(), TX, mesh=mesh), []
     step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule])
@@ -269,15 +246,13 @@ def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_backward_drops_the_graph_of_its_visit(pools: dict[int, Pool], world: int) -> None:
+@on_ranks(1, 2)
+def test_a_backward_drops_the_graph_of_its_visit(mesh: Any) -> None:
     """One by one, not all together when the loss dies; a visit that recomputes has none but in its own backward."""
     backwards = range(LAYERS - 1, -1, -1)
-    # When a layer looks, its own intermediate result has served, and so has its output, where nothing was run again.
-    # Outputs of the layers below are what these have carried on.
     alone = [([], list(range(at + 1))) for at in backwards]
     kept = [(list(range(at)), list(range(at))) for at in backwards]
-    for found in pools[world].run(graphs, "zero3"):
-        assert found == [kept, kept, kept]
-    for found in pools[world].run(graphs, "zero3-remat-all"):
-        assert found == [alone, alone, alone]
+    found = graphs(mesh, "zero3")
+    assert found == [kept, kept, kept]
+    found = graphs(mesh, "zero3-remat-all")
+    assert found == [alone, alone, alone]

@@ -11,7 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import TX, Batch, Params, base_loss, base_params, block, embed, layer, param
 
 State = ya.ShardedState
@@ -77,11 +77,12 @@ OTHERS: list[Case] = [
 
 
 def cut(params: Params) -> Params:
-    short: Params = optree.tree_map(lambda leaf: leaf[..., :-1], params)
-    return short
+    return optree.tree_map(lambda leaf: leaf[..., :-1], params)
 
 
-def refuse(mesh: Any, number: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("number", range(len(LOSSES) + len(OTHERS)), ids=[text for _, text, _ in [*LOSSES, *OTHERS]])
+def test_bad_arguments(mesh: Any, number: int) -> None:
     error, text, call = [*LOSSES, *OTHERS][number]
     state, batch = ya.init(base_params(3), TX, mesh=mesh), batch_of(mesh.get_local_rank())
     step = ya.train_step(base_loss, TX)
@@ -92,8 +93,3 @@ def refuse(mesh: Any, number: int) -> None:
         expected = ya.value_and_grad(base_loss)(ya.unshard(state), global_batch(mesh.size(), seed=seed))[0]
         state, metrics = step(state, batch_of(mesh.get_local_rank(), seed=seed))
         compare(metrics["loss"], expected, 1e-5, "the next step")
-
-
-@pytest.mark.parametrize("number", range(len(LOSSES) + len(OTHERS)), ids=[text for _, text, _ in [*LOSSES, *OTHERS]])
-def test_bad_arguments(pools: dict[int, Pool], number: int) -> None:
-    pools[2].run(refuse, number)

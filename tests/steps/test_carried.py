@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -19,15 +20,17 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.failing import bits, same
 from tests.harness.histories import ACTIONS, Life, Planned, Setting
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
+ON_WORLDS = on_ranks(1, 2)
 
 
 def live(
@@ -41,7 +44,7 @@ def live(
         tensors = optree.tree_leaves((out, life.state.params, life.state.opt_state))
         seen.append((action, [leaf.clone() for leaf in tensors if isinstance(leaf, Tensor)]))
     program = life.step.program(life.state)
-    assert program is not None and program.has_updates is update
+    assert program.has_updates is update
     assert copies or not update or bool(program.carried())
     return seen
 
@@ -84,16 +87,16 @@ CASES = [
 ]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("world", "setting"), CASES)
-def test_every_history_ends_in_the_same_bits(
-    pools: dict[int, Pool], world: int, setting: Setting, tmp_path: Path
-) -> None:
+def test_every_history_ends_in_the_same_bits(mesh: Any, setting: Setting, tmp_path: Path) -> None:
     """Every action once, in an order of its own for each setting; alone, then some drawn at random. Of four ranks with
     four settings, each does half of them."""
+    world = mesh.size()
     seed = 10 * world + (SETTINGS if world < 4 else FOUR).index(setting)
     every = random.Random(seed).sample(list(ACTIONS), len(ACTIONS) // (2 if world == 4 else 1))
     histories = [every, *(drawn(seed + number, 12) for number in range(2 if world == 1 else 0))]
-    pools[world].run(every_way, setting, histories, tmp_path)
+    every_way(mesh, setting, histories, tmp_path)
 
 
 # ---- how often weights are gathered
@@ -109,8 +112,7 @@ def gathers() -> Iterator[list[int]]:
         found.extend(op.units if isinstance(op, Gather) else ())
         issue(self, op, *why, **number)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Session, "issue", counting)
+    with mock.patch.object(Session, "issue", counting):
         yield found
 
 
@@ -132,12 +134,13 @@ CARRIED: dict[str, int] = {
 """Action -> gathers that the next step needs beside its program's: of the first units, and of all that is frozen."""
 
 
-def carried(_: Mesh, folder: Path) -> None:
-    life = Life(Setting("shard", "zero2", False, "frozen"), True, folder)
+@ON_WORLDS
+def test_what_is_lost_is_gathered_once(_: Mesh, tmp_path: Path) -> None:
+    life = Life(Setting("shard", "zero2", False, "frozen"), True, tmp_path)
     for action in ("step", "step", "other step", "other step", "kept", "gradients", "gradients", "step"):
         ACTIONS[action](life)
     program = life.step.program(life.state)
-    assert program is not None and len(program.carried()) == 8
+    assert len(program.carried()) == 8
     for action, again in CARRIED.items():
         ACTIONS[action](life)
         for more in (again, 0):
@@ -146,20 +149,7 @@ def carried(_: Mesh, folder: Path) -> None:
             assert len(found) == program.count(Gather) + more, action
 
 
-@WORLDS
-def test_what_is_lost_is_gathered_once(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
-    pools[world].run(carried, tmp_path)
-
-
 # ---- updates during the backward
-
-
-def bits(state: ya.ShardedState) -> list[Tensor]:
-    return [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state)) if isinstance(leaf, Tensor)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 GONE = "was being written when its step was interrupted; load a checkpoint into a new state"
@@ -201,10 +191,9 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
         with pytest.raises(RuntimeError, match="was donated"):
             life.step(old, batch_of(life.rank))
         kept = life.state.copy()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StepUpdates, "update", failing_after(StepUpdates.update, error))
-            with pytest.raises(error):
-                life.step(life.state, batch_of(life.rank))
+        broken = mock.patch.object(StepUpdates, "update", failing_after(StepUpdates.update, error))
+        with broken, pytest.raises(error):
+            life.step(life.state, batch_of(life.rank))
         for use in USES:
             with pytest.raises(RuntimeError, match=GONE):
                 use(life)
@@ -215,7 +204,7 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("clips", [True, False])
-def test_a_failure_in_the_backward(pools: dict[int, Pool], world: int, clips: bool, tmp_path: Path) -> None:
+def test_a_failure_in_the_backward(mesh: Any, clips: bool, tmp_path: Path) -> None:
     """The state is as before."""
     for builder in ("zero2", "zero3"):
-        pools[world].run(late, clips, builder, tmp_path)
+        late(mesh, clips, builder, tmp_path)

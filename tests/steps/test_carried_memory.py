@@ -7,17 +7,19 @@ import gc
 import time
 import weakref
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.histories import BUILDERS, Life, Setting
 from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
-from tests.harness.pool import Pool
-from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, no_collection, params
+from tests.harness.pool import on_ranks
+from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, params
 from yafsdp_fn.communication.streams import HostStream
 from yafsdp_fn.runtime.slots import acquire
 
@@ -41,13 +43,16 @@ def advance(step: Any, states: list[ya.ShardedState]) -> None:
     states[0], _ = step(states[0], batch())
 
 
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize(("world", "kind", "builder"), CASES)
 @by_autograd()
-def steady(_: Mesh, mesh: str, builder: str) -> None:
+def test_only_fresh_gradients_are_allocated(_: Mesh, kind: str, builder: str) -> None:
     for when, tx in TXS.items():
         for update in (True, False) if when == "without a clip" and builder == "zero2" else (True,):
             schedule, skips = BUILDERS[builder](update=update), when == "after the norm"
             step = ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=skips)
-            states = [ya.init(params(), tx, mesh=made(mesh))]
+            states = [ya.init(params(), tx, mesh=made(kind))]
             one = functools.partial(advance, step, states)
             one()
             one()
@@ -56,19 +61,14 @@ def steady(_: Mesh, mesh: str, builder: str) -> None:
             assert [n for n in found.streams if n > ACTIVATIONS] == [], what
             assert sorted(n for n in found.large() if n > 0) == FRESH and sum(found.large()) == 0, what
             program = step.program(states[0])
-            assert program is not None and program.has_updates is update
+            assert program.has_updates is update
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("world", "mesh", "builder"), CASES)
-def test_only_fresh_gradients_are_allocated(pools: dict[int, Pool], world: int, mesh: str, builder: str) -> None:
-    pools[world].run(steady, mesh, builder)
-
-
-def left(mesh: Mesh, folder: Any) -> None:
+@on_ranks(1, 2)
+def test_a_dropped_state_frees_its_memory(mesh: Mesh, tmp_path: Any) -> None:
     """Cycles after each step, and tensors of dropped states that are alive."""
     for builder, clips in (("zero2", True), ("zero2", False), ("zero3", False)):
-        life = Life(Setting("shard", builder, clips, "frozen"), True, folder)
+        life = Life(Setting("shard", builder, clips, "frozen"), True, tmp_path)
         with no_collection():
             for number in range(4):
                 life.take(life.step)
@@ -94,24 +94,15 @@ def left(mesh: Mesh, folder: Any) -> None:
             assert not alive, builder
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_dropped_state_frees_its_memory(pools: dict[int, Pool], world: int, tmp_path: Any) -> None:
-    pools[world].run(left, tmp_path)
-
-
-def kept(mesh: Mesh, folder: Any) -> None:
+@on_ranks(2)
+def test_streams_know_the_slots(mesh: Mesh, tmp_path: Any) -> None:
+    """They may be at work on them when a state is dropped."""
     told: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostStream, "mark_used", lambda _, memory: told.append(memory.data_ptr()))
-        life = Life(Setting("shard", "zero3", False, "pinned"), True, folder)
+    with mock.patch.object(HostStream, "mark_used", lambda _, memory: told.append(memory.data_ptr())):
+        life = Life(Setting("shard", "zero3", False, "pinned"), True, tmp_path)
         for _ in range(2):
             life.take(life.step)
     slots = acquire(life.state.memory)
     buffers = [*slots._weights.values(), *slots._grads.values()]
     streams = life.state.memory.comms.streams
     assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)
-
-
-def test_streams_know_the_slots(pools: dict[int, Pool], tmp_path: Any) -> None:
-    """They may be at work on them when a state is dropped."""
-    pools[2].run(kept, tmp_path)

@@ -13,20 +13,18 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     PROBLEMS,
     SCHEDULES,
     TX,
-    Batch,
     Head,
     Layer,
     base_loss,
     base_params,
     block,
-    embed,
-    head,
     param,
+    with_ends,
 )
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.schedules import Gather, Reduce
@@ -77,7 +75,6 @@ def counted(mesh: Any, name: str, layers: int, schedule: str, parts: int) -> Cou
     for _ in range(2):  # recorded; then by the program, which fills the slots that it finds filled from then on
         state, _ = step(state, batch_of(mesh.get_local_rank()))
     program = step.program(state)
-    assert program is not None
     with recorded() as calls:
         state, _ = step(state, batch_of(mesh.get_local_rank()))
     units = program.trace.units
@@ -109,6 +106,7 @@ def test_two_slots_take_2_l_minus_2_gathers() -> None:
     assert [two_slots(layers, 1) for layers in (1, 2, 3, 7)] == [max(n, 2 * n - 2) for n in (1, 2, 3, 7)]
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
@@ -116,31 +114,30 @@ def test_two_slots_take_2_l_minus_2_gathers() -> None:
     ("schedule", "width", "resident"),
     [("zero3", 2, 0), ("zero3-demand", 2, 0), ("zero3-remat-all", 2, 0), ("zero3-far", 4, 0), ("zero3-resident", 3, 1)],
 )
-def test_counts_under_zero3(
-    pools: dict[int, Pool], layers: int, parts: int, schedule: str, width: int, resident: int
-) -> None:
+def test_counts_under_zero3(mesh: Any, layers: int, parts: int, schedule: str, width: int, resident: int) -> None:
     expected = two_slots(layers - resident, parts, width) + resident
-    for counts in pools[2].run(counted, "base", layers, schedule, parts):
-        assert counts == {
-            ("gather", "embed"): 1,
-            ("gather", "layers"): expected,
-            ("gather", "head"): 1,
-            ("reduce", "embed"): parts,
-            ("reduce", "layers"): parts * layers,
-            ("reduce", "head"): parts,
-        }
+    counts = counted(mesh, "base", layers, schedule, parts)
+    assert counts == {
+        ("gather", "embed"): 1,
+        ("gather", "layers"): expected,
+        ("gather", "head"): 1,
+        ("reduce", "embed"): parts,
+        ("reduce", "layers"): parts * layers,
+        ("reduce", "head"): parts,
+    }
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("schedule", ["zero2", "zero2-remat-all"])
-def test_counts_under_zero2(pools: dict[int, Pool], layers: int, parts: int, schedule: str) -> None:
-    for counts in pools[2].run(counted, "base", layers, schedule, parts):
-        assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
+def test_counts_under_zero2(mesh: Any, layers: int, parts: int, schedule: str) -> None:
+    counts = counted(mesh, "base", layers, schedule, parts)
+    assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
 
 
-def test_counts_of_other_visits(pools: dict[int, Pool]) -> None:
+def test_counts_of_other_visits(pools: Pools) -> None:
     """A tied unit is gathered once and reduced once a microbatch; a stack visited twice, between its neighbours."""
     (tied, *_), (twice, *_), (frozen, *_), (part, *_) = (
         pools[2].run(counted, name, 5, "zero3", parts)
@@ -157,17 +154,14 @@ def test_counts_of_other_visits(pools: dict[int, Pool]) -> None:
     assert part[("reduce", "more")] == 6
 
 
-def world_one_is_silent(mesh: Any) -> int:
+@on_ranks(1)
+def test_one_rank_communicates_nothing(mesh: Any) -> None:
     state = ya.init(base_params(3), TX, mesh=mesh)
     step = ya.train_step(base_loss, TX, microbatches=3)
     with recorded() as calls:
         for _ in range(2):
             state, _ = step(state, batch_of(0))
-    return len(calls)
-
-
-def test_one_rank_communicates_nothing(pools: dict[int, Pool]) -> None:
-    assert pools[1].run(world_one_is_silent) == [0]
+    assert len(calls) == 0
 
 
 # ---- dtypes
@@ -191,12 +185,11 @@ def cast_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
     return block(x, Layer(*(leaf.to(x.dtype) for leaf in w)))
 
 
-def mixed_loss(params: Mixed, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def mixed_loss(params: Mixed, x: Tensor) -> Tensor:
     x, _ = ya.scan(cast_block, x, params.lower)
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple[Collective, int]]:
@@ -211,6 +204,7 @@ def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple
     return sorted(collections.Counter(calls).items(), key=str)
 
 
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("recorded_too", [True, False])
 @pytest.mark.parametrize(
@@ -223,16 +217,16 @@ def dtypes(mesh: Any, precision: ya.Precision, recorded_too: bool) -> list[tuple
     ],
     ids=["fp32", "bf16 gather", "bf16 reduce", "bf16 both"],
 )
-def test_dtype_of_every_collective(pools: dict[int, Pool], precision: ya.Precision, recorded_too: bool) -> None:
-    for found in pools[2].run(dtypes, precision, recorded_too):
-        gathers = [(call, count) for call, count in found if call.kind == "gather"]
-        reduces = [(call, count) for call, count in found if call.kind == "reduce"]
-        assert {call.dtype for call, _ in gathers} == {precision.gather_dtype, torch.bfloat16}
-        assert {call.dtype for call, _ in reduces} == {precision.reduce_dtype}
-        assert sum(count for _, count in reduces) == 3 * (1 + 3 + 1)
-        if precision.gather_dtype == torch.float32:
-            # the two frozen layers and the three others share two slots: L = 5. A later step finds the frozen ones in
-            # them; a first one gathers them before it begins, and all seven units while it is recorded
-            layers = two_slots(5, 3)
-            assert sum(count for _, count in gathers) == layers + 2 + (7 if recorded_too else -2)
-            assert sum(count for call, count in gathers if call.dtype == torch.bfloat16) < layers
+def test_dtype_of_every_collective(mesh: Any, precision: ya.Precision, recorded_too: bool) -> None:
+    found = dtypes(mesh, precision, recorded_too)
+    gathers = [(call, count) for call, count in found if call.kind == "gather"]
+    reduces = [(call, count) for call, count in found if call.kind == "reduce"]
+    assert {call.dtype for call, _ in gathers} == {precision.gather_dtype, torch.bfloat16}
+    assert {call.dtype for call, _ in reduces} == {precision.reduce_dtype}
+    assert sum(count for _, count in reduces) == 3 * (1 + 3 + 1)
+    if precision.gather_dtype == torch.float32:
+        # the two frozen layers and the three others share two slots: L = 5. A later step finds the frozen ones in
+        # them; a first one gathers them before it begins, and all seven units while it is recorded
+        layers = two_slots(5, 3)
+        assert sum(count for _, count in gathers) == layers + 2 + (7 if recorded_too else -2)
+        assert sum(count for call, count in gathers if call.dtype == torch.bfloat16) < layers

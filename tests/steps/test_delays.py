@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import optree
 import pytest
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.oracle import batch_of, compare
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.streams import Event, HostStream
@@ -105,10 +106,10 @@ Case = tuple[str, str, str]
 def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
     for name, schedule, precision in cases:
         expected, found = (train(mesh, name, schedule, d, PRECISIONS[precision]) for d in ({}, delays))
-        pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs), (name, schedule, precision)
+        compare(found, expected, 0.0, f"{name}, {schedule}, {precision}")
 
 
+@on_ranks()
 @pytest.mark.sampled
 @pytest.mark.parametrize(("which", "world"), [*((which, 2) for which in DELAYS), ("anything", 3)])
 @pytest.mark.parametrize(
@@ -121,30 +122,22 @@ def with_and_without(mesh: Any, cases: Sequence[Case], delays: Delays) -> None:
         ("stacks", "zero3-demand", "fp32"),
     ],
 )
-def test_delays_change_nothing(pools: dict[int, Pool], world: int, which: str, case: Case) -> None:
-    pools[world].run(with_and_without, [case], DELAYS[which])
+def test_delays_change_nothing(mesh: Any, which: str, case: Case) -> None:
+    with_and_without(mesh, [case], DELAYS[which])
 
 
-def one_slow_rank(mesh: Any) -> None:
+@on_ranks(3)
+def test_one_slow_rank_changes_nothing(mesh: Any) -> None:
     with_and_without(mesh, [("base", "zero3", "fp32")], DELAYS["anything"] if mesh.get_local_rank() == 1 else {})
 
 
-def test_one_slow_rank_changes_nothing(pools: dict[int, Pool]) -> None:
-    pools[3].run(one_slow_rank)
-
-
-def without_waits(mesh: Any, which: str) -> bool:
-    """Whether the numbers stay the same where nobody waits for anybody."""
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["late gathers", "late reductions"])
+def test_delays_would_show_a_missing_wait(mesh: Any, which: str) -> None:
+    """The tests above can fail: numbers change where nobody waits for anybody."""
     expected = optree.tree_leaves(train(mesh, "base", "zero3", {}, ya.Precision()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scoreboard, "use", lambda *args: [])
+    with mock.patch.object(Scoreboard, "use", lambda *args: []):
         long = dict.fromkeys(DELAYS[which], (1.0, 0.02))  # longer than a busy machine holds a thread up
         found = optree.tree_leaves(train(mesh, "base", "zero3", long, ya.Precision()))
         communicators(mesh).drain()
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("which", ["late gathers", "late reductions"])
-def test_delays_would_show_a_missing_wait(pools: dict[int, Pool], which: str) -> None:
-    """The tests above can fail."""
-    assert pools[2].run(without_waits, which) == [False, False]
+    assert not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 import yafsdp_fn as ya
+from tests.harness.failing import bits, same
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, compare, global_batch, looped, plain
-from tests.harness.pool import Pool
+from tests.harness.oracle import batch_of, check_steps, compare, global_batch, looped, own_and_all, plain, whole
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -29,7 +30,7 @@ from tests.harness.problems import (
 )
 
 TX = ya.optim.adamw(1e-2)
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 Aux = dict[str, Any]
 
 
@@ -46,7 +47,9 @@ def loss_with_aux(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
     }
 
 
-def evaluations(mesh: Any, by_turns: bool) -> None:
+@WORLDS
+@pytest.mark.parametrize("by_turns", [True, nightly(False)])
+def test_evaluation_is_exact_and_changes_nothing(mesh: Any, by_turns: bool) -> None:
     """by_turns: each problem with one of the schedules"""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     tolerance = 0.0 if ranks == 1 else 1e-5
@@ -56,7 +59,7 @@ def evaluations(mesh: Any, by_turns: bool) -> None:
             continue
         schedules = every[at % 3 :][:1] if by_turns else every
         state = ya.init(problem.params(3), TX, mesh=mesh)
-        bits = [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state))]
+        before = bits(state)
         for parts in (1, 3) if ranks == 1 else (3,):
             oracle = ya.eval_step(problem.loss, microbatches=parts if ranks == 1 else 1)
             expected = oracle(plain(problem.params(3)), global_batch(ranks))["loss"]
@@ -71,21 +74,15 @@ def evaluations(mesh: Any, by_turns: bool) -> None:
             direct = problem.loss(state.params, batch_of(rank))
         compare(
             direct.total,
-            problem.loss(ya.params.without_markers(plain(problem.params(3))), batch_of(rank)).total.detach(),
+            problem.loss(whole(plain(problem.params(3))), batch_of(rank)).total.detach(),
             1e-5,
             name,
         )
-        for before, after in zip(bits, optree.tree_leaves((state.params, state.opt_state)), strict=True):
-            assert torch.equal(before, after)
+        assert same(bits(state), before)
 
 
-@WORLDS
-@pytest.mark.parametrize("by_turns", [True, nightly(False)])
-def test_evaluation_is_exact_and_changes_nothing(pools: dict[int, Pool], world: int, by_turns: bool) -> None:
-    pools[world].run(evaluations, by_turns)
-
-
-def aux(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_aux_is_reduced(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state, everything = ya.init(base_params(2), TX, mesh=mesh), global_batch(ranks)
     for parts in (1, 3):
@@ -100,11 +97,6 @@ def aux(mesh: Any) -> None:
             assert found["max"] == everything["targets"].max()
             means = [part.float().mean() for part in batch_of(rank)["tokens"].chunk(parts)]
             compare(found["own"], means[0] if parts == 1 else torch.stack(means), 1e-5, "own")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_aux_is_reduced(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(aux)
 
 
 # ---- evaluation inside a training step
@@ -122,24 +114,16 @@ def evaluated_within(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
     return ya.Mean(mean.total + twice.total, mean.weight), {"before": ya.Mean(*before), "other": ya.Mean(*other)}
 
 
-def within(mesh: Any) -> None:
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+@WORLDS
+def test_evaluation_inside_a_training_step(mesh: Any) -> None:
+    batches = [own_and_all(mesh, seed=number) for number in range(3)]
     for schedule in ("zero3", "zero3-remat-all", "zero2"):
-        for parts in (1, 3) if ranks == 1 else (3,):
+        for parts in (1, 3) if mesh.size() == 1 else (3,):
             state = ya.init(base_params(3), TX, mesh=mesh)
             oracle = ya.PlainState.create(base_params(3), TX)
             step = ya.train_step(evaluated_within, TX, has_aux=True, schedule=SCHEDULES[schedule], microbatches=parts)
             plain_step = ya.train_step(evaluated_within, TX, has_aux=True)
-            for number in range(3):
-                state, got = step(state, batch_of(rank, seed=number))
-                oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
-                compare(got, expected, 1e-5, f"{schedule}, {parts} microbatches, step {number}")
-            compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
-
-
-@WORLDS
-def test_evaluation_inside_a_training_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(within)
+            check_steps((step, state), (plain_step, oracle), batches, 1e-5, f"{schedule}, {parts} microbatches")
 
 
 def dropout_within(params: Params, batch: Batch) -> ya.Mean:
@@ -149,22 +133,17 @@ def dropout_within(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(mean.total * (1 + sampled.total.sigmoid()), mean.weight)
 
 
-def random_within(mesh: Any) -> None:
+@WORLDS
+def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
     """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
-    params = ya.params.without_markers(plain(base_params(3)))
+    params = whole(plain(base_params(3)))
     for parts in (1, 3):
         function = ya.value_and_grad(dropout_within, microbatches=parts, schedule=SCHEDULES["zero3-remat-all"])
         expected = looped(dropout_within, params, [batch_of(r) for r in range(ranks)], parts=parts)
         for _ in range(2):
-            value, grads = function(state.params, batch_of(rank))
-            compare((value, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches")
-
-
-@WORLDS
-def test_random_numbers_of_an_evaluation_inside(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(random_within)
+            compare(function(state.params, batch_of(rank)), expected, 1e-5, f"{parts} microbatches")
 
 
 def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
@@ -190,7 +169,7 @@ def draws(mesh: Any) -> list[list[float]]:
     return out
 
 
-def test_random_numbers_are_independent(pools: dict[int, Pool]) -> None:
+def test_random_numbers_are_independent(pools: Pools) -> None:
     """Of rank, step, microbatch and layer: each draws its own, though the batches are the same."""
     found = [tuple(draw) for of_rank in pools[2].run(draws) for draw in of_rank]
     assert len(found) == 2 * 2 * 3 * 2 and len(set(found)) == len(found)
@@ -199,7 +178,8 @@ def test_random_numbers_are_independent(pools: dict[int, Pool]) -> None:
 # ---- parameters that are not the state's own
 
 
-def averaged(mesh: Any) -> None:
+@WORLDS
+def test_averaged_parameters(mesh: Any) -> None:
     """An exponential average of the parameters, by tree_map, evaluated between steps."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
@@ -209,20 +189,13 @@ def averaged(mesh: Any) -> None:
         step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
         evaluate, plain_evaluate = ya.eval_step(base_loss), ya.eval_step(base_loss)
         mean = optree.tree_map(Tensor.clone, state.params)
-        plain_mean = ya.params.without_markers(oracle.params)
+        plain_mean = whole(oracle.params)
         for number in range(4):
             state, _ = step(state, batch_of(rank, seed=number))
             oracle, _ = plain_step(oracle, global_batch(ranks, seed=number))
             mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, mean, state.params)
-            plain_mean = optree.tree_map(
-                lambda a, b: 0.7 * a + 0.3 * b, plain_mean, ya.params.without_markers(oracle.params)
-            )
+            plain_mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, plain_mean, whole(oracle.params))
             for tree, expected in ((mean, plain_mean), (state, oracle)):
                 got = evaluate(tree, batch_of(rank))["loss"]
                 compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")
-        compare(ya.unshard(mean), plain_mean, loose, "the average")
-
-
-@WORLDS
-def test_averaged_parameters(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(averaged)
+        compare(mean, plain_mean, loose, "the average")

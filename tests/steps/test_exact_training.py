@@ -13,8 +13,9 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative
-from tests.harness.pool import Pool
+from tests.harness.oracle import batch_of, by_autograd, compare, global_batch, joined, looped, plain, relative, whole
+from tests.harness.pool import on_ranks
+from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -26,14 +27,12 @@ from tests.harness.problems import (
     base_params,
     dropout_block,
     dropout_loss,
-    embed,
-    head,
     masked_loss,
     tied_loss,
     tied_params,
+    with_ends,
 )
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
 
 
@@ -52,7 +51,7 @@ def by_hand(params: Params, batch: Batch) -> ya.Mean:
 
 @pytest.mark.parametrize(("abstract", "loss"), [(base_params(3), base_loss), (tied_params(3), tied_loss)])
 def test_the_oracles_agree_with_a_loop_by_hand(abstract: Params, loss: Any) -> None:
-    params = ya.params.without_markers(plain(abstract))
+    params = whole(plain(abstract))
     batches = [batch_of(rank) for rank in range(3)]
     expected = looped(by_hand, params, [joined(batches)])
     for got in (ya.value_and_grad(loss)(params, joined(batches)), looped(loss, params, batches, parts=3)):
@@ -77,7 +76,7 @@ def ten_steps(mesh: Any, name: str, layers: int, schedule: str, parts: int, tole
     assert state.step == 10
     got_leaves, expected_leaves, before = map(
         optree.tree_leaves,
-        (ya.unshard(state), ya.params.without_markers(oracle.params), ya.params.without_markers(first)),
+        (ya.unshard(state), whole(oracle.params), whole(first)),
     )
     moved = [float((a - b).abs().max()) for a, b in zip(expected_leaves, before, strict=True)]
     assert max(moved) > 0.05, "the steps are too small to test anything"
@@ -101,16 +100,25 @@ CASES = [
 SOME = {1: CASES[::2], 2: CASES[1::2], 3: CASES[6:7], 4: CASES[5:6]}
 
 
+@on_ranks()
 @pytest.mark.parametrize(("world", "cases"), [*SOME.items(), *(nightly(world, CASES) for world in SOME)])
-def test_ten_adamw_steps(pools: dict[int, Pool], world: int, cases: list[tuple[str, int, str, int]]) -> None:
+def test_ten_adamw_steps(mesh: Any, cases: list[tuple[str, int, str, int]]) -> None:
     for case in cases:
-        pools[world].run(ten_steps, *case)
+        ten_steps(mesh, *case)
 
 
 # ---- dropout
 
 
-def dropout(mesh: Any, schedule: str) -> None:
+@with_ends
+def unrolled_dropout_loss(params: Params, x: Tensor) -> Any:
+    return ya.scan(dropout_block, x, params.layers, unroll=2)[0]
+
+
+@pytest.mark.sampled
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero2-remat-all"])
+def test_dropout_replays(mesh: Any, schedule: str) -> None:
     """Each rank, step, microbatch and layer draws its own numbers; a recomputed block draws the same again."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     for parts in (1, 3) if ranks == 1 else (3,):
@@ -124,17 +132,11 @@ def dropout(mesh: Any, schedule: str) -> None:
             assert relative(metrics["loss"], value) <= 1e-5, (schedule, parts, number)
             assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= 1e-5, (schedule, parts, number)
             oracle = oracle.apply_gradients(grads, TX)
-        compare(ya.unshard(state), oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
+        compare(state, oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
 
 
-def unrolled_dropout_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(dropout_block, x, params.layers, unroll=2)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
-
-
-def dropout_bits(mesh: Any) -> None:
+@on_ranks(1)
+def test_dropout_has_equal_bits_on_one_rank(mesh: Any) -> None:
     """A plain tree draws the same numbers without any help, visit by visit."""
     for loss in (dropout_loss, unrolled_dropout_loss):
         for schedule in ("zero3", "zero3-remat-all"):
@@ -144,22 +146,11 @@ def dropout_bits(mesh: Any) -> None:
             for _ in range(2):
                 with by_autograd():
                     value, grads = sharded(state.params, batch_of(0))
-                compare((value, ya.unshard(grads)), expected, 0.0, f"{loss.__name__}, {schedule}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero2-remat-all"])
-def test_dropout_replays(pools: dict[int, Pool], world: int, schedule: str) -> None:
-    pools[world].run(dropout, schedule)
-
-
-def test_dropout_has_equal_bits_on_one_rank(pools: dict[int, Pool]) -> None:
-    pools[1].run(dropout_bits)
+                compare((value, grads), expected, 0.0, f"{loss.__name__}, {schedule}")
 
 
 def test_dropout_drops_anew_at_each_step() -> None:
-    params = ya.params.without_markers(plain(base_params(3)))
+    params = whole(plain(base_params(3)))
     without, first, second = (
         looped(loss, params, [batch_of(0)], step=step)[1].layers.up
         for loss, step in ((base_loss, 0), (dropout_loss, 0), (dropout_loss, 1))
@@ -174,10 +165,12 @@ def in_bf16(params: Params, batch: Batch) -> ya.Mean:
     return base_loss(optree.tree_map(Tensor.bfloat16, params), batch)
 
 
-def low_precision(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_bf16_compute(mesh: Any) -> None:
+    """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     batches = [batch_of(r) for r in range(ranks)]
-    params = ya.params.without_markers(plain(base_params(3)))
+    params = whole(plain(base_params(3)))
     for reduce, schedule, parts in [
         (torch.float32, "zero3", 1),
         (torch.float32, "zero3-remat-all", 3),
@@ -193,16 +186,10 @@ def low_precision(mesh: Any) -> None:
         for _ in range(2):
             got, got_grads = function(state.params, batches[rank])
             compare(got, value, 1e-5, f"{what}: value")
-            compare(ya.unshard(got_grads), grads, 1e-5 if exact else 1e-2, f"{what}: gradients")
+            compare(got_grads, grads, 1e-5 if exact else 1e-2, f"{what}: gradients")
         in_fp32 = looped(base_loss, params, batches)
         compare(got, in_fp32[0], 1e-2, f"{what}: value against fp32")
-        compare(ya.unshard(got_grads), in_fp32[1], 5e-2, f"{what}: gradients against fp32")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bf16_compute(pools: dict[int, Pool], world: int) -> None:
-    """Against plain loops of bf16 per rank to 1e-5, so that rounding is where it should be; loosely against fp32."""
-    pools[world].run(low_precision)
+        compare(got_grads, in_fp32[1], 5e-2, f"{what}: gradients against fp32")
 
 
 THREE_DTYPES = [
@@ -219,13 +206,6 @@ def through(param: torch.dtype, compute: torch.dtype) -> Callable[[Params, Batch
         return base_loss(optree.tree_map(lambda leaf: leaf.to(param).to(compute), params), batch)
 
     return cast
-
-
-def three_dtypes(mesh: Any) -> None:
-    for dtypes in THREE_DTYPES:
-        # a slot sums up rows of an embedding in the reduce dtype, autograd in the compute dtype
-        with by_autograd() if dtypes[1] == torch.bfloat16 else contextlib.nullcontext():
-            in_dtypes(mesh, *dtypes)
 
 
 def in_dtypes(mesh: Any, param: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> None:
@@ -248,13 +228,17 @@ def in_dtypes(mesh: Any, param: torch.dtype, compute: torch.dtype, reduce: torch
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [1, 2])
-def test_any_three_dtypes(pools: dict[int, Pool], world: int) -> None:
+@on_ranks(1, 2)
+def test_any_three_dtypes(mesh: Any) -> None:
     """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
-    pools[world].run(three_dtypes)
+    for dtypes in THREE_DTYPES:
+        # a slot sums up rows of an embedding in the reduce dtype, autograd in the compute dtype
+        with by_autograd() if dtypes[1] == torch.bfloat16 else contextlib.nullcontext():
+            in_dtypes(mesh, *dtypes)
 
 
-def low_precision_steps(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_ten_steps_in_bf16(mesh: Any) -> None:
     """Masters and moments stay fp32; the working copy follows them at every step."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
@@ -267,12 +251,7 @@ def low_precision_steps(mesh: Any) -> None:
         assert relative(metrics["loss"], value) <= 1e-3
         oracle = oracle.apply_gradients(grads, TX)
     assert all(leaf.dtype == torch.float32 for leaf in optree.tree_leaves(state.params))
-    compare(ya.unshard(state), oracle.params, 1e-3, "parameters")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_ten_steps_in_bf16(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(low_precision_steps)
+    compare(state, oracle.params, 1e-3, "parameters")
 
 
 # ---- uneven masks
@@ -289,21 +268,17 @@ def uneven_batch(rank: int) -> Batch:
     return {"tokens": tokens, "targets": targets}
 
 
-def uneven(mesh: Any) -> None:
+@on_ranks(4)
+def test_uneven_masks(mesh: Any) -> None:
     batches = [uneven_batch(rank) for rank in range(4)]
     assert [int((batch["targets"] != IGNORED).sum()) for batch in batches] == list(VALID)
     state = ya.init(base_params(3), TX, mesh=mesh)
-    expected = ya.value_and_grad(by_hand)(ya.params.without_markers(plain(base_params(3))), joined(batches))
+    expected = ya.value_and_grad(by_hand)(whole(plain(base_params(3))), joined(batches))
     function = ya.value_and_grad(base_loss, microbatches=2)
     for _ in range(2):
-        value, grads = function(state.params, batches[mesh.get_local_rank()])
-        compare((value, ya.unshard(grads)), expected, 1e-5, "uneven masks")
+        compare(function(state.params, batches[mesh.get_local_rank()]), expected, 1e-5, "uneven masks")
     step = ya.train_step(base_loss, TX, microbatches=2, donate=False)
     for _ in range(2):
         _, metrics = step(state, batches[mesh.get_local_rank()])
         assert relative(metrics["loss"], expected[0]) <= 1e-5
         assert relative(metrics["grad_norm"], ya.global_norm(expected[1])) <= 1e-5
-
-
-def test_uneven_masks(pools: dict[int, Pool]) -> None:
-    pools[4].run(uneven)

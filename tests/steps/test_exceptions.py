@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.collector import no_collection
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.runtime.execute import VisitRunner
 
@@ -89,9 +90,9 @@ def later_steps(start: ya.ShardedState, error: type[BaseException] = Planned, **
 HALF = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
     ({}, None, [*FORWARD, *BACKWARD]),
-    ({"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}, HALF, [*FORWARD, *RECOMPUTED]),
+    ({"schedule": ya.schedules.zero3(remat="all")}, HALF, [*FORWARD, *RECOMPUTED]),
     (
-        {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all), "microbatches": 2},
+        {"schedule": ya.schedules.zero3(remat="all"), "microbatches": 2},
         None,
         [*FORWARD, *RECOMPUTED] * 2,
     ),
@@ -100,18 +101,15 @@ LATER: list[tuple[dict[str, Any], ya.Precision | None, list[str]]] = [
 ]
 
 
-def every_event(mesh: Any) -> None:
+@on_ranks(nightly(1), 2)
+def test_an_exception_in_any_event_leaves_the_state_usable(mesh: Any) -> None:
     assert first_step(mesh) == [*FORWARD, *FORWARD, *BACKWARD]
     for options, precision, events in LATER if mesh.size() == 1 else LATER[1::2]:
         assert later_steps(state(mesh, precision=precision), **options) == events
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2])
-def test_an_exception_in_any_event_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(every_event)
-
-
-def keyboard(mesh: Any) -> None:
+@on_ranks(nightly(1), 2)
+def test_ctrl_c_before_the_commit_leaves_the_state_usable(mesh: Any) -> None:
     """Ctrl-C, as an exception raised in the blocks and as a real signal."""
     assert first_step(mesh, KeyboardInterrupt) == [*FORWARD, *FORWARD, *BACKWARD]
     assert later_steps(state(mesh), KeyboardInterrupt) == [*FORWARD, *BACKWARD]
@@ -126,11 +124,6 @@ def keyboard(mesh: Any) -> None:
         assert fail(fault, at, lambda now=now: step(now, batch()))
         now, _ = step(now, batch())
         assert same(bits(now), after)
-
-
-@pytest.mark.parametrize("world", [nightly(1), 2])
-def test_ctrl_c_before_the_commit_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(keyboard)
 
 
 def beside_the_visits(fault: Fault) -> LossFn:
@@ -178,7 +171,7 @@ def elsewhere(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
-def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
+def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: Pools, world: int) -> None:
     events = pools[world].run(elsewhere)[0]
     # the last one is the backward of the mapped visit, which recomputes
     assert set(events) == {
@@ -186,7 +179,8 @@ def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: dict[int,
     }
 
 
-def evaluations(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_failed_evaluation_or_gradient_disturbs_no_step(mesh: Any) -> None:
     """Failing evaluations and gradients by hand between steps that they must not disturb."""
     fault, rank = Fault(), mesh.get_local_rank()
     data = batch(rank)
@@ -203,12 +197,8 @@ def evaluations(mesh: Any) -> None:
         assert same(bits(now), after) and torch.equal(metrics["loss"], value)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_failed_evaluation_or_gradient_disturbs_no_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(evaluations)
-
-
-def optimizer(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_an_optimizer_that_raises_leaves_the_state_usable(mesh: Any) -> None:
     """The optimizer raises before it writes anything."""
     fault, rank = Fault(), mesh.get_local_rank()
 
@@ -230,12 +220,8 @@ def optimizer(mesh: Any) -> None:
     step(now.apply_gradients(grads, tx), data)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizer_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(optimizer)
-
-
-def mapping(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_map_layers_that_raises_leaves_the_state_usable(mesh: Any) -> None:
     """`f` raises at each layer in turn, and the exceptions are kept, with all that their frames hold on to."""
     data, kept = batch(mesh.get_local_rank()), []
     step, now = make(loss_with()), state(mesh)
@@ -257,11 +243,6 @@ def mapping(mesh: Any) -> None:
     assert len(kept) == 3 and doubled.entry == now.params["layers"].entry
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_map_layers_that_raises_leaves_the_state_usable(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(mapping)
-
-
 def sessions() -> int:
     """How many steps and recordings are still held by anything, garbage included."""
     return sum(isinstance(thing, VisitRunner) for thing in gc.get_objects())
@@ -272,9 +253,7 @@ def test_a_failed_step_leaves_no_garbage() -> None:
     """A step's slots may be as large as layers: they must not wait for the cycle collector."""
     fault, now = Fault(), state()
     step = make(loss_with(fault))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         before = sessions()
         for at in (0, 3, 7):  # in the recorded call, and in its step
             assert fail(fault, at, lambda now=now: step(now, batch()))
@@ -283,11 +262,10 @@ def test_a_failed_step_leaves_no_garbage() -> None:
         for at in (0, 3, 7):  # in a later one
             assert fail(fault, at, lambda now=now: step(now, batch()))
         assert sessions() == before
-    finally:
-        gc.enable()
 
 
-def swallowed(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_an_error_without_grad_that_the_loss_swallows_ends_the_step_before_its_updates(mesh: Any) -> None:
     """A visit without grad fails, and the loss goes on as if it had not."""
     fault, data = Fault(), batch(mesh.get_local_rank())
     model = loss_with()
@@ -313,10 +291,3 @@ def swallowed(mesh: Any) -> None:
     fault.at = None
     assert same(bits(now), before)
     step(now, data)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_error_without_grad_that_the_loss_swallows_ends_the_step_before_its_updates(
-    pools: dict[int, Pool], world: int
-) -> None:
-    pools[world].run(swallowed)

@@ -19,7 +19,7 @@ from tests.extras.tape import TapeRecorder
 from tests.harness.groups import by_the_backend
 from tests.harness.marks import nightly
 from tests.harness.oracle import joined, relative
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.extras.cuda_graphs import Graphs
 
 V, STEPS = 37, 3  # the third step is the first that captures
@@ -54,7 +54,7 @@ ALONE = {
     "prefetch 0": Features(options={"prefetch": 0}),
     "prefetch 3": Features(options={"prefetch": 3}, layers=5),
     "resident": Features(options={"resident": 2}, layers=5),
-    "remat": Features(options={"remat": remat.all}),
+    "remat": Features(options={"remat": "all"}),
     "offload": Features(options={"remat": remat.offload()}),
     "update": Features(options={"update": True}),
     "zero2": Features(zero2),
@@ -65,7 +65,7 @@ ALONE = {
     "tied": Features(tied=True),
     "pinned": Features(pinned=True),
     "frozen": Features(frozen=True),
-    "graphs": Features(options={"remat": remat.all}, graphs=True),
+    "graphs": Features(options={"remat": "all"}, graphs=True),
     "one by one": Features(exchange=False),
     "bf16": Features(precision=BF16),
     "all bf16": Features(precision=ALL_BF16),
@@ -79,9 +79,9 @@ TOGETHER = {
     "unroll, graphs, offload": Features(options={"remat": remat.offload(ahead=0)}, unroll=2, graphs=True),
     "chunks, recomputed, tied": Features(options={"remat": remat.first(2)}, chunks=2, tied=True, microbatches=2),
     "chunks, unroll, zero2": Features(zero2, {"update": True}, chunks=2, unroll=2, layers=4),
-    "graphs, update, microbatches": Features(options={"remat": remat.all, "update": True}, graphs=True, microbatches=2),
-    "graphs, bf16, update": Features(options={"remat": remat.all, "update": True}, graphs=True, precision=BF16),
-    "graphs, tied, frozen": Features(zero2, {"remat": remat.all}, graphs=True, tied=True, frozen=True),
+    "graphs, update, microbatches": Features(options={"remat": "all", "update": True}, graphs=True, microbatches=2),
+    "graphs, bf16, update": Features(options={"remat": "all", "update": True}, graphs=True, precision=BF16),
+    "graphs, tied, frozen": Features(zero2, {"remat": "all"}, graphs=True, tied=True, frozen=True),
     "offload, update, tied": Features(options={"remat": remat.offload(), "update": True}, tied=True, microbatches=2),
     "resident, update, microbatches": Features(options={"resident": 2, "update": True}, microbatches=3, layers=5),
     "defer, bf16, tied": Features(options={"defer": True}, microbatches=2, precision=BF16, tied=True),
@@ -92,7 +92,7 @@ TOGETHER = {
 COMPILED = {
     "compiled, unroll": Features(compiled=True, unroll=2, microbatches=2),
     "compiled, recomputed, update, chunks": Features(
-        options={"remat": remat.all, "update": True}, compiled=True, chunks=2, layers=2
+        options={"remat": "all", "update": True}, compiled=True, chunks=2, layers=2
     ),
     "compiled, offload, bf16": Features(options={"remat": remat.offload()}, compiled=True, precision=BF16),
 }
@@ -127,8 +127,7 @@ def loss_of(config: Config, features: Features) -> Callable[[llama.Llama, Batch]
     def loss(params: llama.Llama, batch: Batch) -> ya.Mean:
         x = ya.apply(llama.embed, params.embed, batch["tokens"])
         x, _ = ya.scan(layer, x, params.layers, unroll=features.unroll)
-        mean: ya.Mean = ya.apply(head, llama.head_unit(config, params), x, batch["targets"])
-        return mean
+        return ya.apply(head, llama.head_unit(config, params), x, batch["targets"])
 
     return loss
 
@@ -196,6 +195,7 @@ def all_of(mesh: Any, names: list[str]) -> None:
             follows_the_plain_loop(mesh, name)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "names"),
     [
@@ -204,14 +204,15 @@ def all_of(mesh: Any, names: list[str]) -> None:
     ],
     ids=["1-some", "2-others", "1-all", "2-all"],
 )
-def test_every_feature_alone(pools: dict[int, Pool], world: int, names: list[str]) -> None:
-    pools[world].run(all_of, names)
+def test_every_feature_alone(mesh: Any, names: list[str]) -> None:
+    all_of(mesh, names)
 
 
 ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resident", "all bf16, unroll, defer"]
 """What is cut unevenly, and what crosses several ranks as one."""
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "names"),
     [
@@ -221,12 +222,13 @@ ON_THREE = ["unroll, defer, pinned", "unroll, one by one", "frozen, unroll, resi
     ],
     ids=["2-others", "3-some", "1-all", "2-all"],
 )
-def test_features_together(pools: dict[int, Pool], world: int, names: list[str]) -> None:
-    pools[world].run(all_of, names)
+def test_features_together(mesh: Any, names: list[str]) -> None:
+    all_of(mesh, names)
 
 
+@on_ranks(1)
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled(pools: dict[int, Pool], name: str) -> None:
+def test_compiled(mesh: Any, name: str) -> None:
     """By "aot_eager": what is traced, and what is kept, is a compiler's, and no C++ is compiled."""
-    pools[1].run(all_of, [name])
+    all_of(mesh, [name])

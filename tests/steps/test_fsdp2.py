@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.lab import peers
 from yafsdp_fn.program.ops import Forward, Gather, Reduce
 
@@ -29,8 +29,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(SIZE, 8), nn.Linear(8, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.relu(self.up(x)))
-        return out
+        return x + self.down(torch.relu(self.up(x)))
 
 
 class Model(nn.Module):
@@ -44,8 +43,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -187,13 +185,15 @@ def recorded(module: Model, tokens: Tensor, targets: Tensor) -> tuple[list[Event
     return found, frozenset(freed), most
 
 
-def test_it_is_what_fsdp2_does(pools: dict[int, Pool]) -> None:
-    pools[2].run(check, [name for name in SAME if name != "kept by two"], (("shard", 2),))
+@on_ranks(2)
+def test_it_is_what_fsdp2_does(mesh: Any) -> None:
+    check(mesh, [name for name in SAME if name != "kept by two"], (("shard", 2),))
 
 
+@on_ranks(4)
 @pytest.mark.nightly
-def test_weights_that_a_node_keeps(pools: dict[int, Pool]) -> None:
-    pools[4].run(check, ["kept by two", "every"], (("node", 2), ("local", 2)))
+def test_weights_that_a_node_keeps(mesh: Any) -> None:
+    check(mesh, ["kept by two", "every"], (("node", 2), ("local", 2)))
 
 
 # ---- errors

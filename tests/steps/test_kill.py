@@ -8,9 +8,8 @@ import signal
 import time
 from typing import Any
 
-import yafsdp_fn as ya
-from tests.harness.failing import TX, Fault, batch, loss_with, state
-from tests.harness.groups import TIMEOUT, breakable, outcome
+from tests.harness.failing import Fault, Steps, loss_with, state
+from tests.harness.groups import TIMEOUT, breakable
 from tests.harness.pool import Pool
 
 FIRST = r"forward of layers\[1\] \(visit 2, microbatch 0, step 0\)"
@@ -19,14 +18,12 @@ LATER = r"(reduce of \S+|gather of layers\[0\]) \(step 2\)"
 
 def killed(mesh: Any, steps: int, at: int) -> tuple[list[str], float]:
     """The last rank of `mesh` ends at event `at` of the step after `steps`. What others see, twice, and how soon."""
-    fault, rank = Fault(), mesh.get_local_rank()
-    step, now = ya.train_step(loss_with(fault), TX), state(mesh)
-    for _ in range(steps):
-        now, _ = step(now, batch(rank))
+    fault = Fault()
+    ranks = Steps(loss_with(fault), steps, mesh)
     fault.before = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    fault.arm(at if rank == mesh.size() - 1 else None)
+    fault.arm(at if mesh.get_local_rank() == mesh.size() - 1 else None)
     start = time.monotonic()
-    seen = [outcome(lambda: step(now, batch(rank))) for _ in range(2)]
+    seen = [ranks.said() for _ in range(2)]
     return seen, time.monotonic() - start
 
 

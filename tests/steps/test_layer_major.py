@@ -18,7 +18,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, looped, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     SCHEDULES,
     TX,
@@ -46,8 +46,7 @@ def layer_major(layer: Callable[..., Any]) -> Loss:
     def loss(params: Params, batch: Batch) -> ya.Mean:
         x = ya.apply(ya.chunk(embed, N, in_axes=(None, 0)), params.embed, batch["tokens"])
         x, _ = ya.scan(ya.chunk(layer, N, in_axes=(0, None)), x, params.layers)
-        mean: ya.Mean = ya.apply(ya.chunk(head, N, in_axes=(None, 0, 0)), params.head, x, batch["targets"])
-        return mean
+        return ya.apply(ya.chunk(head, N, in_axes=(None, 0, 0)), params.head, x, batch["targets"])
 
     return loss
 
@@ -68,7 +67,6 @@ def one_step(mesh: Any, loss: Loss, schedule: str, rows: int, microbatches: int)
     with recorded() as calls:
         state, _ = step(state, batch)
     program = step.program(state)
-    assert program is not None
     return (program.count(Gather), program.count(Reduce)), calls
 
 
@@ -84,16 +82,20 @@ def same_collectives(mesh: Any, schedule: str) -> None:
     assert len(calls) == (sum(planned) if mesh.size() > 1 else 0)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_collectives_are_those_of_one_microbatch(pools: dict[int, Pool], world: int) -> None:
+@on_ranks(1, 2)
+def test_collectives_are_those_of_one_microbatch(mesh: Any) -> None:
     for schedule in ("zero3", "zero2"):
-        pools[world].run(same_collectives, schedule)
+        same_collectives(mesh, schedule)
 
 
 # ---- gradients
 
 
-def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...]) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "dtype"), [(1, torch.float32), nightly(1, torch.float64), nightly(2, torch.float64), (3, torch.float64)]
+)
+def test_gradients_are_those_of_depth_order(mesh: Any, dtype: torch.dtype) -> None:
     """Value and gradients, three times, for the bits."""
     precision = ya.Precision(dtype)
     state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
@@ -101,23 +103,17 @@ def against_depth_order(mesh: Any, dtype: torch.dtype, schedules: tuple[str, ...
     assert len({int((part != -1).sum()) for part in batch["targets"].split(ROWS // N)}) > 1  # weights are uneven
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     expected = ya.value_and_grad(base_loss, microbatches=N)(state.params, batch)
-    for schedule in schedules:
+    for schedule in ("zero3", "zero3-remat-every", "zero2-remat-all"):
         function = ya.value_and_grad(CHUNKED, schedule=SCHEDULES[schedule])
         results = [function(state.params, batch) for _ in range(3)]
         for (value, grads), call in zip(results, ("first", "second", "third"), strict=True):
             what = f"{schedule}, {call}"
-            compare((value, ya.unshard(grads)), (expected[0], ya.unshard(expected[1])), tolerance, what)
+            compare((value, grads), (expected[0], expected[1]), tolerance, what)
             compare(optree.tree_leaves(grads), optree.tree_leaves(results[0][1]), 0.0, f"{what}: bits")
 
 
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(1, torch.float32), nightly(1, torch.float64), nightly(2, torch.float64), (3, torch.float64)]
-)
-def test_gradients_are_those_of_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
-    pools[world].run(against_depth_order, dtype, ("zero3", "zero3-remat-every", "zero2-remat-all"))
-
-
-def with_dropout(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_dropout_inside_chunks(mesh: Any) -> None:
     """Numbers are those of the plain loop, in kept and in recomputed visits, and differ between microbatches."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     whole = ya.params.without_markers(plain(base_params(3)))
@@ -126,8 +122,7 @@ def with_dropout(mesh: Any) -> None:
     for schedule in ("zero3", "zero3-remat-all"):
         function = ya.value_and_grad(DROPPED, schedule=SCHEDULES[schedule])
         for _ in range(2):
-            value, grads = function(state.params, batches[mesh.get_local_rank()])
-            compare((value, ya.unshard(grads)), expected, 1e-5, f"dropout, {schedule}")
+            compare(function(state.params, batches[mesh.get_local_rank()]), expected, 1e-5, f"dropout, {schedule}")
     ones = torch.ones(N, 64)
     seen: list[Tensor] = []
 
@@ -140,12 +135,8 @@ def with_dropout(mesh: Any) -> None:
     assert len({tuple(row.tolist()) for row in seen[0]}) == N
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_dropout_inside_chunks(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(with_dropout)
-
-
-def pure_path(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_on_the_pure_path(mesh: Any) -> None:
     params = ya.init(base_params(3), TX, mesh=mesh).params._asdict()
     del params["more"]  # torch's pytrees take None for a leaf
     batch = batch_of(mesh.get_local_rank(), rows=ROWS)
@@ -163,15 +154,13 @@ def pure_path(mesh: Any) -> None:
         compare(got, expected, 1e-5, what)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_on_the_pure_path(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(pure_path)
-
-
 # ---- Llama
 
 
-def of_llama(mesh: Any, dtype: torch.dtype) -> None:
+@on_ranks()
+@pytest.mark.nightly
+@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
+def test_llama_against_depth_order(mesh: Any, dtype: torch.dtype) -> None:
     config = llama.CONFIGS["debug"]
     state = ya.init(llama.params(config), TX, mesh=mesh, precision=ya.Precision(dtype))
     generator = torch.Generator().manual_seed(mesh.get_local_rank())
@@ -183,20 +172,15 @@ def of_llama(mesh: Any, dtype: torch.dtype) -> None:
     expected = ya.value_and_grad(llama.loss(config), microbatches=N)(state.params, batch)
     for value, grads in got:
         compare(value, expected[0], 1e-5, "value")
-        compare(ya.unshard(grads), ya.unshard(expected[1]), 1e-5 if dtype == torch.float32 else 1e-12, "gradients")
+        compare(grads, expected[1], 1e-5 if dtype == torch.float32 else 1e-12, "gradients")
         compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
-def test_llama_against_depth_order(pools: dict[int, Pool], world: int, dtype: torch.dtype) -> None:
-    pools[world].run(of_llama, dtype)
 
 
 # ---- on fake tensors
 
 
-def lowered(mesh: Any) -> None:
+@on_ranks(1)
+def test_lowered_before_any_step(mesh: Any) -> None:
     """A program before any step; a kept visit keeps the inputs of its chunks, not their graphs."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     batch = batch_of(0, rows=ROWS)
@@ -207,8 +191,4 @@ def lowered(mesh: Any) -> None:
     assert chunked.cost.kept_bytes == chunked.cost.carry_bytes < usual.cost.kept_bytes
     state, _ = steps[0](state, batch)
     learnt = steps[0].program(state)
-    assert learnt is not None and learnt.ops == programs[0].ops
-
-
-def test_lowered_before_any_step(pools: dict[int, Pool]) -> None:
-    pools[1].run(lowered)
+    assert learnt.ops == programs[0].ops

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 
 def spoiled(bad: Callable[[Tensor], Tensor]) -> LossFn:
@@ -66,14 +66,16 @@ def not_finite(mesh: Any, which: str, everywhere: bool) -> None:
         assert metrics["loss"].isfinite() and float(metrics["skipped"]) == 0.0
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("which", BAD)
-def test_a_step_that_is_not_finite_is_skipped(pools: dict[int, Pool], which: str) -> None:
-    pools[1].run(not_finite, which, True)
+def test_a_step_that_is_not_finite_is_skipped(mesh: Any, which: str) -> None:
+    not_finite(mesh, which, True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("which", ["nan", "a gradient"])
-def test_one_rank_that_is_not_finite_skips_all(pools: dict[int, Pool], which: str) -> None:
-    pools[2].run(not_finite, which, False)
+def test_one_rank_that_is_not_finite_skips_all(mesh: Any, which: str) -> None:
+    not_finite(mesh, which, False)
 
 
 def test_skipping_can_be_switched_off() -> None:
@@ -83,7 +85,22 @@ def test_skipping_can_be_switched_off() -> None:
     assert all(leaf.isnan().any() for leaf in optree.tree_leaves(now.params))
 
 
-def judged(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_step_that_one_rank_skips_is_skipped_by_all(mesh: Any) -> None:
+    """Rank 1 skips the second of three steps; nobody else judges any."""
+    asked = iter(range(3))
+    step = ya.train_step(loss, TX, skip=lambda _: torch.tensor(next(asked) == 1 and mesh.get_local_rank() == 1))
+    now, kept, skipped = state(mesh), [], []
+    for _ in range(3):
+        before = bits(now)
+        now, metrics = step(now, batch(mesh.get_local_rank()))
+        kept.append(same(bits(now), before))
+        skipped.append(float(metrics["skipped"]))
+    assert (kept, skipped) == ([False, True, False], [0.0, 1.0, 0.0])
+
+
+@on_ranks(1, 2)
+def test_a_user_may_judge_steps(mesh: Any) -> None:
     """`skip` sees the metrics of all ranks before the update, in every kind of step, and beside `skip_nonfinite`."""
     data = batch(mesh.get_local_rank())
     for options in ({}, {"microbatches": 2}, {"schedule": ya.schedules.zero3(update=True)}):
@@ -110,28 +127,6 @@ def judged(mesh: Any) -> None:
         TypeError, match=r"skip returned torch.float.* of shape \(\): expected a bool tensor without axes"
     ):
         step(state(mesh), data)
-
-
-def judged_by_one(mesh: Any) -> tuple[list[bool], list[float]]:
-    """Rank 1 skips the second of three steps; nobody else judges any."""
-    asked = iter(range(3))
-    step = ya.train_step(loss, TX, skip=lambda _: torch.tensor(next(asked) == 1 and mesh.get_local_rank() == 1))
-    now, kept, skipped = state(mesh), [], []
-    for _ in range(3):
-        before = bits(now)
-        now, metrics = step(now, batch(mesh.get_local_rank()))
-        kept.append(same(bits(now), before))
-        skipped.append(float(metrics["skipped"]))
-    return kept, skipped
-
-
-def test_a_step_that_one_rank_skips_is_skipped_by_all(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(judged_by_one) == [([False, True, False], [0.0, 1.0, 0.0])] * 2
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_user_may_judge_steps(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(judged)
 
 
 def with_aux(tree: Any, data: Any) -> Any:
@@ -229,13 +224,10 @@ def test_wrong_divisions_of_a_batch() -> None:
     assert ya.shard_batch(batch(), mesh)["tokens"].shape == (4, 3)
 
 
-def three_rows(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_batch_that_ranks_cannot_share(mesh: Any) -> None:
     with pytest.raises(ValueError, match=r"shard_batch: targets has 3 rows, not a multiple of 2 ranks"):
         ya.shard_batch(batch(rows=3), mesh)
-
-
-def test_a_batch_that_ranks_cannot_share(pools: dict[int, Pool]) -> None:
-    pools[2].run(three_rows)
 
 
 def test_foreign_optimizers() -> None:

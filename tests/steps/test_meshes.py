@@ -14,9 +14,9 @@ from torch.func import grad
 import yafsdp_fn as ya
 from tests.checkpoint import test_resharding as resharding
 from tests.harness.marks import by_day
-from tests.harness.meshes import MESHES, on
+from tests.harness.meshes import MESHES, made, on
 from tests.harness.oracle import batch_of, global_batch
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.runtime.test_pure_on_ranks import Setting, first_order, per_example, second_order
 from tests.steps.test_whole_trees import initial, numbers, several_units
 from yafsdp_fn.checkpoint.io import load, save
@@ -25,33 +25,39 @@ ON = pytest.mark.parametrize("mesh", [name for name in MESHES if name != "shard"
 BF16 = torch.bfloat16
 
 
+@on_ranks(4)
 @ON
-def test_initial_values_have_the_same_bits(pools: dict[int, Pool], mesh: str) -> None:
+def test_initial_values_have_the_same_bits(_: Any, mesh: str) -> None:
     for name in ("base", "frozen"):
-        pools[4].run(on, mesh, initial, name)
+        initial(made(mesh), name)
 
 
+@on_ranks(4)
 @ON
-def test_numbers_over_trees_and_map_layers(pools: dict[int, Pool], mesh: str) -> None:
-    pools[4].run(on, mesh, numbers, "frozen")
-    pools[4].run(on, mesh, several_units)
+def test_numbers_over_trees_and_map_layers(_: Any, mesh: str) -> None:
+    numbers(made(mesh), "frozen")
+    several_units(made(mesh))
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "copies", "replicate-nodes"))
-def test_gradients_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
+def test_gradients_of_the_pure_path(_: Any, mesh: str) -> None:
     for name in ("tied", "rich"):
-        pools[4].run(on, mesh, first_order, name)
+        first_order(made(mesh), name)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "replicate", "nodes"))
-def test_other_transforms_of_the_pure_path(pools: dict[int, Pool], mesh: str) -> None:
-    pools[4].run(on, mesh, per_example, "base")
-    pools[4].run(on, mesh, second_order, "base")
+def test_other_transforms_of_the_pure_path(_: Any, mesh: str) -> None:
+    per_example(made(mesh), "base")
+    second_order(made(mesh), "base")
 
 
-def regularised(mesh: Any) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_regularisers(_: Any, mesh: str) -> None:
     """Numbers over trees stand on every rank, as parts that count equally; gradients are complete on every replica."""
-    s = Setting(mesh, "base")
+    s = Setting(made(mesh), "base")
     own, everything = batch_of(s.rank), global_batch(s.ranks)
 
     def penalty(tree: Any) -> Tensor:
@@ -66,11 +72,6 @@ def regularised(mesh: Any) -> None:
     s.check(along, plain, 1e-5, "second order")
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_regularisers(pools: dict[int, Pool], mesh: str) -> None:
-    pools[4].run(on, mesh, regularised)
-
-
 def slope(rank: int) -> Tensor:
     """Multiples of 1/8 below 32, which bf16 can represent; sums of two need a ninth bit."""
     return ((torch.arange(1001.0) * (7 + 2 * rank)) % 511 - 255) / 8
@@ -82,14 +83,13 @@ def rounded(mesh: Any, precision: ya.Precision) -> list[Tensor]:
     own = slope(mesh.get_rank())
 
     def loss(params: Any) -> Tensor:
-        total: Tensor = ya.apply(lambda w: (w * own).sum(), params["w"])
-        return total
+        return ya.apply(lambda w: (w * own).sum(), params["w"])
 
     return [4 * ya.unshard(tree)["w"] for tree in (grad(loss)(state.params), grad(loss)(state.params))]
 
 
 @pytest.mark.parametrize("mesh", ["shard", "replicate", "copies", "nodes"])
-def test_the_pure_path_sums_in_accumulate(pools: dict[int, Pool], mesh: str) -> None:
+def test_the_pure_path_sums_in_accumulate(pools: Pools, mesh: str) -> None:
     exact = torch.stack([slope(rank) for rank in range(4)]).sum(0)
     wide = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16, accumulate=torch.float32))
     narrow = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16))
@@ -100,9 +100,16 @@ def test_the_pure_path_sums_in_accumulate(pools: dict[int, Pool], mesh: str) -> 
         assert (in_bf16 - exact).norm() > 0 and (got - exact).norm() < (in_bf16 - exact).norm()
 
 
-def in_a_step(mesh: Any, name: str) -> None:
+SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": ya.schedules.hsdp()}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("shard", "zero3"), ("replicate", "hsdp"), ("copies", "ddp"), ("nodes", "zero3")]
+)
+def test_a_step_sums_in_accumulate_too(_: Any, name: str, schedule: str) -> None:
     """A step reduces as the pure path does, to the bit, and its replicas stay equal to the bit."""
-    precision = ya.Precision(reduce=BF16, accumulate=torch.float32)
+    mesh, precision = made(name), ya.Precision(reduce=BF16, accumulate=torch.float32)
     state = ya.init({"w": ya.Param((1001,))}, ya.optim.sgd(1.0), mesh=mesh, precision=precision)
     own = slope(mesh.get_rank())
 
@@ -111,9 +118,9 @@ def in_a_step(mesh: Any, name: str) -> None:
 
     expected = 4 * ya.unshard(grad(lambda params: loss(params).total)(state.params))["w"]  # of a mean over four
     for call in ("first", "second"):
-        _, grads = ya.value_and_grad(loss, schedule=SCHEDULES[name])(state.params)
+        _, grads = ya.value_and_grad(loss, schedule=SCHEDULES[schedule])(state.params)
         assert torch.equal(ya.unshard(grads)["w"], expected), call
-    step = ya.train_step(lambda params, _: loss(params), ya.optim.sgd(1.0), schedule=SCHEDULES[name])
+    step = ya.train_step(lambda params, _: loss(params), ya.optim.sgd(1.0), schedule=SCHEDULES[schedule])
     before = ya.unshard(state)["w"]
     for _ in range(3):
         state, _ = step(state, {})
@@ -122,16 +129,6 @@ def in_a_step(mesh: Any, name: str) -> None:
     everywhere = [torch.empty_like(after) for _ in range(4)]
     torch.distributed.all_gather(everywhere, after)
     assert all(torch.equal(after, other) for other in everywhere)
-
-
-SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": ya.schedules.hsdp()}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "schedule"), [("shard", "zero3"), ("replicate", "hsdp"), ("copies", "ddp"), ("nodes", "zero3")]
-)
-def test_a_step_sums_in_accumulate_too(pools: dict[int, Pool], mesh: str, schedule: str) -> None:
-    pools[4].run(on, mesh, in_a_step, schedule)
 
 
 # ---- checkpoints
@@ -149,7 +146,7 @@ def loaded(mesh: Any, directory: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("mesh", ["replicate", "copies", "nodes"])
-def test_checkpoints_travel_between_meshes(pools: dict[int, Pool], tmp_path: Path, mesh: str) -> None:
+def test_checkpoints_travel_between_meshes(pools: Pools, tmp_path: Path, mesh: str) -> None:
     """From a mesh with replicas or nodes to 1, 2 and 4 ranks, and back."""
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     before = pools[4].run(on, mesh, saved, there)
@@ -162,7 +159,7 @@ def test_checkpoints_travel_between_meshes(pools: dict[int, Pool], tmp_path: Pat
         assert resharding.same(got, before[0])
 
 
-def test_replicas_save_a_shard_once(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_replicas_save_a_shard_once(pools: Pools, tmp_path: Path) -> None:
     sizes = {}
     for mesh in ("shard", "replicate", "copies"):
         pools[4].run(on, mesh, saved, str(tmp_path / mesh))

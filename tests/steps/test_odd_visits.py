@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, check_exact, compare, global_batch, noting, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     TX,
     Batch,
@@ -31,10 +31,11 @@ from tests.harness.problems import (
     layer,
     masked_loss,
     param,
+    with_ends,
 )
 
 FEW = ("zero3", "zero3-remat-all", "zero2")
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 
 
 # ---- trees
@@ -54,10 +55,7 @@ def nested_loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
     x, _ = ya.scan(lambda x, w: block(x, w["only"]), x, params["input"]["stacks"][1])
     scale, rest = params["output"]
     x = ya.apply(lambda w, x: block(x, w)[0], rest["inner"], x)
-    mean: ya.Mean = ya.apply(
-        lambda w, x, targets: head(Head(*w), x, targets), (scale, rest["out"]), x, batch["targets"]
-    )
-    return mean
+    return ya.apply(lambda w, x, targets: head(Head(*w), x, targets), (scale, rest["out"]), x, batch["targets"])
 
 
 class Flat(NamedTuple):
@@ -79,8 +77,7 @@ def flat_block(w: Flat, tokens: Tensor, targets: Tensor) -> ya.Mean:
 
 
 def flat_loss(params: Flat, batch: Batch) -> ya.Mean:
-    mean: ya.Mean = ya.apply(flat_block, params, batch["tokens"], batch["targets"])
-    return mean
+    return ya.apply(flat_block, params, batch["tokens"], batch["targets"])
 
 
 # ---- carries and outputs
@@ -93,27 +90,25 @@ def odd_block(carry: dict[str, Any], w: Layer) -> tuple[dict[str, Any], dict[str
     return new, {"x": x, "argmax": x.argmax(-1), "twice": x, "ones": torch.ones(2), "none": None}
 
 
-def odd_loss(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def odd_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     carry = {"x": x, "count": torch.tensor(0), "same": x, "sum": x.new_zeros(())}
     carry, ys = ya.scan(odd_block, carry, params.layers)
     assert ys["none"] is None and not ys["argmax"].requires_grad and not carry["count"].requires_grad
     x = carry["x"] + 0.5 * carry["same"] * carry["count"] + carry["sum"]
     extra = (ys["x"] * ys["twice"]).sum() * 1e-2 + ys["ones"].sum() * 0
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + extra, weight)
+    return x, extra
 
 
 def identity_block(x: Tensor, w: Layer) -> tuple[Tensor, Tensor]:
     return x, w.up.square().sum() * x.sum()
 
 
-def identity_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def identity_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     """The carry comes out as the very tensor that went in."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, ys = ya.scan(identity_block, x, params.layers)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + 1e-2 * ys.sum(), weight)
+    return x, 1e-2 * ys.sum()
 
 
 def recurrent_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -125,8 +120,7 @@ def recurrent_loss(params: Params, batch: Batch) -> ya.Mean:
 
     x = ya.apply(embed, params.embed, batch["tokens"])
     h, _ = ya.scan(step, torch.zeros_like(x), params.layers, consts=(batch["tokens"], x))
-    mean: ya.Mean = ya.apply(head, params.head, h, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, h, batch["targets"])
 
 
 def shared_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -137,23 +131,19 @@ def shared_loss(params: Params, batch: Batch) -> ya.Mean:
 
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(both, x, (params.layers, params.layers), consts=x)
-    mean: ya.Mean = ya.apply(
-        lambda w, x, t: head(w[0], x * w[1].scale, t), (params.head, params.head), x, batch["targets"]
-    )
-    return mean
+    return ya.apply(lambda w, x, t: head(w[0], x * w[1].scale, t), (params.head, params.head), x, batch["targets"])
 
 
-def unrolled_reverse_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def unrolled_reverse_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     def numbered(x: Tensor, item: tuple[Layer, Tensor]) -> tuple[Tensor, Tensor]:
         w, number = item
         x = block(x, w)[0] * (1 + 0.01 * number)
         return x, x.sum() * number
 
-    x = ya.apply(embed, params.embed, batch["tokens"])
     numbers = torch.arange(float(optree.tree_leaves(params.layers)[0].shape[0]))
     x, ys = ya.scan(numbered, x, (params.layers, numbers), reverse=True, unroll=2)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + 1e-2 * (ys * numbers).sum(), weight)
+    return x, 1e-2 * (ys * numbers).sum()
 
 
 def autocast_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -162,14 +152,13 @@ def autocast_loss(params: Params, batch: Batch) -> ya.Mean:
         return base_loss(params, batch)
 
 
-def inplace_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def inplace_loss(params: Params, x: Tensor) -> Tensor:
     """Outputs of a visit are the loss's own, to be written to."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x += 1.0
     x, _ = ya.scan(block, x, params.layers)
     x.mul_(2.0)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
@@ -177,35 +166,33 @@ def unequal_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     y, _ = ya.scan(block, x, params.layers)
     use = (batch["tokens"][:, :1] % 2 == 0).unsqueeze(-1)
-    mean: ya.Mean = ya.apply(head, params.head, torch.where(use, y, x) if bool(use.any()) else x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, torch.where(use, y, x) if bool(use.any()) else x, batch["targets"])
 
 
 # ---- parts of a stack
 
 
-def parts_loss(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def parts_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     """The first layers, every second one backwards, one twice in a visit; layer 3 never."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers, order=range(3))
     x, _ = ya.scan(block, x, params.layers, order=range(0, 5, 2), reverse=True)
     x, ys = ya.scan(block_with_y, x, params.layers, order=[1, 1, 2], unroll=2)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + 1e-2 * ys.sum(), weight)
+    return x, 1e-2 * ys.sum()
 
 
 def depth_loss(params: Params, batch: Batch, depth: int) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers, order=range(depth))
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
-def depths(mesh: Any) -> None:
+@WORLDS
+def test_a_depth_may_vary_from_step_to_step(mesh: Any) -> None:
     """A depth that varies from step to step: a step for each, on one state, and each is traced once."""
     tree, (batch, whole) = base_params(5), (batch_of(mesh.get_rank()), global_batch(mesh.size()))
     traces: list[Any] = []
-    build = noting(ya.schedules.zero3(remat=ya.schedules.remat.all, resident=1, update=True), traces)
+    build = noting(ya.schedules.zero3(remat="all", resident=1, update=True), traces)
     steps = {
         depth: ya.train_step(partial(depth_loss, depth=depth), TX, schedule=build, microbatches=3)
         for depth in (1, 3, 5)
@@ -216,14 +203,9 @@ def depths(mesh: Any) -> None:
         state, metrics = steps[depth](state, batch)
         alone, expected = steps[depth](alone, whole)
         compare(metrics["loss"], expected["loss"], 1e-12, f"loss of step {number}, depth {depth}")
-        compare(ya.unshard(state.params), alone.params, 1e-9, f"step {number}, depth {depth}")
+        compare(state.params, alone.params, 1e-9, f"step {number}, depth {depth}")
     assert [len(trace.visits) for trace in traces] == [7, 3, 5]
     assert [steps[depth].program(state).trace.visits for depth in (5, 1, 3)] == [trace.visits for trace in traces]
-
-
-@WORLDS
-def test_a_depth_may_vary_from_step_to_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(depths)
 
 
 ODD = {
@@ -240,25 +222,18 @@ ODD = {
 }
 
 
-def odd(mesh: Any, name: str, schedule: str) -> None:
-    check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
-
-
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize("schedule", FEW)
-def test_odd_visits(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
-    pools[world].run(odd, name, schedule)
+def test_odd_visits(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
 
 
-def autocast(mesh: Any) -> None:
-    check_exact(mesh, Problem(base_params, autocast_loss), layers=3, schedules=FEW, microbatches=(1,))
-
-
-def test_autocast_is_replayed(pools: dict[int, Pool]) -> None:
+@on_ranks(1)
+def test_autocast_is_replayed(mesh: Any) -> None:
     """To the bit, on one rank."""
-    pools[1].run(autocast)
+    check_exact(mesh, Problem(base_params, autocast_loss), layers=3, schedules=FEW, microbatches=(1,))
 
 
 # ---- ranks that differ in what they use
@@ -267,11 +242,11 @@ def test_autocast_is_replayed(pools: dict[int, Pool]) -> None:
 def used_by_one(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     y, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, y if batch["use"] else x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, y if batch["use"] else x, batch["targets"])
 
 
-def by_one(mesh: Any) -> None:
+@on_ranks(2, 3)
+def test_ranks_that_use_different_outputs(mesh: Any) -> None:
     """Only the last rank's loss depends on the layers; the others must still take part in their reductions."""
     ranks, rank = mesh.size(), mesh.get_local_rank()
     batches = [batch_of(r) | {"use": torch.tensor(r == ranks - 1)} for r in range(ranks)]
@@ -283,23 +258,19 @@ def by_one(mesh: Any) -> None:
     grads = torch.autograd.grad(value, leaves, allow_unused=True)
     expected = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
     state = ya.init(base_params(3), TX, mesh=mesh)
-    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat=ya.schedules.remat.all), ya.schedules.zero2()):
+    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all"), ya.schedules.zero2()):
         function = ya.value_and_grad(used_by_one, schedule=schedule)
         for _ in range(2):
             got, got_grads = function(state.params, batches[rank])
             compare(got, value.detach(), 1e-5, "value")
-            compare(ya.unshard(got_grads), optree.tree_unflatten(spec, expected), 1e-5, "gradients")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_use_different_outputs(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(by_one)
+            compare(got_grads, optree.tree_unflatten(spec, expected), 1e-5, "gradients")
 
 
 # ---- what is differentiated
 
 
-def parts_of_a_tree(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_parts_of_a_tree(mesh: Any) -> None:
     """Some of the parameters, beside others that stay fixed; plain tensors beside sharded ones."""
     ranks, batch = mesh.size(), batch_of(mesh.get_local_rank())
     state, whole, everything = (
@@ -314,8 +285,7 @@ def parts_of_a_tree(mesh: Any) -> None:
     def with_scale(scale: dict[str, Tensor], params: Params, batch: Batch) -> ya.Mean:
         x = ya.apply(embed, params.embed, batch["tokens"]) * scale["embed"]
         x, _ = ya.scan(lambda x, w, s: block(x * s, w), x, params.layers, consts=scale["layers"])
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        return ya.apply(head, params.head, x, batch["targets"])
 
     scale = {"embed": torch.linspace(0.5, 1.5, E), "layers": torch.tensor(1.1)}
     for parts in (1, 3):
@@ -325,15 +295,10 @@ def parts_of_a_tree(mesh: Any) -> None:
         value, (plain_scale, plain_params) = ya.value_and_grad(with_scale, argnums=(0, 1))(scale, whole, everything)
         for _ in range(3):
             got, grads = some(state.params.layers, state.params, batch)
-            compare((got, ya.unshard(grads)), expected, 1e-5, f"{parts} microbatches: the layers alone")
+            compare((got, grads), expected, 1e-5, f"{parts} microbatches: the layers alone")
             got, (of_scale, of_params) = both(scale, state.params, batch)
-            compare((got, ya.unshard(of_params)), (value, plain_params), 1e-5, f"{parts} microbatches: beside a scale")
+            compare((got, of_params), (value, plain_params), 1e-5, f"{parts} microbatches: beside a scale")
             for leaf in of_scale.values():
                 if ranks > 1:
                     torch.distributed.all_reduce(leaf, group=mesh.get_group())
             compare(of_scale, plain_scale, 1e-5, f"{parts} microbatches: the scale")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_parts_of_a_tree(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(parts_of_a_tree)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.harness.failing import TX, Fault, Planned, batch, loss_with, state
-from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
+from tests.harness.failing import TX, Fault, Planned, Steps, loss_with, state
+from tests.harness.groups import SOON, TIMEOUT, outcome
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 
-REMAT = {"schedule": ya.schedules.zero3(remat=ya.schedules.remat.all)}
+REMAT = {"schedule": ya.schedules.zero3(remat="all")}
 LAST = r"rank 1 of 2, backward of embed \(visit 0, microbatch 0, step {step}\)"
 
 # steps before the failure, options, event that fails on rank 1; where rank 1 is then, and what rank 0 waits for
@@ -54,24 +54,21 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
 def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
     """Rank 1 fails by itself; what each rank sees then, and when it uses its states again."""
     steps, options, at, _, _ = CASES[case]
-    mesh = breakable()
-    fault, rank = Fault(), mesh.get_local_rank()
-    step, now, other = ya.train_step(loss_with(fault), TX, **options), state(mesh), state(mesh)
-    ya.train_step(loss_with(), TX)(state(mesh), batch(rank))
-    for _ in range(steps):
-        now, _ = step(now, batch(rank))
+    fault, usual = Fault(), Steps(loss_with(), 1)
+    other = state(usual.now.mesh)
+    ranks = Steps(loss_with(fault), steps, other.mesh, **options)
     fault.before = lambda: time.sleep(delay)
-    fault.arm(at if rank == 1 else None)
+    fault.arm(at if mesh.get_rank() == 1 else None)
     start = time.monotonic()
-    failed = outcome(lambda: step(now, batch(rank)), SOON)
+    failed = ranks.said(SOON)
     seconds = time.monotonic() - start
     fault.arm(None)
     again = {
-        "step": outcome(lambda: step(now, batch(rank))),
-        "unshard": outcome(lambda: ya.unshard(now)),
-        "other state": outcome(lambda: step(other, batch(rank))),
-        "norm": outcome(lambda: ya.global_norm(now.params)),
-        "map_whole_layers": outcome(lambda: ya.map_whole_layers(lambda w: w, now.params["layers"])),
+        "step": ranks.said(),
+        "unshard": outcome(lambda: ya.unshard(ranks.now)),
+        "other state": outcome(lambda: ranks.step(other, ranks.batch)),
+        "norm": outcome(lambda: ya.global_norm(ranks.now.params)),
+        "map_whole_layers": outcome(lambda: ya.map_whole_layers(lambda w: w, ranks.now.params["layers"])),
     }
     return {"failed": failed, "seconds": seconds, "again": again}
 
@@ -80,13 +77,13 @@ DAILY = ("first visit of the first step", "backward in a program")
 
 
 @pytest.mark.parametrize("case", [case if case in DAILY else nightly(case) for case in CASES])
-def test_all_ranks_end_with_an_error_that_names_the_op(pools: dict[int, Pool], case: str) -> None:
+def test_all_ranks_end_with_an_error_that_names_the_op(pools: Pools, case: str) -> None:
     waiting, failed = pools[2].run(alone, case)
     check(case, waiting, failed)
 
 
 @pytest.mark.nightly
-def test_a_late_failure_is_no_agreement(pools: dict[int, Pool]) -> None:
+def test_a_late_failure_is_no_agreement(pools: Pools) -> None:
     """Both are in the last visit when rank 0 gives up waiting, while rank 1 still asks where rank 0 has failed."""
     check("last visit of a program", *pools[2].run(alone, "last visit of a program", SOON / 2))
 
@@ -102,58 +99,44 @@ def check(case: str, waiting: dict[str, Any], failed: dict[str, Any]) -> None:
             assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", text), f"{use}: {text}"
 
 
-def optimizer_alone(mesh: Any) -> list[str]:
-    """Rank 1 fails when its gradients are complete, and tries the step again."""
-    mesh = breakable()
-    fault, rank = Fault(), mesh.get_local_rank()
+@on_ranks(2)
+def test_an_optimizer_that_raises_on_one_rank(mesh: Any) -> None:
+    """Rank 1 fails when its gradients are complete, and tries the step again. Were it to go on, the ranks would be one
+    step apart, with collectives that all meet."""
+    fault, rank = Fault(), mesh.get_rank()
 
     def update(updates: Any, opt_state: Any, params: Any = None) -> Any:
         fault.event("update")
         return TX.update(updates, opt_state, params)
 
-    tx = ya.optim.assume_elementwise((TX.init, update))
-    step, now = ya.train_step(loss_with(), tx), state(mesh, tx)
-    now, _ = step(now, batch(rank))
+    ranks = Steps(loss_with(), 1, tx=ya.optim.assume_elementwise((TX.init, update)))
     fault.arm(0 if rank == 1 else None)
-    seen = []
-
-    def attempt() -> None:
-        nonlocal now
-        now, _ = step(now, batch(rank))
-
-    for _ in range(2):
-        seen.append(outcome(attempt, SOON))
-        fault.arm(None)
-    return seen
-
-
-def test_an_optimizer_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
-    """Were it to go on, the ranks would be one step apart, with collectives that all meet."""
-    (first, second), (failed, again) = pools[2].run(optimizer_alone)
-    assert first == "returned" and re.search(r"CommunicationError: rank 0: gather of \S+ \(step 2\)", second), second
-    assert "planned: update" in failed
-    assert re.search(r"rank 1: .* lost since .*; restart all ranks", again), again
+    first = ranks.said(SOON)
+    fault.arm(None)
+    second = ranks.said(SOON)
+    if rank:
+        assert "planned: update" in first
+        assert re.search(r"rank 1: .* lost since .*; restart all ranks", second), second
+    else:
+        assert first == "returned" and re.search(r"CommunicationError: rank 0: gather of \S+ \(step 2\)", second), (
+            second
+        )
 
 
-def mapping_alone(mesh: Any) -> tuple[str, str]:
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(loss_with(), TX), state(mesh)
-    now, _ = step(now, batch(rank))
+@on_ranks(2)
+def test_map_layers_that_raises_on_one_rank(mesh: Any) -> None:
+    rank, ranks = mesh.get_rank(), Steps(loss_with(), 1)
 
     def function(weights: Any) -> Any:
         if rank == 1:
             raise Planned("planned: map_whole_layers")
         return weights
 
-    mapped = outcome(lambda: ya.map_whole_layers(function, now.params["layers"]), SOON)
-    return mapped, outcome(lambda: step(now, batch(rank)))
-
-
-def test_map_layers_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
-    (waiting, first), (failed, second) = pools[2].run(mapping_alone)
-    assert "CommunicationError: rank 0: all-gather failed" in waiting, waiting
-    assert re.search(r"rank 0 of 2, map_whole_layers of layers\[\d\]", waiting), waiting
-    assert "planned: map_whole_layers" in failed
-    for rank, text in enumerate((first, second)):
-        assert re.search(rf"rank {rank}: .*(lost since|has probably stopped).* restart all", text), text
+    mapped = outcome(lambda: ya.map_whole_layers(function, ranks.now.params["layers"]), SOON)
+    if rank:
+        assert "planned: map_whole_layers" in mapped
+    else:
+        assert "CommunicationError: rank 0: all-gather failed" in mapped, mapped
+        assert re.search(r"rank 0 of 2, map_whole_layers of layers\[\d\]", mapped), mapped
+    text = ranks.said()
+    assert re.search(rf"rank {rank}: .*(lost since|has probably stopped).* restart all", text), text

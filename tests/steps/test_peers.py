@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import yafsdp_fn as ya
-from tests.harness.oracle import plain, relative
-from tests.harness.pool import Pool
+from tests.harness.oracle import plain, relative, whole
+from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     SCHEDULES,
     Batch,
@@ -102,11 +102,17 @@ def ddp(mesh: Any, params: Params) -> tuple[Model, nn.Module]:
     return model, DistributedDataParallel(model, process_group=mesh.get_group())
 
 
-def same_steps(mesh: Any, peer: str, schedule: str, microbatches: int) -> None:
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize("peer", ["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("world", "schedule", "microbatches"), [(2, "zero3", 1), (3, "zero3-remat-every", 2), (4, "zero2", 1)]
+)
+def test_the_same_ten_steps(mesh: Any, peer: str, schedule: str, microbatches: int) -> None:
     rank = mesh.get_local_rank()
     state = ya.init(base_params(LAYERS), TX, mesh=mesh)
     step = ya.train_step(ours, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
-    model, wrapped = {"fsdp2": fsdp2, "ddp": ddp}[peer](mesh, ya.params.without_markers(plain(base_params(LAYERS))))
+    model, wrapped = {"fsdp2": fsdp2, "ddp": ddp}[peer](mesh, whole(plain(base_params(LAYERS))))
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, weight_decay=0.1)
     for number in range(STEPS):
         state, metrics = step(state, batch(rank, number))
@@ -120,12 +126,3 @@ def same_steps(mesh: Any, peer: str, schedule: str, microbatches: int) -> None:
     pairs = zip(optree.tree_leaves(ya.unshard(state)), optree.tree_leaves(model.tree()), strict=True)
     off = [float((a - b).abs().max()) for a, b in pairs]
     assert max(off) <= 1e-5, off
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("peer", ["fsdp2", "ddp"])
-@pytest.mark.parametrize(
-    ("world", "schedule", "microbatches"), [(2, "zero3", 1), (3, "zero3-remat-every", 2), (4, "zero2", 1)]
-)
-def test_the_same_ten_steps(pools: dict[int, Pool], peer: str, world: int, schedule: str, microbatches: int) -> None:
-    pools[world].run(same_steps, peer, schedule, microbatches)

@@ -21,7 +21,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import made
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import leaves
 
 E, ROWS = 3, 4  # rows of a rank: two microbatches of two
@@ -246,12 +246,14 @@ def test_one_rank_with_dropout(seed: int) -> None:
     one_case("shard", seed, dropout=True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("seeds", [range(4), nightly(range(4, 8))])
-def test_two_ranks(pools: dict[int, Pool], seeds: range) -> None:
-    pools[2].run(cases, ("shard", "copies", "nodes"), seeds)
+def test_two_ranks(mesh: Any, seeds: range) -> None:
+    cases(mesh, ("shard", "copies", "nodes"), seeds)
 
 
+@on_ranks(4)
 @pytest.mark.nightly
 @pytest.mark.parametrize("seeds", [range(2), range(2, 4)])
-def test_four_ranks(pools: dict[int, Pool], seeds: range) -> None:
-    pools[4].run(cases, ("replicate", "nodes"), seeds)
+def test_four_ranks(mesh: Any, seeds: range) -> None:
+    cases(mesh, ("replicate", "nodes"), seeds)

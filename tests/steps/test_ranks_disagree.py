@@ -10,9 +10,24 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.failing import TX, Fault, LossFn, batch, bits, embed, head, layer, loss, loss_with, same, state
+from tests.harness.failing import (
+    TX,
+    Fault,
+    LossFn,
+    Steps,
+    batch,
+    bits,
+    embed,
+    head,
+    layer,
+    loss,
+    loss_with,
+    same,
+    state,
+    with_ends,
+)
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime import execute
 
 
@@ -23,10 +38,9 @@ def swapped(params: Any, data: Any) -> torch.Tensor:
     return total + ya.scan(layer, x, params["layers"])[0].sum()
 
 
-def backwards(params: Any, data: Any) -> torch.Tensor:
-    x = ya.apply(embed, params["embed"], data["tokens"])
-    x, _ = ya.scan(layer, x, params["layers"], reverse=True)
-    return ya.apply(head, params["head"], x, data["targets"])
+@with_ends
+def backwards(params: Any, x: torch.Tensor) -> Any:
+    return ya.scan(layer, x, params["layers"], reverse=True)[0]
 
 
 def headless(params: Any, data: Any) -> torch.Tensor:
@@ -49,44 +63,39 @@ SIDES = {
 }
 
 
-def visits(mesh: Any, which: str) -> tuple[str, str, float]:
-    """Rank 0 has the model's own loss, rank 1 another one, in the first step."""
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(LOSSES[which] if rank else loss, TX), state(mesh)
-    start = time.monotonic()
-    first = outcome(lambda: step(now, batch(rank)))
-    return first, outcome(lambda: step(now, batch(rank))), time.monotonic() - start
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("which", LOSSES)
-def test_other_visits_in_the_first_step(pools: dict[int, Pool], which: str) -> None:
-    for rank, (first, again, seconds) in enumerate(pools[2].run(visits, which)):
-        assert "RanksDisagree: ranks disagree on what to communicate" in first, first
-        for side, text in enumerate(SIDES[which]):
-            assert f"rank {side}: {text}" in first
-        assert "every rank must visit the same units in the same order" in first
-        assert seconds < TIMEOUT
-        # the collectives before it have met, but the ranks stand at different places
-        assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", again), again
-
-
-def microbatches(mesh: Any) -> tuple[str, float]:
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(loss, TX, microbatches=1 + rank), state(mesh)
+def test_other_visits_in_the_first_step(mesh: Any, which: str) -> None:
+    """Rank 0 has the model's own loss, rank 1 another one, in the first step."""
+    rank = mesh.get_rank()
+    ranks = Steps(LOSSES[which] if rank else loss)
     start = time.monotonic()
-    return outcome(lambda: step(now, batch(rank))), time.monotonic() - start
+    first, again = ranks.said(), ranks.said()
+    seconds = time.monotonic() - start
+    assert "RanksDisagree: ranks disagree on what to communicate" in first, first
+    for side, text in enumerate(SIDES[which]):
+        assert f"rank {side}: {text}" in first
+    assert "every rank must visit the same units in the same order" in first
+    assert seconds < TIMEOUT
+    # the collectives before it have met, but the ranks stand at different places
+    assert re.search(rf"rank {rank}: .* lost since .*; restart all ranks", again), again
 
 
-def test_another_number_of_microbatches(pools: dict[int, Pool]) -> None:
-    for text, seconds in pools[2].run(microbatches):
-        assert "RanksDisagree" in text and seconds < TIMEOUT, text
-        assert "ranks disagree on the program" in text and "rank 1: " in text
+@on_ranks(2)
+def test_another_number_of_microbatches(mesh: Any) -> None:
+    ranks = Steps(loss, microbatches=1 + mesh.get_rank())
+    start = time.monotonic()
+    text = ranks.said()
+    seconds = time.monotonic() - start
+    assert "RanksDisagree" in text and seconds < TIMEOUT, text
+    assert "ranks disagree on the program" in text and "rank 1: " in text
 
 
-def schedules(mesh: Any, as_programs: bool) -> list[str]:
-    """Rank 0 has ZeRO-3, rank 1 ZeRO-2; then both the same."""
+@on_ranks(2)
+@pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
+def test_other_schedules(mesh: Any, as_programs: bool) -> None:
+    """Rank 0 has ZeRO-3, rank 1 ZeRO-2: refused each time. Nothing is lost, since no collective of a program has run;
+    then both have the same."""
     rank = mesh.get_local_rank()
     own = (ya.schedules.zero3(), ya.schedules.zero2())[rank]
     fault = Fault()
@@ -101,54 +110,42 @@ def schedules(mesh: Any, as_programs: bool) -> list[str]:
     expected, _ = ya.train_step(loss, TX)(state(mesh), batch(rank))
     now, _ = ya.train_step(loss, TX)(now, batch(rank))
     assert same(bits(now), bits(expected))
-    return found
+    for text in found:
+        assert "RanksDisagree: ranks disagree on the program; op 0 differs" in text
+        assert re.search(r"rank 0: gather embed -> slot \d+\n\s+rank 1: gather embed -> slot \d+", text)
 
 
-@pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
-def test_other_schedules(pools: dict[int, Pool], as_programs: bool) -> None:
-    """Refused each time, and nothing is lost: no collective of a program has run."""
-    for found in pools[2].run(schedules, as_programs):
-        for text in found:
-            assert "RanksDisagree: ranks disagree on the program; op 0 differs" in text
-            assert re.search(r"rank 0: gather embed -> slot \d+\n\s+rank 1: gather embed -> slot \d+", text)
-
-
-def later(mesh: Any, which: str) -> tuple[str, str]:
+@on_ranks(2)
+def test_other_visits_on_one_rank_later(mesh: Any) -> None:
     """A loss that visits other units on rank 1 from the second step on."""
-    mesh = breakable()
-    rank, count = mesh.get_local_rank(), 0
+    rank, count = mesh.get_rank(), 0
 
     def changing(params: Any, data: Any) -> Any:
-        return (LOSSES[which] if rank and count else loss)(params, data)
+        return (swapped if rank and count else loss)(params, data)
 
-    step, now = ya.train_step(changing, TX), state(mesh)
-    now, _ = step(now, batch(rank))
+    ranks = Steps(changing, 1)
     count = 1
-    return outcome(lambda: step(now, batch(rank)), SOON), outcome(lambda: step(now, batch(rank)))
+    first = ranks.said(SOON)
+    if rank:
+        assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in first and "layers[0]" in first
+    else:
+        assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
+    assert "lost since" in ranks.said()
 
 
-def test_other_visits_on_one_rank_later(pools: dict[int, Pool]) -> None:
-    (first, first_again), (second, second_again) = pools[2].run(later, "swapped")
-    assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
-    assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in second and "layers[0]" in second
-    for text in (first_again, second_again):
-        assert "lost since" in text
-
-
-def uneven(mesh: Any) -> str:
+@on_ranks(1, 2)
+def test_a_mesh_of_another_size_than_the_world(mesh: Any) -> None:
     """Meshes and worlds that do not fit."""
-    return outcome(lambda: ya.mesh(shard=mesh.size() + 1, device="cpu"))
+    world = mesh.size()
+    text = outcome(lambda: ya.mesh(shard=mesh.size() + 1, device="cpu"))
+    ranks = f"{world} rank{'s' * (world > 1)}"
+    assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
+    assert f"torchrun --nproc-per-node {world + 1}" in text
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_mesh_of_another_size_than_the_world(pools: dict[int, Pool], world: int) -> None:
-    for text in pools[world].run(uneven):
-        ranks = f"{world} rank{'s' * (world > 1)}"
-        assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
-        assert f"torchrun --nproc-per-node {world + 1}" in text
-
-
-def builds(mesh: Any, which: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
+def test_other_parameters(mesh: Any, which: str) -> None:
     """States whose description depends on the rank."""
     mesh = breakable()
     rank = mesh.get_local_rank()
@@ -160,48 +157,38 @@ def builds(mesh: Any, which: str) -> str:
         now = ya.init(tree, TX, mesh=mesh, seed=seed, precision=precision)
         ya.train_step(lambda p, data: ya.apply(lambda w: w.square().sum(), p["head"]), TX)(now, batch(rank))
 
-    return outcome(run)
+    text = outcome(run)
+    assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
 
-@pytest.mark.parametrize("which", ["shapes", "precision", "seeds"])
-def test_other_parameters(pools: dict[int, Pool], which: str) -> None:
-    for text in pools[2].run(builds, which):
-        assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
-
-
-def auxiliary(mesh: Any, which: str) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("which", ["sizes", "structures"])
+def test_other_aux(mesh: Any, which: str) -> None:
     mesh = breakable()
     rank = mesh.get_local_rank()
     aux: Any = {"a": ya.Sum(torch.ones(2 + rank))} if which == "sizes" else {"a": ya.Sum(torch.ones(2))} if rank else {}
     step = ya.train_step(lambda params, data: (loss(params, data), aux), TX, has_aux=True)
-    return outcome(lambda: step(state(mesh), batch(rank)))
+    text = outcome(lambda: step(state(mesh), batch(rank)))
+    assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
 
 
-@pytest.mark.parametrize("which", ["sizes", "structures"])
-def test_other_aux(pools: dict[int, Pool], which: str) -> None:
-    for text in pools[2].run(auxiliary, which):
-        assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
-
-
-def building(mesh: Any) -> str:
-    """Rank 1's schedule raises when the first call has been recorded."""
-    mesh = breakable()
-    rank = mesh.get_local_rank()
+@on_ranks(2)
+def test_a_schedule_that_raises_on_one_rank(mesh: Any) -> None:
+    """When the first call has been recorded."""
+    rank = mesh.get_rank()
 
     def schedule(trace: Any) -> Any:
         if rank == 1:
             raise ValueError("planned: schedule")
         return ya.schedules.zero3()(trace)
 
-    step, now = ya.train_step(loss, TX, schedule=schedule), state(mesh)
-    ya.train_step(loss, TX)(state(mesh), batch(rank))
-    return outcome(lambda: step(now, batch(rank)), SOON)
-
-
-def test_a_schedule_that_raises_on_one_rank(pools: dict[int, Pool]) -> None:
-    waiting, failed = pools[2].run(building)
-    assert re.search(r"CommunicationError: rank 0: .*program", waiting) and "has probably stopped" in waiting, waiting
-    assert "planned: schedule" in failed
+    ranks = Steps(loss, schedule=schedule)
+    Steps(loss, 1, ranks.now.mesh)
+    said = ranks.said(SOON)
+    if rank:
+        assert "planned: schedule" in said
+    else:
+        assert re.search(r"CommunicationError: rank 0: .*program", said) and "has probably stopped" in said, said
 
 
 def without_grad_from(call: int, here: bool) -> LossFn:
@@ -218,36 +205,23 @@ def without_grad_from(call: int, here: bool) -> LossFn:
     return looking
 
 
-def beside(mesh: Any) -> str:
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(without_grad_from(3, here=rank == 0), TX), state(mesh)
-    for _ in range(2):
-        now, _ = step(now, batch(rank))
-    return outcome(lambda: step(now, batch(rank)), SOON)
-
-
-def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(pools: dict[int, Pool]) -> None:
+@on_ranks(2)
+def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_others(mesh: Any) -> None:
     """Its gather would meet another layer's of the same size."""
-    alone, other = pools[2].run(beside)
-    assert "forward of layers[0] (without grad, microbatch 0, step 2)" in alone and "Error" in alone, alone
-    assert "Error" in other, other
+    rank = mesh.get_rank()
+    said = Steps(without_grad_from(3, here=rank == 0), 2).said(SOON)
+    assert "Error" in said and (rank or "forward of layers[0] (without grad, microbatch 0, step 2)" in said), said
 
 
-def out_of_memory(mesh: Any) -> list[str]:
+@on_ranks(2)
+def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(mesh: Any) -> None:
     """Rank 1 alone finds no memory for the slots of a first step, and tries again."""
-    mesh = breakable()
-    rank = mesh.get_local_rank()
-    step, now = ya.train_step(loss, TX), state(mesh)
-    ya.train_step(loss, TX)(state(mesh), batch(rank))
+    rank, ranks = mesh.get_rank(), Steps(loss)
+    Steps(loss, 1, ranks.now.mesh)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(execute, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
-        first = outcome(lambda: step(now, batch(rank)), SOON)
-    return [first, outcome(lambda: step(now, batch(rank)))]
-
-
-def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(pools: dict[int, Pool]) -> None:
-    for rank, (first, again) in enumerate(pools[2].run(out_of_memory)):
-        assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
-        assert "the communicators are lost since" in again and "restart all ranks" in again, again
+        first = ranks.said(SOON)
+    again = ranks.said()
+    assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first
+    assert "the communicators are lost since" in again and "restart all ranks" in again, again

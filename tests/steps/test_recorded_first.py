@@ -4,7 +4,6 @@ differ."""
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state
+from tests.harness.collector import no_collection
+from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state, with_ends
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.errors import RanksDisagree
 
 Table = Callable[[int], Tensor]
@@ -54,7 +54,8 @@ def with_mask(tree: Any, data: Any) -> Tensor:
     return ya.apply(head, tree["head"], x, data["targets"][keep])
 
 
-def mixture(tree: Any, data: Any) -> Tensor:
+@with_ends
+def mixture(tree: Any, x: Tensor) -> Any:
     """Each row goes to one of two experts, whose rows are found by `nonzero`."""
 
     def routed(x: Tensor, w: Any) -> tuple[Tensor, None]:
@@ -66,19 +67,17 @@ def mixture(tree: Any, data: Any) -> Tensor:
             out = out.index_add(0, mine, layer(rows[mine], w)[0] * (expert + 1))
         return out.view_as(x), None
 
-    x = ya.apply(embed, tree["embed"], data["tokens"])
-    x, _ = ya.scan(routed, x, tree["layers"])
-    return ya.apply(head, tree["head"], x, data["targets"])
+    return ya.scan(routed, x, tree["layers"])[0]
 
 
 def tabled(table: Table, *, in_block: bool) -> LossFn:
     def body(x: Tensor, w: Any) -> tuple[Tensor, None]:
         return layer(x + table(x.shape[-1]), w)[0], None
 
-    def total(tree: Any, data: Any) -> Tensor:
-        x = ya.apply(embed, tree["embed"], data["tokens"])
+    @with_ends
+    def total(tree: Any, x: Tensor) -> Tensor:
         x, _ = ya.scan(body if in_block else layer, x, tree["layers"])
-        return ya.apply(head, tree["head"], x * table(x.shape[-1]), data["targets"])
+        return x * table(x.shape[-1])
 
     return total
 
@@ -101,7 +100,10 @@ LOSSES: dict[str, Callable[[], LossFn]] = {
 }
 
 
-def trains(mesh: Any, which: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize("which", LOSSES)
+def test_a_loss_of_values_trains(mesh: Any, which: str) -> None:
     """Two steps as the plain loop's; step 0 runs the program, which computes the same bits as it does from then on."""
     total, rank = LOSSES[which](), mesh.get_rank()
     step, first = ya.train_step(total, TX), ya.train_step(total, TX)
@@ -123,13 +125,6 @@ def trains(mesh: Any, which: str) -> None:
             assert torch.equal(metrics["loss"], evaluated)
             assert not same(bits(now), start)
             assert step.lower(now, batch(rank)) == step.program(now)
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("which", LOSSES)
-def test_a_loss_of_values_trains(pools: dict[int, Pool], world: int, which: str) -> None:
-    pools[world].run(trains, which)
 
 
 # ---- tables that are cached while a loss is traced on fake tensors
@@ -177,15 +172,16 @@ def across_stages(_: Any, there_before: bool) -> tuple[str, float]:
     return outcome(run, SOON if left_alone else None), found[-1]
 
 
-def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: dict[int, Pool]) -> None:
+def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: Pools) -> None:
     first, _ = pools[2].run(across_stages, False)
     assert "made while the loss was traced" in first[0], first
 
 
-def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(pools: dict[int, Pool]) -> None:
+@on_ranks(2)
+def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(mesh: Any) -> None:
     want = ya.train_step(tabled(cached(), in_block=True), TX)(state(), batch())[1]["loss"].item()
-    for said, found in pools[2].run(across_stages, True):
-        assert said == "returned" and found == pytest.approx(want, rel=1e-5)
+    said, found = across_stages(mesh, True)
+    assert said == "returned" and found == pytest.approx(want, rel=1e-5)
 
 
 # ---- what the loss may notice of being recorded
@@ -223,16 +219,12 @@ def test_no_outputs_are_kept_while_a_call_is_recorded() -> None:
         seen.append(weakref.ref(out))
         return out, None
 
-    def total(tree: Any, data: Any) -> Tensor:
-        x = ya.apply(embed, tree["embed"], data["tokens"])
-        x, _ = ya.scan(counting, x, tree["layers"])
-        return ya.apply(head, tree["head"], x, data["targets"])
+    @with_ends
+    def total(tree: Any, x: Tensor) -> Any:
+        return ya.scan(counting, x, tree["layers"])[0]
 
-    gc.disable()
-    try:
+    with no_collection():
         ya.train_step(total, TX)(state(), batch())
-    finally:
-        gc.enable()
     assert alive[:3] == [0, 0, 0]
 
 
@@ -252,7 +244,8 @@ def test_outputs_of_a_recorded_visit_may_be_written_in_place() -> None:
     assert got[1] == 2 * got[0]
 
 
-def inner_gradients(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_gradient_inside_the_loss_is_refused(mesh: Any) -> None:
     """Each is refused by name, and the state is as before."""
 
     def of_weights(tree: Any, data: Any) -> Tensor:
@@ -275,11 +268,6 @@ def inner_gradients(mesh: Any) -> None:
                 ya.train_step(total, TX)(now, batch())
         assert same(bits(now), before)
         ya.train_step(loss, TX)(now, batch())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_gradient_inside_the_loss_is_refused(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(inner_gradients)
 
 
 def test_a_recording_is_closed() -> None:
@@ -339,20 +327,16 @@ OTHERS: dict[str, tuple[LossFn, str, bool]] = {
 }
 
 
-def differs(mesh: Any, which: str) -> tuple[str, list[Tensor], list[Tensor]]:
+@on_ranks(2)
+@pytest.mark.parametrize("which", OTHERS)
+def test_ranks_that_record_other_calls_say_so(mesh: Any, which: str) -> None:
     mesh = breakable()
-    other, _, has_aux = OTHERS[which]
+    other, text, has_aux = OTHERS[which]
     own: Any = functools.partial(with_aux, aux={"a": torch.ones(2)}) if has_aux else loss
     now = state(mesh)
     before = bits(now)
     step = ya.train_step(other if mesh.get_local_rank() else own, TX, has_aux=has_aux)
-    return outcome(lambda: step(now, batch())), before, bits(now)
-
-
-@pytest.mark.parametrize("which", OTHERS)
-def test_ranks_that_record_other_calls_say_so(pools: dict[int, Pool], which: str) -> None:
-    _, text, _ = OTHERS[which]
-    for error, before, after in pools[2].run(differs, which):
-        assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
-        assert text in error and "rank 0: " in error and "rank 1: " in error
-        assert same(before, after)
+    error = outcome(lambda: step(now, batch()))
+    assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
+    assert text in error and "rank 0: " in error and "rank 1: " in error
+    assert same(bits(now), before)

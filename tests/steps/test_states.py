@@ -11,27 +11,21 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
-from tests.harness.pool import Pool
+from tests.harness.failing import bits, same
+from tests.harness.oracle import batch_of, check_steps, compare, own_and_all, plain, relative
+from tests.harness.pool import on_ranks
+from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import PROBLEMS, SCHEDULES, base_loss, base_params, stacks_loss, stacks_params
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-WORLDS = pytest.mark.parametrize("world", [1, 2])
+WORLDS = on_ranks(1, 2)
 State = ya.ShardedState
-
-
-def bits(state: State) -> list[Tensor]:
-    return [leaf.clone() for leaf in optree.tree_leaves((state.params, state.opt_state)) if isinstance(leaf, Tensor)]
-
-
-def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 # ---- several states
 
 
-def in_turn(mesh: Any) -> None:
+@WORLDS
+def test_states_in_turn(mesh: Any) -> None:
     """Four states on one mesh, of two layouts and two precisions, share step functions; each goes as if alone."""
     rank = mesh.get_local_rank()
     kinds = [
@@ -58,11 +52,7 @@ def in_turn(mesh: Any) -> None:
 
 
 @WORLDS
-def test_states_in_turn(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(in_turn)
-
-
-def not_donated(mesh: Any) -> None:
+def test_without_donation(mesh: Any) -> None:
     rank = mesh.get_local_rank()
     for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
@@ -83,37 +73,24 @@ def not_donated(mesh: Any) -> None:
 
 
 @WORLDS
-def test_without_donation(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(not_donated)
-
-
-def replaced(mesh: Any) -> None:
+def test_replaced_parameters(mesh: Any) -> None:
     """A state whose parameters were replaced by others: the steps that follow start from those."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    state = ya.init(base_params(3), TX, mesh=mesh)
     step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
-    state, _ = step(state, batch_of(rank))
-    halved = optree.tree_map(lambda x: x / 2, state.params)
-    other = dataclasses.replace(state, params=halved)
-    oracle = ya.PlainState.create(base_params(3), TX)
-    oracle, _ = plain_step(oracle, global_batch(ranks))
-    oracle_other = dataclasses.replace(oracle, params=optree.tree_map(lambda x: x / 2, oracle.params))
+    mine, everything = own_and_all(mesh)
+    state, _ = step(ya.init(base_params(3), TX, mesh=mesh), mine)
+    oracle, _ = plain_step(ya.PlainState.create(base_params(3), TX), everything)
+    other, oracle_other = (
+        dataclasses.replace(each, params=optree.tree_map(lambda x: x / 2, each.params)) for each in (state, oracle)
+    )
     for number in range(3):
+        batches = [own_and_all(mesh, seed=number)]
         # first the one that still shares the optimizer's state, which a step on the other would write to
-        other, got_other = step(other, batch_of(rank, seed=number))
-        state, got = step(state, batch_of(rank, seed=number))
-        oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
-        oracle_other, expected_other = plain_step(oracle_other, global_batch(ranks, seed=number))
-        compare((got, got_other), (expected, expected_other), 1e-5, f"step {number}")
-    compare(ya.unshard(other), oracle_other.params, 1e-5, "parameters")
+        other, oracle_other = check_steps((step, other), (plain_step, oracle_other), batches, 1e-5, "the other")
+        state, oracle = check_steps((step, state), (plain_step, oracle), batches, 1e-5, "the first")
 
 
 @WORLDS
-def test_replaced_parameters(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(replaced)
-
-
-def by_hand(mesh: Any) -> None:
+def test_steps_by_hand(mesh: Any) -> None:
     """`train_step` is value_and_grad and apply_gradients; its gradients are memory of their own."""
     rank = mesh.get_local_rank()
     for name in ("base", "frozen", "tied"):
@@ -130,34 +107,24 @@ def by_hand(mesh: Any) -> None:
             state = state.apply_gradients(grads, TX)
             other, metrics = step(other, batch_of(rank, seed=number))
             assert relative(metrics["loss"], value) <= 1e-5 and relative(metrics["grad_norm"], norm) <= 1e-5
-        compare(ya.unshard(other), ya.unshard(state), 1e-5, name)
+        compare(other, state, 1e-5, name)
 
 
 @WORLDS
-def test_steps_by_hand(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(by_hand)
-
-
-def any_batch(mesh: Any) -> None:
+def test_batches_of_any_shape(mesh: Any) -> None:
     """A program depends on visits, never on shapes: batches may change theirs from step to step."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
     state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)
     step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
-    for rows in (3, 3, 1, 5, 2):
-        state, got = step(state, batch_of(rank, rows=rows))
-        oracle, expected = plain_step(oracle, global_batch(ranks, rows=rows))
-        compare(got, expected, 1e-5, f"{rows} rows")
-
-
-@WORLDS
-def test_batches_of_any_shape(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(any_batch)
+    batches = [own_and_all(mesh, rows=rows) for rows in (3, 3, 1, 5, 2)]
+    check_steps((step, state), (plain_step, oracle), batches, 1e-5)
 
 
 # ---- programs
 
 
-def lowered(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize("world", [2])
+def test_lower_before_any_step(mesh: Any) -> None:
     """What `lower` builds on fake tensors before any step is what the first step finds; it leaves the state alone."""
     rank = mesh.get_local_rank()
     for number, (name, problem) in enumerate(PROBLEMS.items()):
@@ -172,7 +139,6 @@ def lowered(mesh: Any) -> None:
                 assert same(bits(state), before)
                 state, _ = step(state, batch_of(rank))
                 program = step.program(state)
-                assert program is not None
                 what = f"{name}, {schedule}, {parts} microbatches"
                 assert ahead.fingerprint() == program.fingerprint(), what
                 assert ahead.ops == program.ops and ahead.trace.order == program.trace.order, what
@@ -181,12 +147,8 @@ def lowered(mesh: Any) -> None:
                 ya.verify(program)
 
 
-@pytest.mark.parametrize("world", [2])
-def test_lower_before_any_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(lowered)
-
-
-def given(mesh: Any) -> None:
+@WORLDS
+def test_a_saved_program_gives_the_same_bits(mesh: Any) -> None:
     """A program, saved as text, goes on with the same bits as the step function that made it, as in a resumed run."""
     rank = mesh.get_local_rank()
     schedules = ("zero3-far", "zero2-remat-all")
@@ -196,7 +158,6 @@ def given(mesh: Any) -> None:
             step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=3)
             state, _ = step(ya.init(problem.params(3), TX, mesh=mesh), batch_of(rank))
             program, other = step.program(state), state.copy()
-            assert program is not None
             read = ya.Program.from_json(program.to_json())
             assert read == program and read.fingerprint() == program.fingerprint()
             resumed = ya.train_step(problem.loss, TX, schedule=read, microbatches=3)
@@ -209,11 +170,7 @@ def given(mesh: Any) -> None:
 
 
 @WORLDS
-def test_a_saved_program_gives_the_same_bits(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(given)
-
-
-def as_pytree(mesh: Any) -> None:
+def test_a_state_is_a_pytree(mesh: Any) -> None:
     """A state goes through both kinds of pytrees."""
     rank = mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
@@ -230,8 +187,3 @@ def as_pytree(mesh: Any) -> None:
     value, _ = ya.value_and_grad(base_loss)(copied.params, batch_of(rank, seed=1))
     assert relative(value, expected["loss"]) <= 1e-5 and same(bits(state), before)
     assert relative(ya.unshard(copied).embed, plain(base_params(3)).embed) > 0
-
-
-@WORLDS
-def test_a_state_is_a_pytree(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(as_pytree)

@@ -115,8 +115,7 @@ def shown(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     pipes = {name: tmp_path_factory.mktemp("pipes") / name for name in (*PAUSES, "behind")}
     for pipe in pipes.values():
         os.mkfifo(pipe)
-    found: list[dict[str, str]] = pool.run(pauses, pipes)
-    return found
+    return pool.run(pauses, pipes)
 
 
 def test_a_rank_that_is_stuck_in_python_says_its_op_and_line(shown: list[dict[str, str]]) -> None:

@@ -5,7 +5,6 @@ In first steps, in later ones and across stages, against the plain loop; what de
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
-from tests.harness.oracle import batch_of, check_exact, compare
-from tests.harness.pool import Pool
+from tests.harness.meshes import mesh_of
+from tests.harness.oracle import batch_of, check_exact, compare, global_batch
+from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, TX, Batch, Head, Params, Problem, base_loss, base_params, block, embed
-from tests.steps.staged.models import F64
+from tests.steps.staged.models import F64, TWO_STAGES
 
 Loss = Callable[[Params, Batch], ya.Mean]
 
@@ -40,14 +40,17 @@ def embed_and_counts(table: Tensor, tokens: Tensor, targets: Tensor) -> tuple[Te
     return x, counts(x, targets)
 
 
+def hidden(params: Params, batch: Batch) -> Tensor:
+    """What comes into the head."""
+    return ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)[0]
+
+
 def in_the_head(params: Params, batch: Batch) -> ya.Mean:
     def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum())
 
-    x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"])
 
 
 def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
@@ -58,8 +61,7 @@ def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
 
     x, each = ya.apply(embed_and_counts, params.embed, batch["tokens"], batch["targets"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"], each * 2)
-    return mean
+    return ya.apply(head, params.head, x, batch["targets"], each * 2)
 
 
 def beside_visits(params: Params, batch: Batch) -> ya.Mean:
@@ -79,48 +81,26 @@ def of_all_layers(params: Params, batch: Batch) -> ya.Mean:
 ALLOWED: dict[str, Loss] = {loss.__name__: loss for loss in (in_the_head, of_an_argument, beside_visits, of_all_layers)}
 
 
-def check(mesh: Any, name: str, schedule: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero3-remat-every", "zero2-remat-all"])
+def test_what_depends_on_no_parameter(mesh: Any, name: str, schedule: str) -> None:
     check_exact(mesh, Problem(base_params, ALLOWED[name]), layers=3, schedules=(schedule,))
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", ALLOWED)
-@pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero3-remat-every", "zero2-remat-all"])
-def test_what_depends_on_no_parameter(pools: dict[int, Pool], name: str, world: int, schedule: str) -> None:
-    pools[world].run(check, name, schedule)
-
-
-@functools.cache
-def stages_of(_: Any) -> Any:
-    return ya.mesh(device="cpu", stage=2)
-
-
-def staged(mesh: Any, name: str) -> None:
-    loss, params = ALLOWED[name], base_params(3)
-    state = ya.init(
-        params,
-        TX,
-        mesh=stages_of(mesh),
-        precision=F64,
-        stages=ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1)),
-    )
-    oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX)
-    ranks = mesh.size() // 2
-    batch = {key: torch.cat([batch_of(r)[key] for r in range(ranks)]) for key in ("tokens", "targets")}
+@on_ranks(2, 4)
+@pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
+def test_across_stages(mesh: Any, name: str) -> None:
+    loss = ALLOWED[name]
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2), precision=F64, stages=TWO_STAGES)
+    params, batch = ya.unshard(state), global_batch(mesh.size() // 2)
     for sharding in (ya.schedules.zero3(remat="all"), ya.schedules.zero2()):
         for order in (ya.schedules.gpipe, ya.schedules.zero_bubble):
             function = ya.value_and_grad(loss, schedule=order(sharding), microbatches=3)
-            value, grads = function(state.params, ya.shard_batch(batch, stages_of(mesh)))
-            expected = ya.value_and_grad(loss)(oracle.params, batch)
-            compare((value, ya.unshard(grads)), expected, 1e-12, f"{name}, {order.__name__}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
-def test_across_stages(pools: dict[int, Pool], name: str, world: int) -> None:
-    pools[world].run(staged, name)
+            got = function(state.params, ya.shard_batch(batch, state.mesh))
+            compare(got, ya.value_and_grad(loss)(params, batch), 1e-12, f"{name}, {order.__name__}")
 
 
 # ---- what depends
@@ -133,9 +113,7 @@ def of_the_hidden(params: Params, batch: Any) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum() + (x.sum() if bad else 0))
 
-    x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"], batch["bad"])
-    return mean
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
 
 
 def of_the_weights(params: Params, batch: Any) -> ya.Mean:
@@ -143,9 +121,7 @@ def of_the_weights(params: Params, batch: Any) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum() * (w.scale.sum() if bad else 1))
 
-    x, _ = ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"], batch["bad"])
-    return mean
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
 
 
 def of_what_passes(params: Params, batch: Any) -> ya.Mean:
@@ -167,9 +143,12 @@ REFUSED: dict[str, Loss] = {loss.__name__: loss for loss in (of_the_hidden, of_t
 TEXT = "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
 
 
-def refused(mesh: Any, name: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_is_refused(mesh: Any, name: str) -> None:
     """In a first step and in later ones; the state is as before, and trains on."""
-    for remat in (ya.schedules.remat.none, ya.schedules.remat.all):
+    for remat in ("none", "all"):
         state = ya.init(base_params(3), TX, mesh=mesh)
         step = ya.train_step(REFUSED[name], TX, schedule=ya.schedules.zero3(remat=remat))
         good = {**batch_of(mesh.get_rank()), "bad": torch.tensor(0)}
@@ -182,13 +161,6 @@ def refused(mesh: Any, name: str) -> None:
             assert metrics["loss"].isfinite()
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_depends_is_refused(pools: dict[int, Pool], name: str, world: int) -> None:
-    pools[world].run(refused, name)
-
-
 def test_what_a_frozen_unit_makes() -> None:
     params = base_params(3)
     state = ya.init(params._replace(embed=ya.frozen(params.embed)), TX, mesh=ya.mesh(device="cpu"))
@@ -197,7 +169,7 @@ def test_what_a_frozen_unit_makes() -> None:
         x = ya.apply(embed, params.embed, batch["tokens"])
         return ya.Mean(base_loss(params, batch).total, x.abs().sum())
 
-    step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all))
+    step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(remat="all"))
     for _ in range(3):
         state, metrics = step(state, batch_of(0))
     assert metrics["loss"].isfinite() and optree.tree_leaves(ya.unshard(state.params))

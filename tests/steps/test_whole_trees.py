@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare, global_batch, plain, relative
-from tests.harness.pool import Pool
+from tests.harness.oracle import batch_of, compare, global_batch, plain, relative, whole
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
 
 NAMES = ("base", "tied", "stacks", "frozen", "units", "pinned")
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+WORLDS = on_ranks(1, 2, 3, 4)
 BF16 = ya.Precision(compute=torch.bfloat16)
 
 
@@ -25,24 +25,29 @@ BF16 = ya.Precision(compute=torch.bfloat16)
 def initial(mesh: Any, name: str) -> None:
     abstract = PROBLEMS[name].params(3)
     expected = ya.materialize(abstract, seed=5)
-    compare(ya.unshard(ya.init(abstract, TX, mesh=mesh, seed=5)), expected, 0.0, f"{name}: init")
+    compare(ya.init(abstract, TX, mesh=mesh, seed=5), expected, 0.0, f"{name}: init")
     if name != "frozen":  # what is frozen is stored as it is gathered
         state = ya.init(abstract, TX, mesh=mesh, seed=5, precision=BF16)
-        compare(ya.unshard(state), expected, 0.0, f"{name}: masters beside a bf16 working copy")
-    compare(ya.unshard(ya.shard(ya.PlainState.create(abstract, TX, seed=5).params, TX, mesh=mesh)), expected, 0.0, name)
+        compare(state, expected, 0.0, f"{name}: masters beside a bf16 working copy")
+    compare(ya.shard(ya.PlainState.create(abstract, TX, seed=5).params, TX, mesh=mesh), expected, 0.0, name)
     lazy = optree.tree_map(lambda x: ya.Lazy(x.shape, x.dtype, lambda at, x=x: x if at is None else x[at]), expected)
     marked = optree.tree_unflatten(optree.tree_structure(abstract), optree.tree_leaves(lazy))
-    compare(ya.unshard(ya.shard(marked, TX, mesh=mesh)), expected, 0.0, f"{name}: lazy")
+    compare(ya.shard(marked, TX, mesh=mesh), expected, 0.0, f"{name}: lazy")
 
 
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", NAMES)
-def test_init_and_shard_have_the_same_bits_at_every_world_size(pools: dict[int, Pool], name: str, world: int) -> None:
-    pools[world].run(initial, name)
+def test_init_and_shard_have_the_same_bits_at_every_world_size(mesh: Any, name: str) -> None:
+    initial(mesh, name)
 
 
-def padding_is_zero(mesh: Any) -> None:
+def is_params(node: Any) -> bool:
+    return isinstance(node, Params)
+
+
+@WORLDS
+def test_padding_stays_zero(mesh: Any) -> None:
     """After init, in gradients, moments, steps and random trees: sums over shards are sums over leaves."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     step = ya.train_step(base_loss, TX)
@@ -59,21 +64,12 @@ def padding_is_zero(mesh: Any) -> None:
         assert relative(squares, whole) < 1e-12
 
 
-def is_params(node: Any) -> bool:
-    return isinstance(node, Params)
-
-
-@WORLDS
-def test_padding_stays_zero(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(padding_is_zero)
-
-
 def numbers(mesh: Any, name: str) -> None:
     abstract, ranks = PROBLEMS[name].params(3), mesh.size()
     state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
     a, b = (ya.normal_like(seed, state.params) for seed in (1, 2))
-    plain_a, plain_b = (ya.params.without_markers(ya.normal_like(seed, marked)) for seed in (1, 2))
-    compare(ya.unshard(a), plain_a, 0.0, f"{name}: normal_like")
+    plain_a, plain_b = (whole(ya.normal_like(seed, marked)) for seed in (1, 2))
+    compare(a, plain_a, 0.0, f"{name}: normal_like")
     assert all(relative(x, y) > 0.5 for x, y in zip(*map(optree.tree_leaves, (plain_a, plain_b)), strict=True))
     tolerance = 1e-6
     compare(ya.global_norm(a), ya.global_norm(plain_a), tolerance, f"{name}: global_norm")
@@ -98,8 +94,8 @@ def numbers(mesh: Any, name: str) -> None:
 @pytest.mark.sampled
 @WORLDS
 @pytest.mark.parametrize("name", NAMES)
-def test_numbers_over_trees(pools: dict[int, Pool], name: str, world: int) -> None:
-    pools[world].run(numbers, name)
+def test_numbers_over_trees(mesh: Any, name: str) -> None:
+    numbers(mesh, name)
 
 
 # ---- map_whole_layers
@@ -116,15 +112,15 @@ def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
             x = 1.5 * x - 0.5 * x @ x.T @ x
         return w - 0.1 * x
 
-    out: Layer = optree.tree_map(update, layer, gradient)
-    return out
+    return optree.tree_map(update, layer, gradient)
 
 
-def whole_layers(mesh: Any) -> None:
+@WORLDS
+def test_map_layers(mesh: Any) -> None:
     ranks, rank = mesh.size(), mesh.get_rank()
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
-        marked = ya.params.without_markers(plain(base_params(3)))
+        marked = whole(plain(base_params(3)))
         stack, rows = state.params.layers, marked.layers
 
         kept = ya.map_whole_layers(lambda layer: layer, stack)
@@ -132,7 +128,7 @@ def whole_layers(mesh: Any) -> None:
             assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
         doubled = ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer), stack)
         expected = optree.tree_map(lambda x: 2 * x.double(), rows)
-        compare(ya.unshard(doubled), expected, 0.0, "an elementwise function, in another dtype")
+        compare(doubled, expected, 0.0, "an elementwise function, in another dtype")
 
         names = ya.map_whole_layers(
             lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, stack
@@ -145,11 +141,11 @@ def whole_layers(mesh: Any) -> None:
         _, grads = function(state.params, batch_of(rank))
         whole_grads = ya.unshard(grads).layers
         moved = ya.map_whole_layers(newton_schulz, stack, grads.layers)
-        compare(ya.unshard(moved), ya.map_whole_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
+        compare(moved, ya.map_whole_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
         shift = torch.arange(3.0)
         added = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), stack, shift)
         expected = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), rows, shift)
-        compare(ya.unshard(added), expected, 0.0, "rest=a plain tensor")
+        compare(added, expected, 0.0, "rest=a plain tensor")
 
         # the result is a stack: the state goes on with it
         params = state.params._replace(layers=moved)
@@ -159,20 +155,15 @@ def whole_layers(mesh: Any) -> None:
             compare(value, ya.value_and_grad(base_loss)(plain_params, global_batch(ranks))[0], 1e-6, "the moved stack")
 
 
-@WORLDS
-def test_map_layers(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(whole_layers)
-
-
 def several_units(mesh: Any) -> None:
     """Layers of two units, and of a frozen and a trained one, with moments that know the trained ones only."""
     for name, of in (("units", "layers"), ("frozen", "more"), ("frozen", "layers")):
         problem = PROBLEMS[name]
-        state, marked = ya.init(problem.params(3), TX, mesh=mesh), ya.params.without_markers(plain(problem.params(3)))
+        state, marked = ya.init(problem.params(3), TX, mesh=mesh), whole(plain(problem.params(3)))
         stack, rows = getattr(state.params, of), getattr(marked, of)
         kept = ya.map_whole_layers(lambda layer: layer, stack)
         assert all(torch.equal(a, b) for a, b in zip(kept.leaves, stack.leaves, strict=True))
-        compare(ya.unshard(kept), rows, 0.0, f"{name}.{of}: identity")
+        compare(kept, rows, 0.0, f"{name}.{of}: identity")
         compare(ya.map_whole_layers(sum_of, stack), ya.map_whole_layers(sum_of, rows), 1e-6, f"{name}.{of}: sums")
 
 
@@ -181,5 +172,5 @@ def sum_of(layer: Any) -> Tensor:
 
 
 @WORLDS
-def test_map_layers_over_several_units(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(several_units)
+def test_map_layers_over_several_units(mesh: Any) -> None:
+    several_units(mesh)

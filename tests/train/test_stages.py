@@ -80,6 +80,6 @@ def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], folder: Path)
         (Sharding(chunks=2), "sharding.chunks 2: layer-major microbatches would go through all stages layer by layer"),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"mesh.stage is 2, {why}")):
-            Config(mesh=Mesh(2), sharding=given)
+            Config(mesh=Mesh(stage=2), sharding=given)
     with pytest.raises(ConfigError, match=r"mesh\.order is gpipe, and mesh\.stage 1: no stages"):
         Mesh(order="gpipe")

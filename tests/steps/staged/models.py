@@ -8,9 +8,26 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.problems import Batch, E, Head, Layer, Params, V, embed, layer, masked_loss, param, pinned
+from tests.harness.problems import (
+    Batch,
+    E,
+    Head,
+    Layer,
+    Params,
+    V,
+    embed,
+    layer,
+    masked_loss,
+    param,
+    pinned,
+    tied_head,
+    tied_params,
+    with_ends,
+)
 
 F64 = ya.Precision(param=torch.float64, compute=torch.float64, reduce=torch.float64)
+TWO_STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
+"""Of `base_params(3)`: the embedding and a layer, then two layers and the head."""
 
 
 def block(x: Tensor, w: Layer, consts: tuple[Tensor, Tensor]) -> tuple[Tensor, None]:
@@ -43,11 +60,6 @@ def loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
     return mean, aux
 
 
-def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
-    w, table = weights
-    return masked_loss(ya.linear(x * w.scale, table), targets)
-
-
 def product_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
     """What products with weights are made of are weights themselves: a learned prefix, a product of two matrices."""
     prefix = ya.linear(w.gate.expand(2, -1), w.up).sum(0)
@@ -65,10 +77,6 @@ def plain_block(x: Tensor, w: Layer) -> tuple[Tensor, None]:
     ), None
 
 
-def tied_params(layers: int) -> Params:
-    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), None))
-
-
 def pinned_params(layers: int) -> Params:
     """The gates of all layers are one unit, as well."""
     return tied_params(layers)._replace(layers=ya.Stacked(pinned(layer(layers), "gate")))
@@ -81,23 +89,18 @@ def tied_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
     return ya.apply(tied_head, (params.head, params.embed), x, batch["targets"]), {}
 
 
-def chain_head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
-    return masked_loss(ya.linear(x * w.scale, w.out), targets)
-
-
-def chain_params(layers: int) -> Params:
-    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), param(V, E)))
+@with_ends
+def chained(params: Params, x: Tensor) -> Any:
+    return ya.scan(plain_block, x, params.layers)[0]
 
 
 def chain_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
-    """Each visit takes what the one before it has made, as torch's stages do."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(plain_block, x, params.layers)
-    return ya.apply(chain_head, params.head, x, batch["targets"]), {}
+    """Of `base_params`. Each visit takes what the one before it has made, as torch's stages do."""
+    return chained(params, batch), {}
 
 
 def product_loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
-    """The model of `chain_params`, with weights that are multiplied with weights."""
+    """The model of `base_params`, with weights that are multiplied with weights."""
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(product_block, x, params.layers)
     return ya.apply(product_head, params.head, x, batch["targets"]), {}

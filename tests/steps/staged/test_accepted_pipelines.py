@@ -14,7 +14,6 @@ timeout of the pool is over.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 from typing import Any, NamedTuple
@@ -24,8 +23,9 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import Batch, E, V, block, embed, layer, masked_loss, param
 from tests.proof.changed import any_change
 from tests.steps.staged.models import F64
@@ -104,10 +104,7 @@ class Case(NamedTuple):
         for k in self.uses:
             x, _ = ya.apply(lambda w, x, skip: block(x + 0.1 * skip, w), params[f"b{k}"], x, skip)
         table = params["a" if self.tied else "c"]
-        mean: ya.Mean = ya.apply(
-            lambda w, x, targets: masked_loss(ya.linear(x, w), targets), table, x, batch["targets"]
-        )
-        return mean
+        return ya.apply(lambda w, x, targets: masked_loss(ya.linear(x, w), targets), table, x, batch["targets"])
 
     def assigned(self, batch: Batch) -> tuple[dict[str, Any], ya.schedules.Assignment]:
         """Parameters, those of one stage frozen, and where they are: as many visits in each segment."""
@@ -127,7 +124,7 @@ class Case(NamedTuple):
 
     def lived(self, schedule: Any) -> tuple[Any, Any]:
         """What is seen in three steps, and the pipeline that ran."""
-        mesh = mesh_of(self.stages)
+        mesh = mesh_of(stage=self.stages)
         batches = [batch_of(rank, rows=2 * self.microbatches) for rank in range(mesh.size() // self.stages)]
         params, assignment = self.assigned(batch_of(0, rows=2))
         state = ya.init(params, self.tx, mesh=mesh, precision=F64, stages=assignment)
@@ -140,11 +137,6 @@ class Case(NamedTuple):
     def built(self) -> Any:
         sharding: Any = SHARDINGS[self.sharding]
         return ORDERS[self.order][0](sharding(remat=self.remat, update=self.update))
-
-
-@functools.cache
-def mesh_of(stages: int) -> Any:
-    return ya.mesh(device="cpu", stage=stages)
 
 
 def changed(pipeline: s.Program, rng: random.Random) -> s.Program:
@@ -187,5 +179,5 @@ def check(mesh: Any, number: int) -> None:
         for n in range(count * (10 if EVERY else 1))
     ],
 )
-def test_accepted_pipelines_are_exact_and_end(pools: dict[int, Pool], world: int, number: int) -> None:
+def test_accepted_pipelines_are_exact_and_end(pools: Pools, world: int, number: int) -> None:
     pools[world].run(check, number, timeout=300)

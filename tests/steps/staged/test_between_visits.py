@@ -3,7 +3,6 @@ values, and visits that are not those that were traced."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +14,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
-from tests.harness.problems import Batch, Params, base_params, block, embed, head
-from tests.steps.staged.models import F64
+from tests.harness.meshes import mesh_of
+from tests.harness.oracle import batch_of, check_steps
+from tests.harness.pool import Pools, on_ranks
+from tests.harness.problems import Batch, Params, base_params, block, embed, head, with_ends
+from tests.steps.staged.models import F64, TWO_STAGES
 
 TX = ya.optim.adamw(1e-2)
-STAGES = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-
-
-@functools.cache
-def mesh_of() -> Any:
-    return ya.mesh(device="cpu", stage=2, shard=1)
 
 
 # ---- writes in place
@@ -59,34 +53,27 @@ def writing(name: str, first: bool) -> Callable[[Params, Batch], ya.Mean]:
     """first: into what the first stage has made, else into what the last has."""
     write = WRITES[name]
 
-    def loss(params: Params, batch: Batch) -> ya.Mean:
-        x = ya.apply(embed, params.embed, batch["tokens"])
+    @with_ends
+    def loss(params: Params, x: Tensor) -> Tensor:
         x = write(x) if first else x
         x, _ = ya.scan(block, x, params.layers)
         x = x if first else write(x)
-        mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-        return mean
+        return x
 
     return loss
 
 
-def check_writes(_: Any, name: str, first: bool) -> None:
-    """One rank's part."""
-    loss = writing(name, first)
-    state = ya.init(base_params(3), TX, mesh=mesh_of(), precision=F64, stages=STAGES)
-    oracle = ya.PlainState.create(ya.unshard(state), TX)
-    step, plain = (ya.train_step(loss, TX, microbatches=2) for _ in range(2))
-    for number in range(2):
-        batch = batch_of(0, rows=4, seed=number)
-        state, _metrics = step(state, batch)
-        oracle, _metrics = plain(oracle, batch)
-        compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
-
-
+@on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize(("name", "first"), [(name, first) for name in WRITES for first in (True, False)])
-def test_writes_in_place_are_exact(pools: dict[int, Pool], name: str, first: bool) -> None:
-    pools[2].run(check_writes, name, first)
+def test_writes_in_place_are_exact(_: Any, name: str, first: bool) -> None:
+    """One rank's part."""
+    loss = writing(name, first)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), precision=F64, stages=TWO_STAGES)
+    oracle = ya.PlainState.create(ya.unshard(state), TX)
+    step, plain = (ya.train_step(loss, TX, microbatches=2) for _ in range(2))
+    batches = [(batch_of(0, rows=4, seed=number),) * 2 for number in range(2)]
+    check_steps((step, state), (plain, oracle), batches, 1e-12)
 
 
 # ---- from the second step on, something else
@@ -98,21 +85,19 @@ class Other:
     now = False
 
 
-def as_item(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def as_item(params: Params, x: Tensor) -> Tensor:
     x, _ = ya.scan(block, x, params.layers)
     factor = x.detach().mean().item() if Other.now else 1.0
-    mean: ya.Mean = ya.apply(head, params.head, x * factor, batch["targets"])
-    return mean
+    return x * factor
 
 
-def as_numpy(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def as_numpy(params: Params, x: Tensor) -> Tensor:
     x, _ = ya.scan(block, x, params.layers)
     if Other.now:
         x.detach().numpy()
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def one_less(params: Params, batch: Batch) -> ya.Mean:
@@ -125,16 +110,21 @@ def one_less(params: Params, batch: Batch) -> ya.Mean:
     return mean if not Other.now else ya.Mean(mean.total + ya.apply(lambda w: w.scale.sum(), params.head), mean.weight)
 
 
-def no_pair(params: Params, batch: Batch) -> ya.Mean:
+@with_ends
+def no_pair(params: Params, x: Tensor) -> Tensor:
     """A visit is replaced by one of the same unit, which gives a tensor."""
-    x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
     if Other.now:
         x = ya.apply(lambda w, x: x * w.scale, params.head, x) * 2.0
     else:
         x, _ = ya.apply(lambda w, x: (x * w.scale, 3), params.head, x)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
+
+
+def rest(params: Params, x: Tensor, batch: Batch) -> ya.Mean:
+    """What comes after the embedding."""
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(head, params.head, x, batch["targets"])
 
 
 def another_block(params: Params, batch: Batch) -> ya.Mean:
@@ -144,34 +134,26 @@ def another_block(params: Params, batch: Batch) -> ya.Mean:
         x = x + y
     else:
         x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return rest(params, x, batch)
 
 
 def fewer_tokens(params: Params, batch: Batch) -> ya.Mean:
     tokens = batch["tokens"][:, :1] if Other.now else batch["tokens"]
     x = ya.apply(embed, params.embed, tokens)
-    x, _ = ya.scan(block, x.expand(*batch["tokens"].shape, x.shape[-1]), params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return rest(params, x.expand(*batch["tokens"].shape, x.shape[-1]), batch)
 
 
 def smaller(params: Params, batch: Batch) -> ya.Mean:
     """What leaves the first stage is of another shape, which would fit by broadcasting."""
     x = ya.apply(lambda w, tokens: embed(w, tokens[:, :1] if Other.now else tokens), params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return rest(params, x, batch)
 
 
 def without_mask(params: Params, batch: Batch) -> ya.Mean:
     """As transformers' models, which have no mask where nothing is padded."""
     mask = None if Other.now else torch.ones(batch["tokens"].shape)
     x = ya.apply(lambda w, tokens, mask: embed(w, tokens), params.embed, batch["tokens"], mask)
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return rest(params, x, batch)
 
 
 LOSSES = {
@@ -183,7 +165,7 @@ def said(_: Any, name: str) -> str:
     """How the second step of this rank ends."""
     Other.now = False
     loss = LOSSES[name]
-    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=STAGES)
+    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=TWO_STAGES)
     step = ya.train_step(loss, TX, microbatches=2)
     state, _ = step(state, batch_of(0, rows=4))
     Other.now = True
@@ -205,29 +187,13 @@ RAISED = r"the loss raised TypeError \(.*\), and the visit has another block"
         nightly("as_numpy", VALUES),
         nightly("one_less", rf"OrderChanged: head \(visit 4\): {GIVEN} than when the step was traced. A loss"),
         ("without_mask", rf"OrderChanged: embed \(visit 0\): {GIVEN} \(what some microbatches lack, as transformers'"),
-        pytest.param(
-            "no_pair",
-            rf"OrderChanged: head \(visit 4\): {RAISED} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "another_block",
-            rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "fewer_tokens",
-            rf"OrderChanged: embed \(visit 0\): {GIVEN} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
-        pytest.param(
-            "smaller",
-            rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced",
-            marks=pytest.mark.nightly,
-        ),
+        nightly("no_pair", rf"OrderChanged: head \(visit 4\): {RAISED} than when the step was traced"),
+        nightly("another_block", rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced"),
+        nightly("fewer_tokens", rf"OrderChanged: embed \(visit 0\): {GIVEN} than when the step was traced"),
+        nightly("smaller", rf"OrderChanged: embed \(visit 0\): {RETURNS} than when the step was traced"),
     ],
 )
-def test_said(pools: dict[int, Pool], name: str, message: str) -> None:
+def test_said(pools: Pools, name: str, message: str) -> None:
     """By the first stage; the other waits for it."""
     found, other = pools[2].run(said, name)
     assert re.search(message, found), found

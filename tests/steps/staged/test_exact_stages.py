@@ -12,21 +12,23 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import Batch, batch_of, by_autograd, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
+from tests.harness.problems import CLIPPED as TX
+from tests.harness.problems import base_params, tied_params
 from tests.steps.staged import models
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime.reductions import combine
 from yafsdp_fn.util.randomness import VisitCounter, counting
 
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 UNITWISE = ya.optim.adamw(1e-2)
 TOLERANCE = 1e-12
 MODELS = {
     "skip": (models.params, models.loss),
-    "tied": (models.tied_params, models.tied_loss),
+    "tied": (tied_params, models.tied_loss),
     "pinned": (models.pinned_params, models.tied_loss),
-    "products": (models.chain_params, models.product_loss),
+    "products": (base_params, models.product_loss),
 }
 
 
@@ -68,7 +70,7 @@ def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, .
     """One rank's part. skips: the step looks at the norm before it updates"""
     abstract, loss = MODELS[model]
     how, params, tx = HOW[name], abstract(7), TX if skips else UNITWISE
-    mesh = mesh_of(stages)
+    mesh = mesh_of(stage=stages)
     ranks = mesh.size() // stages
     for parts in microbatches:
         rows = 2 * parts
@@ -76,13 +78,13 @@ def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, .
         mine = ya.shard_batch(joined(batches), mesh)
         assignment = ya.schedules.assign(trace_of(model), stages, per_stage=how.per_stage, shape=how.shape)
         state = ya.init(params, tx, mesh=mesh, precision=models.F64, stages=assignment)
-        oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), tx)
+        oracle = ya.PlainState.create(ya.unshard(state), tx)
         schedule = how.order(how.sharding)
         options: Any = {"microbatches": parts, "has_aux": True}
         if not name.endswith("updates"):
             got = ya.value_and_grad(loss, schedule=schedule, **options)(state.params, mine)
             expected = looped(loss, oracle.params, batches, parts, step=0)
-            compare((got[0], ya.unshard(got[1])), expected, TOLERANCE, f"{model}, {name}, {parts}: gradients")
+            compare((got[0], got[1]), expected, TOLERANCE, f"{model}, {name}, {parts}: gradients")
         step = ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=skips, **options)
         for number in range(3):
             (value, aux), grads = looped(loss, oracle.params, batches, parts, step=number)
@@ -90,15 +92,10 @@ def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, .
             state, metrics = step(state, mine)
             what = f"{model}, {name}, {parts} microbatches, step {number}"
             compare((metrics["loss"], metrics["aux"]), (value, aux), TOLERANCE, what)
-            compare(ya.unshard(state), oracle.params, TOLERANCE, what)
+            compare(state, oracle.params, TOLERANCE, what)
         value, aux = looped(loss, oracle.params, batches, parts, step=3)[0]
         found = ya.eval_step(loss, schedule=schedule, **options)(state, mine)
         compare((found["loss"], found["aux"]), (value, aux), TOLERANCE, f"{model}, {name}: evaluation")
-
-
-@functools.cache
-def mesh_of(stages: int) -> Any:
-    return ya.mesh(device="cpu", stage=stages)
 
 
 def looped(loss: Any, params: Any, batches: list[Batch], parts: int, step: int) -> Any:
@@ -130,24 +127,28 @@ SOME = [*DAILY, *(nightly(*case) for case in OTHERS if case not in DAILY)]
 SHARED = ["v", "1f1b", "zero-bubble, recomputed, updates", "interleaved, gathered anew, updates"]
 
 
+@on_ranks()
 @pytest.mark.parametrize(("world", "stages", "name"), EVERY if ALL else SOME)
-def test_exact(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+def test_exact(mesh: Any, stages: int, name: str) -> None:
+    world = mesh.size()
     at = list(HOW).index(name) + CASES.index((world, stages))
     every = (1, stages, 2 * stages + 1)
     microbatches = every if ALL else (every[at % 3],)
     for skips in (True, False) if ALL else (bool(at % 2),):
-        pools[world].run(check, "skip", name, stages, microbatches, skips)
+        check(mesh, "skip", name, stages, microbatches, skips)
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "stages", "model", "name"),
     [(*case, model, name) for case in CASES for model in ("tied", "pinned") for name in SHARED]
     if ALL
     else [(*CASES[k // 2], ("tied", "pinned")[k % 2], name) for k, name in enumerate(SHARED)],
 )
-def test_shared(pools: dict[int, Pool], world: int, stages: int, model: str, name: str) -> None:
+def test_shared(mesh: Any, stages: int, model: str, name: str) -> None:
     """Units that several stages have: a tied embedding, gains of all layers."""
-    pools[world].run(check, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
+    world = mesh.size()
+    check(mesh, model, name, stages, (1, stages, 2 * stages + 1) if ALL else (3,), world % 2 == 0)
 
 
 PRODUCTS = [
@@ -157,18 +158,16 @@ PRODUCTS = [
 ]
 
 
+@on_ranks()
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "stages", "name"), PRODUCTS)
-def test_weights_that_are_multiplied_with_weights(pools: dict[int, Pool], world: int, stages: int, name: str) -> None:
+def test_weights_that_are_multiplied_with_weights(mesh: Any, stages: int, name: str) -> None:
     """The later half of a backward needs a weight whose slot has held other units in between."""
-    pools[world].run(check, "products", name, stages, (2 * stages + 1,), False)
+    check(mesh, "products", name, stages, (2 * stages + 1,), False)
 
 
-def check_by_autograd(*args: Any) -> None:
-    with by_autograd():
-        check(*args)
-
-
-def test_weights_that_are_not_large(pools: dict[int, Pool]) -> None:
+@on_ranks(4)
+def test_weights_that_are_not_large(mesh: Any) -> None:
     """As small weights are by default; in the other tests all go the way of large ones."""
-    pools[4].run(check_by_autograd, "skip", "zero-bubble, gathered anew", 2, (3,), True)
+    with by_autograd():
+        check(mesh, "skip", "zero-bubble, gathered anew", 2, (3,), True)

@@ -8,7 +8,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.steps.staged.models import F64
 
 CONFIG = llama.Config(vocab=19, embed=16, ffn=24, layers=3, heads=2, kv_heads=1, head_dim=8, max_length=32, tied=True)
@@ -39,7 +39,7 @@ def check(_: Any, **axes: int) -> None:
         raise AssertionError("not refused")
 
 
-def test_decoding_across_stages(pools: dict[int, Pool]) -> None:
+def test_decoding_across_stages(pools: Pools) -> None:
     pools[2].run(on, {"stage": 2})
     pools[4].run(on, {"stage": 2})
 

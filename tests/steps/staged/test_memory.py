@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.meshes import mesh_of
+from tests.harness.pool import on_ranks
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import programs
 
@@ -52,12 +53,10 @@ def loss(params: Any, batch: Tensor) -> ya.Mean:
     return ya.Mean(ya.apply(lambda w, x: (x * w).square().sum(), params["last"], x), float(batch.numel()))
 
 
-@functools.cache
-def mesh_of(stages: int) -> Any:
-    return ya.mesh(device="cpu", stage=stages)
-
-
-def after_steps(_: Any, order: str) -> tuple[Held, Held]:
+@on_ranks(2)
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ORDERS)
+def test_steps_leave_nothing(_: Any, order: str) -> None:
     """What is held after a quarter of the steps, and after all of them."""
     build, per_stage, shape = ORDERS[order]
     one = ya.params.initializers.normal(1.0)
@@ -69,31 +68,25 @@ def after_steps(_: Any, order: str) -> tuple[Held, Held]:
     batch, tx = torch.ones(PARTS * ROWS, E), ya.optim.sgd(1e-6)
     trace = ya.planner.trace(loss, params, batch[:ROWS])
     stages = ya.schedules.assign(trace, 2, per_stage=per_stage, shape=shape)
-    state = ya.init(params, tx, mesh=mesh_of(2), stages=stages)
+    state = ya.init(params, tx, mesh=mesh_of(stage=2), stages=stages)
     step = ya.train_step(loss, tx, schedule=build(s.zero3()), microbatches=PARTS)
     for number in range(STEPS):
         state, _ = step(state, batch)
         if number == STEPS // 4:
             early = held()
-    return early, held()
+    late = held()
+    assert late.tensors == early.tensors
+    assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("order", ORDERS)
-def test_steps_leave_nothing(pools: dict[int, Pool], order: str) -> None:
-    for early, late in pools[2].run(after_steps, order):
-        assert late.tensors == early.tensors
-        assert late.resident - early.resident < STEPS // 4 * CARRY, "a carry for each step would be three times that"
-
-
-def forgotten(_: Any) -> tuple[bool, int, list[float]]:
+@on_ranks(2)
+def test_shapes_of_batches_are_forgotten(_: Any) -> None:
     """Whether what was kept for the first of five lengths is still there, how many are, and losses."""
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
     step, losses = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b()), []
-    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(2), stages=units)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "KEPT_SHAPES", 2)
+    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
+    with mock.patch.object(programs, "KEPT_SHAPES", 2):
         for rows in (2, 3, 4, 5):
             state, metrics = step(state, torch.ones(rows, E))
             losses.append(float(metrics["loss"]))
@@ -102,27 +95,19 @@ def forgotten(_: Any) -> tuple[bool, int, list[float]]:
         gc.collect()
         there = first() is not None
         state, metrics = step(state, torch.ones(2, E))
-    return there, len(step._function.programs._cached), [*losses, float(metrics["loss"])]
+    kept = len(step._function.programs._cached)
+    losses = [*losses, float(metrics["loss"])]
+    assert not there and kept == 2 and losses[0] == losses[-1]
 
 
-def test_shapes_of_batches_are_forgotten(pools: dict[int, Pool]) -> None:
-    for there, kept, losses in pools[2].run(forgotten):
-        assert not there and kept == 2 and losses[0] == losses[-1]
-
-
-def of_three_lengths(_: Any) -> list[float]:
-    """The losses of steps on three lengths."""
+@on_ranks(2)
+def test_every_length_has_a_program_of_its_own(_: Any) -> None:
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
     step = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b())
-    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(2), stages=units)
+    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
     losses = list[float]()
     for rows in (2, 3, 4):
         state, metrics = step(state, torch.ones(rows, E))
         losses.append(float(metrics["loss"]))
-    return losses
-
-
-def test_every_length_has_a_program_of_its_own(pools: dict[int, Pool]) -> None:
-    for losses in pools[2].run(of_three_lengths):
-        assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)
+    assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)

@@ -3,15 +3,15 @@ border, and what no visit uses. Steps are those of the plain loop."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.meshes import mesh_of
+from tests.harness.oracle import batch_of, check_steps
+from tests.harness.pool import on_ranks
 from tests.harness.problems import Batch, E, Params, base_loss, base_params, block, embed, layer, masked_loss, param
 from tests.steps.staged.models import F64
 
@@ -25,16 +25,14 @@ def table_head(table: Tensor, x: Tensor, targets: Tensor) -> ya.Mean:
 def table_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(table_head, params.embed, x, batch["targets"])
-    return mean
+    return ya.apply(table_head, params.embed, x, batch["targets"])
 
 
 def again_loss(params: Params, batch: Batch) -> ya.Mean:
     x = ya.apply(embed, params.embed, batch["tokens"])
     for of in (params.layers, params.layers, params.more, params.more):
         x, _ = ya.apply(lambda w, x: block(x, w), of, x)
-    mean: ya.Mean = ya.apply(table_head, params.head, x, batch["targets"])
-    return mean
+    return ya.apply(table_head, params.head, x, batch["targets"])
 
 
 PROBLEMS: dict[str, tuple[Any, Any, int, Any]] = {  # parameters, loss, stages, segments of each unit
@@ -44,12 +42,13 @@ PROBLEMS: dict[str, tuple[Any, Any, int, Any]] = {  # parameters, loss, stages, 
 }
 
 
-@functools.cache
-def mesh_of(stages: int) -> Any:
-    return ya.mesh(device="cpu", stage=stages)
-
-
-def check(_: Any, problem: str, update: bool) -> None:
+@on_ranks()
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("world", "problem", "update"),
+    [(2, "table", True), (4, "table", False), (3, "again", True), (2, "unused", False), (4, "unused", True)],
+)
+def test_exact(_: Any, problem: str, update: bool) -> None:
     """One rank's part."""
     params, loss, stages, units = PROBLEMS[problem]
     assignment = ya.schedules.Assignment(units, (*range(stages),))
@@ -58,24 +57,12 @@ def check(_: Any, problem: str, update: bool) -> None:
             ya.schedules.assign(ya.planner.trace(loss, params, batch_of(0, rows=2), precision=F64), stages)
             == assignment
         )
-    mesh = mesh_of(stages)
+    mesh = mesh_of(stage=stages)
     state = ya.init(params, TX, mesh=mesh, precision=F64, stages=assignment)
-    oracle = ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX)
+    oracle = ya.PlainState.create(ya.unshard(state), TX)
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=update))
     step = ya.train_step(loss, TX, schedule=schedule, microbatches=2)
     plain = ya.train_step(loss, TX, microbatches=2)
-    for number in range(3):
-        batch = batch_of(0, rows=4, seed=number)
-        state, metrics = step(state, ya.shard_batch(batch, mesh))
-        oracle, expected = plain(oracle, batch)
-        compare((metrics["loss"], metrics["grad_norm"]), (expected["loss"], expected["grad_norm"]), 1e-12, "metrics")
-        compare(ya.unshard(state), oracle.params, 1e-12, f"step {number}")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("world", "problem", "update"),
-    [(2, "table", True), (4, "table", False), (3, "again", True), (2, "unused", False), (4, "unused", True)],
-)
-def test_exact(pools: dict[int, Pool], world: int, problem: str, update: bool) -> None:
-    pools[world].run(check, problem, update)
+    whole = [batch_of(0, rows=4, seed=number) for number in range(3)]
+    batches = [(ya.shard_batch(batch, mesh), batch) for batch in whole]
+    check_steps((step, state), (plain, oracle), batches, 1e-12)

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import optree
 import pytest
 import torch
+from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
-from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head
+from tests.harness.pool import on_ranks
+from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head, with_ends
+from tests.steps.staged.models import TWO_STAGES
 
 TX = ya.optim.adamw(1e-3)
 
 
-def sums_all_layers(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def sums_all_layers(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     x, ys = ya.scan(block_with_y, x, params.layers)
-    total, weight = ya.apply(head, params.head, x, batch["targets"])
-    return ya.Mean(total + ys.sum(), weight)
+    return x, ys.sum()
 
 
-def mixes(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def mixes(params: Params, x: Tensor) -> Tensor:
     y, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x + y, batch["targets"])
-    return mean
+    return x + y
 
 
 def regularised(params: Params, batch: Batch) -> ya.Mean:
@@ -43,13 +43,13 @@ def looks(params: Params, batch: Batch) -> ya.Mean:
     return plain(params, batch)
 
 
-def writes(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"]) * 1.0
+@with_ends
+def writes(params: Params, x: Tensor) -> Tensor:
+    x = x * 1.0
     y, _ = ya.scan(block, x, params.layers)
     with torch.no_grad():
         x.add_(1.0)
-    mean: ya.Mean = ya.apply(head, params.head, y, batch["targets"])
-    return mean
+    return y
 
 
 def detached(params: Params, batch: Batch) -> ya.Mean:
@@ -62,13 +62,12 @@ def detached_and_marked(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(total.detach().requires_grad_(), weight)
 
 
-def asks(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
+@with_ends
+def asks(params: Params, x: Tensor) -> Tensor:
     if x.sum() > 1e9:
         x = x * 2
     x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+    return x
 
 
 def odd_aux(params: Params, batch: Batch) -> Any:
@@ -81,11 +80,9 @@ def part_of_a_stack(params: Params, batch: Batch) -> ya.Mean:
     return plain(params._replace(layers=optree.tree_map(lambda leaf: leaf[:1], params.layers)), batch)
 
 
-def plain(params: Params, batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, _ = ya.scan(block, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean
+@with_ends
+def plain(params: Params, x: Tensor) -> Any:
+    return ya.scan(block, x, params.layers)[0]
 
 
 SCHEDULES: dict[str, Any] = {
@@ -94,17 +91,10 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-@functools.cache
-def mesh_of() -> Any:
-    return ya.mesh(device="cpu", stage=2, shard=1)
-
-
 def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
     if "schedule" in options:
         options = {"schedule": SCHEDULES[options["schedule"]]()}
-    units = base_params(3)
-    assignment = ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-    state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), stages=TWO_STAGES)
     try:
         ya.train_step(loss, TX, **options)(state, batch_of(0))
     except (RuntimeError, ValueError, TypeError) as error:
@@ -113,6 +103,7 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
     return "nothing"
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
@@ -138,23 +129,19 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         ),
     ],
 )
-def test_refused(pools: dict[int, Pool], loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
-    for text in pools[2].run(said, loss, options):
-        assert message in text, text
+def test_refused(mesh: Any, loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    text = said(mesh, loss, options)
+    assert message in text, text
 
 
-def given(_: Any) -> str:
+@on_ranks(2)
+def test_a_pipeline_of_another_step(_: Any) -> None:
     """A pipeline that was lowered for a batch of another shape."""
-    units, assignment = base_params(3), ya.schedules.Assignment(((0,), (0,), (1,), (1,), (1,)), (0, 1))
-    state = ya.init(units, TX, mesh=mesh_of(), stages=assignment)
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), stages=TWO_STAGES)
     schedule = ya.schedules.one_f_one_b(ya.schedules.zero2(update=True))
     lowered = ya.train_step(plain, TX, schedule=schedule).lower(state, batch_of(0))
     state, _metrics = ya.train_step(plain, TX, schedule=lowered, skip_nonfinite=False)(state, batch_of(0))
     with pytest.raises(ValueError) as refused:
         ya.train_step(plain, TX, schedule=lowered)(state, batch_of(0, rows=4))
-    return str(refused.value)
-
-
-def test_a_pipeline_of_another_step(pools: dict[int, Pool]) -> None:
-    for said in pools[2].run(given):
-        assert said.startswith("the program does not fit: split")
+    said = str(refused.value)
+    assert said.startswith("the program does not fit: split")

@@ -24,7 +24,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.unlike import TINY, Model
 from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
@@ -113,7 +113,6 @@ def programs(stages: int) -> dict[str, s.Program]:
         return s.staged(lambda split, m: by_chance(seed, split, m), s.zero1())
 
     def of_less_memory(trace: s.Trace, memory: float) -> s.Program:
-        assert trace.split is not None
         return written(trace.split, trace.microbatches, memory)(trace)
 
     rows = get_schedule_ops("DualPipeV", stages, 2 * stages + 1, 2)
@@ -227,12 +226,11 @@ def cases_of(folder: Path, stages: int, names: set[str] | None, formats: tuple[A
         actions.save(path)
         assert not any("wait for ever" in line for line in actions.left_out)
         words = Counter(f"{rank} {word.lstrip('0123456789')}" for rank, row in enumerate(actions.rows) for word in row)
-        assert program.trace.split is not None
         found.append((name, str(path), of, program.trace.split.homes, program.trace.microbatches, words))
     return found
 
 
-def test_torch_runs_what_is_written(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_torch_runs_what_is_written(pools: Pools, tmp_path: Path) -> None:
     pools[2].run(check, 1, cases_of(tmp_path, 2, {"zbv", "chance 1", "searched"}, ("compute_comms",)))
 
 
@@ -241,5 +239,5 @@ BOTH = ("compute_only", "compute_comms")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "ranks"), [(2, 1), (4, 1), (4, 2)])
-def test_torch_runs_every_program(pools: dict[int, Pool], tmp_path: Path, world: int, ranks: int) -> None:
+def test_torch_runs_every_program(pools: Pools, tmp_path: Path, world: int, ranks: int) -> None:
     pools[world].run(check, ranks, cases_of(tmp_path, world // ranks, None, BOTH))

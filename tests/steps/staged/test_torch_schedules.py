@@ -17,10 +17,12 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
+from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
+from tests.harness.problems import base_params
 from tests.steps.staged import models
-from tests.steps.staged.test_exact_stages import TOLERANCE, TX, looped, mesh_of
+from tests.steps.staged.test_exact_stages import TOLERANCE, TX, looped
 from yafsdp_fn import schedules as s
 
 
@@ -76,31 +78,29 @@ Case = tuple[str, int, list[list[str]], str]
 
 def check(_: Any, stages: int, cases: list[Case]) -> None:
     """One rank's part."""
-    mesh = mesh_of(stages)
+    mesh = mesh_of(stage=stages)
     ranks = mesh.size() // stages
     for family, parts, rows, sharding in cases:
-        params, loss = models.chain_params(2 * stages), models.chain_loss
+        params, loss = base_params(2 * stages), models.chain_loss
         batches = [batch_of(rank, rows=2 * parts, seed=parts) for rank in range(ranks)]
         mine = ya.shard_batch(joined(batches), mesh)
         trace = ya.planner.trace(loss, params, batch_of(0, rows=2), precision=models.F64, has_aux=True)
         of = FAMILIES[family]
         assignment = ya.schedules.assign(trace, stages, per_stage=of.per_stage, shape=of.shape)
         state = ya.init(params, TX, mesh=mesh, precision=models.F64, stages=assignment)
-        expected = looped(
-            loss, ya.PlainState.create(ya.params.without_markers(ya.unshard(state)), TX).params, batches, parts, step=0
-        )
+        expected = looped(loss, ya.PlainState.create(ya.unshard(state), TX).params, batches, parts, step=0)
         schedule = s.from_actions(rows, INSIDE[sharding])
         run = ya.value_and_grad(loss, schedule=schedule, microbatches=parts, has_aux=True)
         got = run(state.params, mine)
         what = f"{family}, {stages} stages of {ranks}, {parts} microbatches, {sharding}"
-        compare((got[0], ya.unshard(got[1])), expected, TOLERANCE, what)
+        compare((got[0], got[1]), expected, TOLERANCE, what)
 
 
 INSIDE = {"zero2": s.zero2(), "zero3, recomputed": s.zero3(remat="all")}
 
 
 @pytest.mark.parametrize(("world", "stages"), CASES)
-def test_torchs_own_rows_run_exactly(pools: dict[int, Pool], world: int, stages: int) -> None:
+def test_torchs_own_rows_run_exactly(pools: Pools, world: int, stages: int) -> None:
     cases = []
     for at, (family, of) in enumerate(FAMILIES.items()):
         if not ALL and CASES[at % len(CASES)] != (world, stages):
