@@ -4,24 +4,28 @@
     its outputs:     copies, in the graph of the loss like those of a step
 
 Blocks and losses may do everything that a step allows: read values, make tensors that Python caches. Costs are not
-measured, and no backward runs. Side effects of a loss happen once more than it has steps.
+measured, and no backward runs. The loss may write to its batch, of which it has a copy. Other side effects happen once
+more than it has steps.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
-from yafsdp_fn.runtime.pure import is_smooth
+from yafsdp_fn.runtime.pure import content, is_smooth
 from yafsdp_fn.runtime.visit import BlockCall
-from yafsdp_fn.util.torch_private import SingleLevelFunction
+from yafsdp_fn.util.torch_private import SingleLevelFunction, function_mode, without_function_mode
 
 # ---- A call before the first step.
 
@@ -32,16 +36,27 @@ class CallRecording(VisitRunner):
     differentiates: visits without grad are no part of the trace
     """
 
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raises if the loss that runs meanwhile writes to leaves, or does what `_LossWatch` refuses."""
+        before = content(self.memory.masters(), compare=True)
+        with _LossWatch():
+            yield
+        if content(self.memory.masters(), compare=True) != before:
+            raise errors.leaf_written()
+
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit, and records it."""
-        if self.differentiates and not torch.is_grad_enabled():
-            return call.outputs(self.without_grad(call))
-        visit, arguments = self.new_visit(call.name, call.units), call.tensors
-        call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
-        outs = [out.clone() for out in self.without_grad(call, visit)]
-        if self.differentiates:
-            self.token, *outs = _Passed.apply(visit, outs, self.token, *arguments)
-        return call.outputs(outs)
+        watched = isinstance(function_mode(), _LossWatch)
+        with without_function_mode() if watched else nullcontext():  # which would have blocks compiled once more
+            if self.differentiates and not torch.is_grad_enabled():
+                return call.outputs(self.without_grad(call))
+            visit, arguments = self.new_visit(call.name, call.units), call.tensors
+            call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
+            outs = [out.clone() for out in self.without_grad(call, visit)]
+            if self.differentiates:
+                self.token, *outs = _Passed.apply(visit, outs, self.token, *arguments)
+            return call.outputs(outs)
 
     def compare(self, total: Tensor, result: str, plain: Sequence[Tensor]) -> None:
         """Raises RanksDisagree, on every rank, where they have recorded different calls; ValueError for a loss that
@@ -93,3 +108,20 @@ class _Passed(SingleLevelFunction):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         raise errors.backward_inside(ctx.recorded.name)
+
+
+# ---- What a loss itself calls.
+
+
+class _LossWatch(TorchFunctionMode):
+    """Raises where a tensor with a gradient is given to a collective of torch.distributed (an all-gather loses it, of
+    which torch does not even warn), or to a GradScaler, which needs one of torch's optimizers to unscale it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            foreign = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
+            if foreign and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
+                raise errors.not_by_torch(func.__name__)
+            if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+                raise RuntimeError(errors.SCALED)
+        return func(*args, **(kwargs or {}))
