@@ -271,6 +271,11 @@ def beside_a_module(mesh: Any) -> Any:
     return ya.train_step(lambda params, batch: head(loss_fn(params, batch).total[None]).sum(), TX)(new(mesh), BATCH)
 
 
+def before_visits(weight: Any) -> Any:
+    """A loss whose own parameter goes into visits alone, as that of an embedding that was left a module does."""
+    return lambda params, batch: loss_fn(params, {"x": batch["x"] * weight.mean()})
+
+
 def frozen_too_late(mesh: Any) -> Any:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4)))
     params, _ = ya.functionalize(module, "1")
@@ -313,6 +318,9 @@ SILENT: dict[str, Any] = {
         lambda params, batch: shrunk(params, lambda leaf: leaf.data.mul_(0.5), batch), TX
     )(new(mesh), BATCH),
     "ValueError: the loss depends on a torch.nn.Parameter (1, 1) that is none of its arguments": beside_a_module,
+    "ValueError: the loss depends on a torch.nn.Parameter (3,) that is none of its arguments": (
+        lambda mesh: ya.train_step(before_visits(torch.nn.Parameter(torch.ones(3))), TX)(new(mesh), BATCH)
+    ),
     "ValueError: 0.bias: requires_grad was True when ya.functionalize read it, and is not any more": frozen_too_late,
     "TypeError: shard_batch: the batch is a UserDict, of which every one would get all rows; give a tensor, whose rows "
     "are split, or a dict": lambda mesh: ya.shard_batch(UserDict(BATCH), mesh),

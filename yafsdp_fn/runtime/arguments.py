@@ -231,7 +231,8 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
-    whole = digest(sample([leaf for leaf in tensors_in(batch) if leaf.is_cpu]))  # a GPU's would have to be waited for
+    # not of a GPU's memory, for which the host would wait
+    whole = digest(sample([leaf for leaf in tensors_in(batch) if leaf.device.type == "cpu"]))
     # rows
     rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
     if micro_shards is None:

@@ -47,8 +47,8 @@ class CallRecording(VisitRunner):
 
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit, and records it."""
-        watched = isinstance(function_mode(), _LossWatch)
-        with without_function_mode() if watched else nullcontext():  # which would have blocks compiled once more
+        # in that mode blocks would be compiled once more
+        with without_function_mode() if isinstance(function_mode(), _LossWatch) else nullcontext():
             if self.differentiates and not torch.is_grad_enabled():
                 return call.outputs(self.without_grad(call))
             visit, arguments = self.new_visit(call.name, call.units), call.tensors
