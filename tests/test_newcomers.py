@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pickle
 import re
 import warnings
@@ -236,9 +237,43 @@ def reduced_by_torch(params: Any, batch: Any) -> Any:
     return mean
 
 
+def gathered_by_torch(params: Any, batch: Any) -> Any:
+    own = loss_fn(params, batch).total
+    every = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(every, own)
+    return own + torch.stack(every).logsumexp(0)
+
+
+def reduced_in_block(mesh: Any) -> Any:
+    def block(x: Any, w: Any) -> Any:
+        x = ya.linear(x, w["w"])
+        torch.distributed.all_reduce(x)
+        return x, None
+
+    def loss(params: Any, batch: Any) -> Any:
+        return ya.scan(block, batch["x"], params["layers"])[0].square().mean()
+
+    return ya.train_step(loss, TX)(new(mesh), BATCH)
+
+
+SCALER = torch.amp.GradScaler("cpu")
+
+
+def shrunk(params: Any, write: Any, batch: Any) -> Any:
+    with torch.no_grad():
+        for leaf in optree.tree_leaves(params):
+            write(leaf)
+    return loss_fn(params, batch)
+
+
 def beside_a_module(mesh: Any) -> Any:
     head = torch.nn.Linear(1, 1)
     return ya.train_step(lambda params, batch: head(loss_fn(params, batch).total[None]).sum(), TX)(new(mesh), BATCH)
+
+
+def before_visits(weight: Any) -> Any:
+    """A loss whose own parameter goes into visits alone, as that of an embedding that was left a module does."""
+    return lambda params, batch: loss_fn(params, {"x": batch["x"] * weight.mean()})
 
 
 def frozen_too_late(mesh: Any) -> Any:
@@ -253,6 +288,11 @@ class Rows:
     x: torch.Tensor
 
 
+@dataclasses.dataclass
+class Around:
+    inner: dict[str, Rows]
+
+
 SILENT: dict[str, Any] = {
     "RuntimeError: layers[0]: the block writes into its weights in place; work": (
         lambda mesh: in_block(mesh, lambda weight: weight.data.mul_(0.5))
@@ -261,13 +301,34 @@ SILENT: dict[str, Any] = {
         lambda mesh: in_block(mesh, clamped)
     ),
     "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
-    "(c10d::allreduce_), through which": lambda mesh: ya.train_step(reduced_by_torch, TX)(new(mesh), BATCH),
+    "(all_reduce), through which": lambda mesh: ya.train_step(reduced_by_torch, TX)(new(mesh), BATCH),
+    "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
+    "(all_gather), through which": lambda mesh: ya.train_step(gathered_by_torch, TX)(new(mesh), BATCH),
+    "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
+    "(c10d::allreduce_), through which": reduced_in_block,
+    "RuntimeError: a torch.amp.GradScaler scales the loss, and no optimizer here would unscale its gradients": (
+        lambda mesh: ya.train_step(lambda params, batch: SCALER.scale(loss_fn(params, batch).total), TX)(
+            new(mesh), BATCH
+        )
+    ),
+    "RuntimeError: the loss writes into the leaves of its parameters in place": lambda mesh: ya.train_step(
+        lambda params, batch: shrunk(params, lambda leaf: leaf.mul_(0.5), batch), TX
+    )(new(mesh), BATCH),
+    "RuntimeError: the loss writes into the leaves of its parameters in place, while": lambda mesh: ya.train_step(
+        lambda params, batch: shrunk(params, lambda leaf: leaf.data.mul_(0.5), batch), TX
+    )(new(mesh), BATCH),
     "ValueError: the loss depends on a torch.nn.Parameter (1, 1) that is none of its arguments": beside_a_module,
+    "ValueError: the loss depends on a torch.nn.Parameter (3,) that is none of its arguments": (
+        lambda mesh: ya.train_step(before_visits(torch.nn.Parameter(torch.ones(3))), TX)(new(mesh), BATCH)
+    ),
     "ValueError: 0.bias: requires_grad was True when ya.functionalize read it, and is not any more": frozen_too_late,
     "TypeError: shard_batch: the batch is a UserDict, of which every one would get all rows; give a tensor, whose rows "
     "are split, or a dict": lambda mesh: ya.shard_batch(UserDict(BATCH), mesh),
     "TypeError: microbatches: argument 1 is a Rows, of which every": (
         lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), Rows(torch.ones(4, 4)))
+    ),
+    "TypeError: shard_batch: the batch is a Around, of which every": (
+        lambda mesh: ya.shard_batch(Around({"rows": Rows(torch.ones(4, 4))}), mesh)
     ),
     "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew": (
         without_a_graph(lambda mean: mean.total.detach().requires_grad_())
@@ -406,6 +467,86 @@ def steps_on(mesh: Any) -> list[int]:
 def test_a_batch_that_all_ranks_have_is_warned_of(pools: dict[int, Pool]) -> None:
     assert pools[1].run(steps_on) == [[0, 0]]
     assert pools[2].run(steps_on) == [[1, 0]] * 2
+
+
+def warned_by(call: Any, *args: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(*args)
+    return [str(each.message) for each in caught]
+
+
+def of_a_sampler(mesh: Any) -> list[list[str]]:
+    """What a first step warns of: rows of a sampler for each rank, as they are and cut once more."""
+    mine = torch.arange(16.0).view(4, 4) + 16 * mesh.get_rank()
+    given = mine, ya.shard_batch(mine, mesh)
+    return [warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": rows}) for rows in given]
+
+
+def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(pools: dict[int, Pool]) -> None:
+    assert pools[1].run(of_a_sampler) == [[[], []]]
+    for as_they_are, cut in pools[2].run(of_a_sampler):
+        assert as_they_are == [] and len(cut) == 1
+        assert cut[0].startswith("ranks have given other rows to ya.shard_batch")
+
+
+def partly_frozen(mesh: Any) -> list[list[str]]:
+    """What `shard` warns of: one tensor that does not require grad among others, marked, all of them, and none."""
+    still, moving = torch.ones(4), torch.ones(4, requires_grad=True)
+    trees = [{"a": still, "b": moving}, {"a": ya.frozen(still), "b": moving}, {"b": moving}, {"a": still}]
+    like = {"a": ya.frozen(ya.Param((4,))), "b": ya.Param((4,))}
+    found = [warned_by(functools.partial(ya.shard, tree, TX, mesh=mesh)) for tree in trees]
+    return [*found, warned_by(functools.partial(ya.shard, trees[0], TX, mesh=mesh, like=like))]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_tensor_that_was_frozen_before_it_is_sharded_is_warned_of(pools: dict[int, Pool], world: int) -> None:
+    for mixed, *right in pools[world].run(partly_frozen):
+        assert right == [[]] * 4
+        assert [text.partition(",")[0] for text in mixed] == ["shard: a does not require grad"]
+
+
+def in_place(mesh: Any, rows: Any, microbatches: int) -> list[float]:
+    """Losses of three steps, each on a new batch to which the loss writes, and from which it takes a part."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        batch["x"].div_(8)
+        return loss_fn(params, {"x": batch.pop("x")})
+
+    step, state, losses = ya.train_step(loss, TX, microbatches=microbatches), new(mesh), []
+    for number in range(3):
+        state, metrics = step(state, ya.shard_batch({"x": rows * (1 + number)}, mesh))
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+def out_of_place(mesh: Any, rows: Any, microbatches: int) -> list[float]:
+    step, state, losses = ya.train_step(loss_fn, TX, microbatches=microbatches), new(mesh), []
+    for number in range(3):
+        state, metrics = step(state, ya.shard_batch({"x": rows * (1 + number) / 8}, mesh))
+        losses.append(metrics["loss"].item())
+    return losses
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loss_may_write_to_its_batch(pools: dict[int, Pool], world: int, microbatches: int) -> None:
+    """The call before the first step wrote to it, too."""
+    rows = torch.arange(32.0).view(8, 4)
+    assert pools[world].run(in_place, rows, microbatches) == pools[world].run(out_of_place, rows, microbatches)
+
+
+def of_other_layouts(mesh: Any) -> list[float]:
+    """A sparse tensor in a rank's own batch."""
+    rows = torch.eye(4) * (1 + mesh.get_rank())
+    step = ya.train_step(lambda params, batch: loss_fn(params, {"x": batch["x"].to_dense()}), TX)
+    return [step(new(mesh), {"x": x})[1]["loss"].item() for x in (rows, rows.to_sparse())]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sparse_tensor_may_be_in_a_batch(pools: dict[int, Pool], world: int) -> None:
+    for dense, sparse in pools[world].run(of_other_layouts):
+        assert dense == sparse
 
 
 def under_inference_mode(mesh: Any) -> list[float]:

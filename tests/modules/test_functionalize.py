@@ -298,6 +298,51 @@ def test_gradients_are_those_of_the_module(remat: Any) -> None:
     compare(composed(state.params, tokens), composed(plain, tokens), 1e-6, "torch.func.grad")
 
 
+class Rows(nn.Module):
+    """Embeds tokens, by sparse gradients; its layers write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 8, sparse=True)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)) for _ in range(3)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def as_rows(mesh: Any, hooks: bool) -> None:
+    """Value and gradients of `Rows`. hooks: with one that torch calls for all modules"""
+    torch.manual_seed(0)
+    module, tokens = Rows(), torch.arange(6 * mesh.size()).view(-1, 3) % 7
+    params, model = ya.functionalize(module, "layers")
+    state = ya.shard(params, None, mesh=mesh)
+    double = nn.modules.module.register_module_forward_hook(
+        lambda part, args, out: out * 2 if hooks and isinstance(part, nn.Linear | nn.Sequential) else None
+    )
+    try:
+        value = module(tokens).square().mean()
+        value.backward()
+        batch = ya.shard_batch(tokens, mesh)
+        got, grads = ya.value_and_grad(squares(model))(state.params, batch)
+    finally:
+        double.remove()
+    expected = tree_of(module, params, "layers", lambda p: p.grad.to_dense())
+    compare(got, value.detach(), 1e-6, "value")
+    compare(ya.unshard(grads), expected, 1e-5, "gradients")
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_modules_that_write_in_place_sparse_gradients_and_hooks_of_all_modules(
+    pools: Pools, world: int, hooks: bool
+) -> None:
+    """In-place after a linear layer raised, as sparse gradients did; hooks of all modules ran twice in silence."""
+    pools[world].run(as_rows, hooks)
+
+
 def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
     module, tokens = made(), tokens_of(0)
     module.layers.append(module.layers[1])

@@ -48,6 +48,21 @@ def test_under_a_transform_and_under_autocast_they_are_torchs_own() -> None:
         assert node(ya.linear(x, w)) != "_LinearBackward"
 
 
+@pytest.mark.parametrize("shape", [(2, 5), (2, 3, 5)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_it_returns_may_be_written_in_place(shape: tuple[int, ...], biased: bool) -> None:
+    """As by nn.ReLU(inplace=True): not if a Function returns a view, as F.linear does of rows with a bias."""
+    x, w, b = torch.randn(shape), weight(4, 5), torch.randn(4) if biased else None
+    plain = w.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(ya.linear(x, w, b).relu_().square().sum(), [w])
+    (wanted,) = torch.autograd.grad(F.linear(x, plain, b).relu_().square().sum(), [plain])
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    tokens = torch.tensor([[0, 3], [1, 1]])
+    (found,) = torch.autograd.grad(ya.embedding(tokens, w).mul_(2).square().sum(), [w])
+    (wanted,) = torch.autograd.grad(F.embedding(tokens, plain).mul_(2).square().sum(), [plain])
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 # ---- on a GPU
 
 

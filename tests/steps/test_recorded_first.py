@@ -19,6 +19,7 @@ from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, l
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
 from tests.harness.pool import Pools, on_ranks
+from tests.harness.small import one_rank
 from yafsdp_fn.errors import RanksDisagree
 
 Table = Callable[[int], Tensor]
@@ -226,6 +227,27 @@ def test_no_outputs_are_kept_while_a_call_is_recorded() -> None:
     with no_collection():
         ya.train_step(total, TX)(state(), batch())
     assert alive[:3] == [0, 0, 0]
+
+
+def test_blocks_are_not_compiled_once_more_for_the_recorded_call() -> None:
+    """A mode of torch functions watches the loss then, for each of which torch.compile makes graphs of its own."""
+    graphs: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        return lambda graph, _: graphs.append(name) or graph.forward  # type: ignore[func-returns-value]
+
+    block = torch.compile(lambda x, w: torch.tanh(x @ w), backend=counted("block"), fullgraph=True)
+    last = torch.compile(lambda x: x.square().mean(), backend=counted("last"), fullgraph=True)
+
+    def compiled(tree: Any, x: Tensor) -> Tensor:
+        return last(ya.scan(lambda x, w: (block(x, w), None), x, tree)[0])
+
+    step = ya.train_step(compiled, TX, schedule=ya.schedules.zero3(remat="all"))
+    own = ya.init(ya.Stacked(ya.Param((2, 4, 4))), TX, mesh=one_rank())
+    for _ in range(2):
+        own, _ = step(own, torch.ones(3, 4))
+    assert graphs.count("block") == 3, "without grad; with it, for two kinds of carries"
+    assert graphs.count("last") <= 2, "what the loss itself calls is"
 
 
 def test_outputs_of_a_recorded_visit_may_be_written_in_place() -> None:

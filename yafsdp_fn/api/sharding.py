@@ -187,6 +187,13 @@ def _from_leaves(
     from_rank_0: bool = False,
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
+    trained = {getattr(leaf, "requires_grad", None): path for path, leaf in named_leaves(trainable(params))}
+    if like is None and {True, False} <= trained.keys():
+        warnings.warn(
+            f"shard: {trained[False]} does not require grad, but is trained as others are, which do; mark what is to "
+            "stay as it is, ya.frozen(tree), or call requires_grad_() on all",
+            stacklevel=3,
+        )
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
     layout = layout.aligned(block_of(tx))
     comms = communicators(mesh)

@@ -27,7 +27,7 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.micro_shards import micro_shard_seed
 from yafsdp_fn.params.tree import Tree, must_be_function
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.runtime import consistency
+from yafsdp_fn.runtime import consistency, errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.graph_walks import depends
@@ -46,14 +46,6 @@ from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, de
 NOT_FROM_PLAIN = (
     "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
     "micro-shards, which is another at another number of ranks. Put them into the state"
-)
-
-
-NOT_BY_TORCH = (
-    "the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed ({}), through which the "
-    "gradient would be wrong. A mean over ranks needs none: return ya.Mean(total, weight). In a loss a sum over ranks "
-    "is ya.params.sum_over_ranks(x, params); in a block ya.psum, ya.all_gather and others act over an axis of ya.mesh. "
-    "Detach what is only looked at"
 )
 
 
@@ -233,8 +225,9 @@ class StepFunction:
         with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
             recording.begin(FIRST)
             counter = counter_of(comms, seed, microbatch=0)
-            with torch.set_grad_enabled(self.track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
-                mean, aux = returned(arguments.call(0, recording, self.track), self.has_aux)
+            around = seeded(counter.seed_beside(LOSS), comms.device)
+            with torch.set_grad_enabled(self.track), counting(counter), around, recording.watch():
+                mean, aux = returned(arguments.call(0, recording, self.track, copied=True), self.has_aux)
             recording.end(FIRST, {})
             recording.compare(mean.total, _outline(aux), arguments.plain)
             verified = self.programs.learn(
@@ -392,7 +385,7 @@ def _foreign_collectives_refused() -> Iterator[None]:
         try:
             yield
         except UserWarning as warned:
-            raise RuntimeError(NOT_BY_TORCH.format(str(warned).partition(": an")[0])) from warned
+            raise errors.not_by_torch(str(warned).partition(": an")[0]) from warned
 
 
 # ---- On plain tensors.

@@ -141,7 +141,8 @@ class _Visited:
                     vars(part)["forward"] = straight
             for path in hooked:
                 made.get_submodule(path).register_forward_hook(partial(_note, seen, path))
-            return torch_pytree.tree_flatten((made(*args, **kwargs), seen))
+            # not made(...): hooks of all modules, which torch keeps, have been called around it
+            return torch_pytree.tree_flatten((made.forward(*args, **kwargs), seen))
 
     def run_layer(
         self, carry: Tree, unit: Tree, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: tuple[str, ...]
@@ -235,8 +236,8 @@ def _straight(part: nn.Module) -> Callable[[Tensor], Tensor] | None:
     if type(part) is nn.Linear:
         return lambda input: linear(input, weight, bias)
     if type(part) is nn.Embedding:
-        settings = part.padding_idx, part.max_norm, part.scale_grad_by_freq, part.sparse
-        if settings == (None, None, False, False):
+        settings = part.padding_idx, part.max_norm, part.scale_grad_by_freq
+        if settings == (None, None, False):  # sparse: gradients travel dense in any case
             return lambda input: embedding(input, weight)
     return None
 

@@ -249,7 +249,9 @@ class _Linear(SingleLevelFunction):  # type: ignore[misc]
         ctx.found = found
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
+        # a view that a Function returns cannot be written in place, as by nn.ReLU(inplace=True)
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -50,7 +50,7 @@ def must_be_one(what: str, found: Sequence[Sharded]) -> None:
     comms = found[0].owner.comms if found else None
     if isinstance(comms, Communicators) and ranks_around() is None and not transforms_active():
         comms.check()
-        comms.must_agree(WHICH, {what: states_of(found)}, what)
+        comms.must_agree(WHICH, {what: states_of(found)}, f"{what}, which all ranks call")
 
 
 def marks(own: str, device: torch.device) -> Tensor:

@@ -17,7 +17,9 @@ from yafsdp_fn.communication.groups import MeshRanks, device_of
 from yafsdp_fn.communication.micro_shards import micro_shards_of, microbatches_on
 from yafsdp_fn.communication.ranks import Axis
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
-from yafsdp_fn.params.tree import Frozen, Tree, dotted, named_leaves, shape_of
+from yafsdp_fn.params.tree import Frozen, Tree, dotted, named_leaves, shape_of, tensors_in
+from yafsdp_fn.runtime.consistency import OF_A_RANK, digest
+from yafsdp_fn.runtime.graph_walks import sample
 from yafsdp_fn.runtime.memory import Shards
 from yafsdp_fn.runtime.reductions import Mean
 
@@ -114,8 +116,9 @@ class Arguments:
 
     # ---- one microbatch
 
-    def call(self, microbatch: int, runner: Runner | None, track: bool) -> Any:
-        """Calls the function on the differentiated leaves and the microbatch's part of the rest."""
+    def call(self, microbatch: int, runner: Runner | None, track: bool, *, copied: bool = False) -> Any:
+        """Calls the function on the differentiated leaves and the microbatch's part of the rest. copied: on a copy of
+        that part, which the function may write to"""
         # differentiated
         plain = iter(self.plain)
         nodes: list[Any] = []
@@ -127,18 +130,19 @@ class Arguments:
                 nodes.append(node if runner is None or isinstance(node, Frozen) else node.run_by(runner))
         # the rest, or the microbatch's part of it
         whole = self.rest if self._microbatch is None else self._microbatch(microbatch)
-        if self._copied or self.constants:
-            whole = optree.tree_map(lambda node: self._given(node, runner), whole, is_leaf=is_sharded)
+        copied = copied or self._copied  # kernels may round differently by alignment, and parts begin anywhere
+        if copied or self.constants:
+            whole = optree.tree_map(lambda node: self._given(node, runner, copied), whole, is_leaf=is_sharded)
         try:
             return self.on(nodes, whole)
         except Exception as error:
             _note_missing_rows(error, whole)
             raise
 
-    def _given(self, node: Any, runner: Runner | None) -> Any:
+    def _given(self, node: Any, runner: Runner | None, copied: bool) -> Any:
         """Returns a leaf of the rest as the function gets it."""
-        if isinstance(node, Tensor) and self._copied:
-            return node.clone()  # kernels may round differently by alignment, and parts begin anywhere
+        if copied and isinstance(node, Tensor):
+            return node.clone()
         own = runner is not None and is_sharded(node) and any(node.owner is of.owner for of in self.constants)
         return node.run_by(runner) if own else node
 
@@ -225,6 +229,8 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
+    # not of a GPU's memory, for which the host would wait
+    whole = digest(sample([leaf for leaf in tensors_in(batch) if leaf.device.type == "cpu"]))
     # rows
     rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
     if micro_shards is None:
@@ -241,7 +247,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
         if (axis := mesh_ranks.axes.get(name)) is not None and axis.size > 1:
             mine = _split_along(mine, name, dim, axis, zigzag)
             setattr(mesh, BATCH_AXES, batch_axes(mesh) | {name})
-    return optree.tree_map(lambda leaf: _moved(leaf, device), mine, is_leaf=is_sharded)
+    return optree.tree_map(lambda leaf: _moved(leaf, device, whole), mine, is_leaf=is_sharded)
 
 
 BATCH_AXES = "_yafsdp_batch_axes"  # attribute of a mesh
@@ -273,9 +279,6 @@ def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> 
     return optree.tree_map_with_accessor(cut, batch, is_leaf=is_sharded)
 
 
-OF_A_RANK = "_yafsdp_rows_of_a_rank"  # attribute of a tensor
-
-
 def _whole_rows(leaf: Any) -> Any:
     """Returns a leaf of a global batch as a tensor of its own."""
     if isinstance(leaf, np.ndarray):
@@ -297,13 +300,13 @@ def _must_have_the_same_rows(batch: Tree) -> None:
         )
 
 
-def _moved(leaf: Any, device: torch.device) -> Any:
+def _moved(leaf: Any, device: torch.device, whole: int) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.device != device and not leaf.is_meta:
         leaf = leaf.to(device, non_blocking=leaf.is_pinned())
     if _is_cut(leaf):
-        setattr(leaf, OF_A_RANK, True)
+        setattr(leaf, OF_A_RANK, whole)
     return leaf
 
 
@@ -348,7 +351,8 @@ def _has_rows(leaf: Any) -> bool:
     """Returns whether `leaf` is a container of rows, presumably, that is not cut: a list of values, an array, a mapping
     such as transformers' BatchEncoding, or a dataclass with tensors."""
     if dataclasses.is_dataclass(leaf):
-        return any(map(_is_cut, vars(leaf).values()))
+        values: Tree = vars(leaf)
+        return any(_is_cut(value) or _has_rows(value) for value in optree.tree_leaves(values))
     return isinstance(leaf, Mapping) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0) or _is_list(leaf)
 
 

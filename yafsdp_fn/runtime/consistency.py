@@ -20,6 +20,7 @@ from torch import Tensor
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.optim.base import Around, GradientTransformation, stages
 from yafsdp_fn.params.sharded import is_sharded
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.util.mesh_axes import EXPERT
 
 # ---- Describes settings that must be equal on all ranks although no collective shows it, in texts equal where ranks
@@ -105,15 +106,22 @@ def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, ba
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
     mine = digest(batch)
-    every = comms.numbers_of_all(torch.tensor([mine, *told]), "comparing batches")
+    whole = sum(getattr(leaf, OF_A_RANK, 0) for leaf in tensors_in(batch))
+    every = comms.numbers_of_all(torch.tensor([mine, whole, *told]), "comparing batches")
     if comms.batch_ranks > 1 and mine and len(set(every[:, 0].tolist())) == 1:
         warnings.warn(
             "all ranks have the same batch, so that each row counts once for every rank. Give each its own rows: "
             "ya.shard_batch(batch, mesh) of a batch that all have, or a DistributedSampler",
             stacklevel=2,
         )
+    if len(set(every[:, 1].tolist())) > 1:
+        warnings.warn(
+            "ranks have given other rows to ya.shard_batch, which cuts a batch that all have alike: most rows of each "
+            "rank are never seen. Its own rows, as a DistributedSampler gives them, go into the step as they are",
+            stacklevel=2,
+        )
     first = comms.world_rank - comms.rank
-    for at, name in enumerate(axes, 1):
+    for at, name in enumerate(axes, 2):
         (members,) = [ranks for ranks in comms.subgroups(along=(name,)) if comms.rank in ranks]
         of_subgroup = [first + rank for rank in members]
         alike = len(set(every[of_subgroup, 0].tolist())) == 1
@@ -140,11 +148,15 @@ def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, ba
             )
 
 
+OF_A_RANK = "_yafsdp_rows_of_a_rank"
+"""Attribute of the tensors that `shard_batch` returns: a digest of some elements of the whole batch."""
+
+
 def digest(batch: Any) -> int:
-    """Returns a number, equal for equal tensors. Shards do not count."""
+    """Returns a number, equal for equal tensors. Shards do not count, nor do sparse and nested tensors."""
     found = 0
     for leaf in optree.tree_leaves(batch, is_leaf=is_sharded):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             found = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
 

@@ -26,6 +26,12 @@ ORDERED = (
 )
 
 
+SCALED = (
+    "a torch.amp.GradScaler scales the loss, and no optimizer here would unscale its gradients. Return the loss as it "
+    "is; bfloat16 (ya.Precision(compute=torch.bfloat16)) needs no scale"
+)
+
+
 class OrderChanged(RuntimeError):
     """A step visits other units, or in another order, than its program."""
 
@@ -107,6 +113,16 @@ def parameter_of_a_module(leaf: Tensor) -> ValueError:
     )
 
 
+def not_by_torch(collective: str) -> RuntimeError:
+    """Returns the error for a tensor with a gradient that is given to a collective of torch.distributed."""
+    return RuntimeError(
+        f"the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed ({collective}), "
+        "through which the gradient would be wrong. A mean over ranks needs none: return ya.Mean(total, weight). In a "
+        "loss a sum over ranks is ya.params.sum_over_ranks(x, params); in a block ya.psum, ya.all_gather and others "
+        "act over an axis of ya.mesh. Detach what is only looked at"
+    )
+
+
 def nested_visit(visit: str, outer: str) -> RuntimeError:
     """Returns the error for a visit inside another one: each recomputation of the outer block would visit again."""
     return RuntimeError(
@@ -157,6 +173,14 @@ def second_order(visit: str) -> RuntimeError:
 
 def weight_written(visit: str) -> RuntimeError:
     return RuntimeError(f"{visit}: the block writes into its weights in place; work on a copy")
+
+
+def leaf_written() -> RuntimeError:
+    """Returns the error for a loss that writes to the shards of its parameters."""
+    return RuntimeError(
+        "the loss writes into the leaves of its parameters in place, while their units may have been gathered already. "
+        "Write between two steps, to the leaves of state.params, on all ranks (optree.tree_map under torch.no_grad())"
+    )
 
 
 def argument_written(visit: str, argument: Tensor) -> RuntimeError:

@@ -112,11 +112,12 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
 
 def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
     """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, whether
-    it depends on one of these, and parameters of modules that it depends on."""
+    it depends on one of these, and parameters of modules that it depends on, through visits too."""
     nodes = list(_nodes([total], ends=lambda node: hasattr(node, "running")))
-    ends = {id(node.variable): node.variable for node in nodes if hasattr(node, "variable")}
+    ends = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    of_modules: list[Tensor] = [leaf for leaf in ends.values() if isinstance(leaf, torch.nn.Parameter)]
+    made_of = [getattr(node, "variable", None) for node in _nodes([total])]
+    of_modules: list[Tensor] = [leaf for leaf in made_of if isinstance(leaf, torch.nn.Parameter)]
     return read, any(hasattr(node, "running") for node in nodes), of_modules
 
 

@@ -227,13 +227,13 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
         args = flat[len(shards) :]
         # without a graph nothing else would notice a write
         leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
-        before = _content(leaves, compare)
+        before = content(leaves, compare)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
-        if before != _content(leaves, compare):  # at world size 1 the weights are the shards themselves
+        if before != content(leaves, compare):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
         given = {id(arg) for arg in args}  # an argument must not be both saved and returned
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
@@ -248,7 +248,7 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
     return found
 
 
-def _content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
+def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
     """Returns what tells whether `leaves` have been written to. compare: their bits"""
     return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
 

@@ -4,19 +4,28 @@
     its outputs:     copies, in the graph of the loss like those of a step
 
 Blocks and losses may do everything that a step allows: read values, make tensors that Python caches. Costs are not
-measured, and no backward runs. Side effects of a loss happen once more than it has steps.
+measured, and no backward runs. The loss may write to its batch, of which it has a copy. Other side effects happen once
+more than it has steps.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
+from yafsdp_fn.runtime.pure import content
 from yafsdp_fn.runtime.visit import BlockCall, Running, VisitNode
+from yafsdp_fn.util.torch_private import function_mode, without_function_mode
 
 # ---- A call before the first step.
 
@@ -26,6 +35,20 @@ class CallRecording(VisitRunner):
 
     differentiates: visits without grad are no part of the trace
     """
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Raises if the loss that runs meanwhile writes to leaves, or does what `_LossWatch` refuses."""
+        before = content(self.memory.masters(), compare=True)
+        with _LossWatch():
+            yield
+        if content(self.memory.masters(), compare=True) != before:
+            raise errors.leaf_written()
+
+    def visit(self, call: BlockCall) -> Tree:
+        """Runs a visit, outside of `_LossWatch`: in that mode its block would be compiled once more."""
+        with without_function_mode() if isinstance(function_mode(), _LossWatch) else nullcontext():
+            return super().visit(call)
 
     def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         arguments = call.tensors
@@ -66,3 +89,20 @@ class CallRecording(VisitRunner):
         order = chained_order(visits, microbatches, backward=self.differentiates)
         found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
         return found if self.collectives is None else self.collectives.listed(found)
+
+
+# ---- What a loss itself calls.
+
+
+class _LossWatch(TorchFunctionMode):
+    """Raises where a tensor with a gradient is given to a collective of torch.distributed (an all-gather loses it, of
+    which torch does not even warn), or to a GradScaler, which needs one of torch's optimizers to unscale it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            foreign = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
+            if foreign and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
+                raise errors.not_by_torch(func.__name__)
+            if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+                raise RuntimeError(errors.SCALED)
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, overrides
 from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import forward_ad
@@ -39,6 +39,10 @@ graph_task_id = torch._C._current_graph_task_id
 
 saved_tensors_hooks_active = torch._C._autograd._top_saved_tensors_default_hooks
 """The hooks on saved tensors, None without: hooks inside torch.func raise, so one has to ask before."""
+
+function_mode: Any = overrides._get_current_function_mode
+without_function_mode: Any = overrides._pop_mode_temporarily
+"""The innermost mode of torch functions, and a context without it."""
 
 run_autograd = _engine_run_backward
 """`torch.autograd.grad` that function modes do not see: the mode that calls it handles `torch.autograd.grad` itself."""
