@@ -355,6 +355,9 @@ def chain(*txs: Any) -> GradientTransformation:
 def stages(tx: Any, state: State = None) -> Iterator[Stage]:
     """Yields the transformations of nested chains, in order, each with its part of `state` (None without one)."""
     tx = as_transformation(tx)
+    if isinstance(tx.rule, OnHost):  # its state is that of the inner one
+        yield from stages(tx.rule.inner, state)
+        return
     if not isinstance(tx.rule, Chain):
         yield tx, state
         return
@@ -449,3 +452,7 @@ class Around:
 
     inner: GradientTransformation
     all_units: str | None = None
+
+
+class OnHost(Around):
+    """Rule: `inner`, whose state is on the host (on_host.py), and is otherwise the same."""

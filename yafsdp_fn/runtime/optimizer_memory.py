@@ -16,6 +16,7 @@ from yafsdp_fn.communication.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
+from yafsdp_fn.optim.on_host import on_device
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
@@ -43,7 +44,8 @@ def optimizer_memory(
     placement = Placement(layout, ((SHARD, 1),), precision, absent_ranks(((SHARD, 1),), device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
-        state = as_transformation(tx).init(params)
+        kept = as_transformation(tx).init(params)
+        state = on_device(kept, device)
         # a step, on what is there already
         trees: Any = params, grads, state
         lives = LiveBytes(tensors_in(trees))
@@ -61,8 +63,9 @@ def optimizer_memory(
     # multi-phase updates have a few units under way at a time
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     block = block_of(tx)
+    fixed, shards, on_host = _spread(kept, layout, block)
     elements = max(updated, default=0) if steps.parts or block > 1 else sum(updated)
-    return OptimizerMemory(*_spread(state, layout, block), (lives.peak, max(elements, 1)), block)
+    return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
 
 
 class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,19 +79,28 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-def _spread(state: Any, layout: TreeLayout, block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`. layout: on the mesh, of this rank's parts"""
+Spread = tuple[tuple[int, int, int], ...]
+
+
+def _spread(state: Any, layout: TreeLayout, block: int) -> tuple[int, Spread, Spread]:
+    """Returns the fields `fixed`, `shards` and `on_host` of `OptimizerMemory`. layout: on the mesh, of this rank's
+    parts"""
     here = {group.units: group for _, group in layout.groups}
-    fixed, shards = 0, Counter[tuple[int, int]]()
+    fixed = 0
+    places = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for node in optree.tree_leaves(state, is_leaf=is_sharded):
         if isinstance(node, Sharded):
             for _, group, leaf in node.group_leaves():
                 of = here[group.units]
                 n = leaf.shape[-1] if group.encodes is None else group.encodes.format.numel(leaf.shape[-1])
-                shards[of.layout.numel, math.prod(size for _, size in of.axes)] += leaf.nbytes * block // n
+                parts = math.prod(size for _, size in of.axes)
+                places[group.on_host][of.layout.numel, parts] += leaf.nbytes * block // n
         elif isinstance(node, Tensor):
             fixed += node.nbytes
-    return fixed, tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
+    on_device, on_host = (
+        tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(found.items())) for found in places
+    )
+    return fixed, on_device, on_host
 
 
 # ---- Leaves that are lent.
