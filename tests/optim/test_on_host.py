@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         o.muon(0.02, others=o.rmsprop(1e-2, momentum=0.9)),
         o.muon(0.02, others=o.on_host(o.rmsprop(1e-2, momentum=0.9))),
     ),
-    "inside": (o.contrib.multi_steps(ADAMW, 2), o.contrib.multi_steps(o.on_host(ADAMW), 2)),
+    "inside": (o.contrib.multi_steps(RMSPROP, 2), o.contrib.multi_steps(o.on_host(RMSPROP), 2)),
     "in a mask": (
         o.masked(o.lion(1e-3), lambda path, p: "up" not in path),
         o.masked(o.on_host(o.lion(1e-3)), lambda path, p: "up" not in path),

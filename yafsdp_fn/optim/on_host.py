@@ -10,9 +10,9 @@ of units is that of the last step.
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import optree
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.optim.base import (
     Chain,
     GradientTransformation,
@@ -68,93 +67,89 @@ def on_host(tx: Any) -> GradientTransformation:
         )
 
     def init(params: Tree) -> State:
-        device = device_of_leaves(params)
-        first = inner.init(optree.tree_map(_to_host, params))  # moments are never on the device
-        return optree.tree_map(partial(_put, device), first, is_leaf=is_sharded)
+        # moments are never on the device
+        return _moved(inner.init(optree.tree_map(_in_host_memory, params)), device_of_leaves(params), to_host=True)
 
     def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
         device = device_of_leaves(updates)
         new, after = checked_update(inner, updates, on_device(state, device), params)
-        if any(group.on_host for handle in handles(state) for _, group, _ in handle.group_leaves()):
-            after = optree.tree_map(partial(_put, device), after, is_leaf=is_sharded)
-        return new, after  # in the steps of units their states are on the device for a while
+        # while a unit takes its step, its states are on the device
+        return new, _moved(after, device, to_host=True) if leaves_on_host(state) else after
 
     return GradientTransformation(init, update, inner.elementwise, OnHost(inner))
 
 
-def _put(device: torch.device, node: Any) -> Any:
-    """Puts shards on the host, and what is not sharded, such as counts, on the device."""
+def leaves_on_host(state: State) -> list[tuple[Group, Tensor]]:
+    """Returns the leaves of a state that are on the host."""
+    of_handles = itertools.chain.from_iterable(handle.group_leaves() for handle in handles(state))
+    return [(group, leaf) for _, group, leaf in of_handles if group.on_host]
+
+
+def on_device(state: State, device: torch.device) -> State:
+    """Returns a state with all of it on `device`."""
+    return _moved(state, device, to_host=False)
+
+
+def _moved(state: State, device: torch.device, *, to_host: bool) -> State:
+    """Returns a state with its shards on the host, or all of it on the device, as what is not sharded always is."""
 
     def of_group(group: Group, leaf: Tensor) -> tuple[Group, Tensor]:
-        if not leaf.ndim:
-            return group, leaf.to(device)
-        return dataclasses.replace(group, on_host=True), _to_host(leaf, pin=device.type == "cuda")
+        there = to_host and leaf.ndim > 0
+        moved = _in_host_memory(leaf, pin=device.type == "cuda") if there else leaf.to(device)
+        return dataclasses.replace(group, on_host=there), moved
 
-    if isinstance(node, Sharded):
-        return node.map_groups(of_group)
-    return node.to(device) if isinstance(node, Tensor) else node
+    def of(node: Any) -> Any:
+        if isinstance(node, Sharded):
+            return node.map_groups(of_group)
+        return node.to(device) if isinstance(node, Tensor) else node
+
+    return optree.tree_map(of, state, is_leaf=is_sharded)
 
 
-def _to_host(leaf: Tensor, pin: bool = False) -> Tensor:
+def _in_host_memory(leaf: Tensor, pin: bool = False) -> Tensor:
     """Returns `leaf` in the host's memory. What has no values stays where it is."""
     if leaf.device.type == "meta" or isinstance(leaf, FakeTensor):
         return leaf
     return torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf) if pin else leaf.cpu()
 
 
-def on_device(state: State, device: torch.device) -> State:
-    """Returns a state with all that is on the host on `device`."""
-
-    def of_group(group: Group, leaf: Tensor) -> tuple[Group, Tensor]:
-        return dataclasses.replace(group, on_host=False), leaf.to(device) if group.on_host else leaf
-
-    def of(node: Any) -> Any:
-        return node.map_groups(of_group) if isinstance(node, Sharded) else node
-
-    return optree.tree_map(of, state, is_leaf=is_sharded)
-
-
 # ---- The copies of a step.
+
+BUFFERS = ("states", 0), ("states", 1)
+Uses = Sequence[tuple[str, int]]
 
 
 class HostStates:
-    """The states of units that are on the host, and the buffers on the device that hold two of these.
+    """The states of units that are on the host, and two buffers on the device, each for those of a unit.
 
+    leaves: of the states; memory: of the parameters, whose scoreboard orders copies and updates
     rows: id of a leaf -> its rows on the device, by unit: what updates read and write
     """
 
-    def __init__(self, state: State, comms: Any) -> None:
-        self._comms, self._stream = comms, comms.stream("offload")
-        leaves = [
-            (group, leaf) for handle in handles(state) for _, group, leaf in handle.group_leaves() if group.on_host
-        ]
-        self._host: dict[int, list[Tensor]] = {}
+    def __init__(self, leaves: Sequence[tuple[Group, Tensor]], memory: Any) -> None:
+        self._memory, self._stream = memory, memory.comms.stream("offload")
+        sizes: Counter[int] = Counter()
         for group, leaf in leaves:
-            for unit, row in zip(group.held, rows(group, leaf), strict=True):
-                self._host.setdefault(unit, []).append(row)
-        units = sorted(self._host)
-        self._buffer_of = {unit: number % 2 for number, unit in enumerate(units)}
+            sizes.update(dict.fromkeys(group.held, _row_bytes(leaf)))
         # in each buffer the rows of a unit lie one after the other
-        starts = {unit: [0, *itertools.accumulate(map(_bytes, self._host[unit]))] for unit in units}
-        size = max((ends[-1] for ends in starts.values()), default=0)
-        buffers = torch.empty(2, size, dtype=torch.uint8, device=comms.device)
+        buffers = torch.empty(2, max(sizes.values(), default=0), dtype=torch.uint8, device=memory.comms.device)
         self._stream.mark_used(buffers)
-        self._there: dict[int, list[Tensor]] = {}
-        for unit, own in self._host.items():
-            bytes_of = buffers[self._buffer_of[unit]]
-            self._there[unit] = [
-                bytes_of[start : start + row.nbytes].view(row.dtype).view(row.shape)
-                for row, start in zip(own, starts[unit], strict=False)
-            ]
-        views = {unit: iter(found) for unit, found in self._there.items()}
-        self.rows = {id(leaf): [next(views[unit]) for unit in group.held] for group, leaf in leaves}
+        memory.made([BUFFERS[0], BUFFERS[1]])
+        units = sorted(sizes)
+        self._buffer_of = {unit: number % 2 for number, unit in enumerate(units)}
+        self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {unit: [] for unit in units}  # on host and device
+        self.rows: dict[int, list[Tensor]] = {}
+        for group, leaf in leaves:
+            here = self.rows[id(leaf)] = []
+            for unit, row in zip(group.held, rows(group, leaf), strict=True):
+                sizes[unit] -= _row_bytes(leaf)
+                memory_of_row = buffers[self._buffer_of[unit]].narrow(0, sizes[unit], row.nbytes)
+                here.append(memory_of_row.view(row.dtype))
+                self._pairs[unit].append((row, here[-1]))
         # buffer -> the unit whose states it holds; unit -> the one that was updated after it
         self._holds: dict[int, int] = {}
         self._next = dict(itertools.pairwise(units))
         self._order: list[int] = []
-        self._board: Scoreboard[Any] = Scoreboard()
-        with self._use((), [("buffer", 0), ("buffer", 1)]):
-            pass  # kernels of the memory's last owner may still run on the compute stream
 
     @contextmanager
     def using(self, unit: int, *, last: bool) -> Iterator[None]:
@@ -162,7 +157,7 @@ class HostStates:
 
         last: they are new afterwards, and go back to the host
         """
-        if unit not in self._host:
+        if unit not in self._pairs:
             yield
             return
         self._fetch(unit)
@@ -170,46 +165,34 @@ class HostStates:
         if self._buffer_of[following] != buffer:
             self._fetch(following)
         self._order.append(unit)
-        with self._use((), [("buffer", buffer)]):
+        with self._memory.using((), [BUFFERS[buffer]]):
             yield
         if last:
-            self._copy(unit, "return states", self._there[unit], self._host[unit])
-
-    def finish(self) -> None:
-        """Ends a step: waits until all states are on the host, where anybody may read and write them."""
-        with self._use([("host", unit) for unit in self._host], ()):
-            self._stream.drain()
-        self._next = dict(itertools.pairwise(self._order))
-        self._order = []
-        self._holds = {}
+            self._copy("return states", self._pairs[unit], [BUFFERS[buffer]], [("host states", unit)])
 
     def _fetch(self, unit: int) -> None:
         buffer = self._buffer_of[unit]
         if self._holds.get(buffer) != unit:
             self._holds[buffer] = unit
-            self._copy(unit, "fetch states", self._host[unit], self._there[unit])
+            pairs = [(here, there) for there, here in self._pairs[unit]]
+            self._copy("fetch states", pairs, [("host states", unit)], [BUFFERS[buffer]])
 
-    def _copy(self, unit: int, label: str, sources: Sequence[Tensor], to: Sequence[Tensor]) -> None:
-        host, buffer = ("host", unit), ("buffer", self._buffer_of[unit])
-        reads, writes = ([host], [buffer]) if to is self._there[unit] else ([buffer], [host])
-
+    def _copy(self, label: str, pairs: Sequence[tuple[Tensor, Tensor]], reads: Uses, writes: Uses) -> None:
         def work() -> None:
-            for source, target in zip(sources, to, strict=True):
-                target.copy_(source, non_blocking=True)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
 
-        event = self._comms.event()
-        self._stream.submit(work, self._board.use(event, "offload", reads, writes), event, label)
+        event = self._memory.comms.event()
+        self._stream.submit(work, self._memory.board.use(event, "offload", reads, writes), event, label)
 
-    @contextmanager
-    def _use(self, reads: Sequence[Hashable], writes: Sequence[Hashable]) -> Iterator[None]:
-        """Orders a use on the compute stream."""
-        event = self._comms.event()
-        try:
-            self._board.begin(event, reads, writes)
-            yield
-        finally:
-            self._board.end(event)
+    def finish(self) -> None:
+        """Ends a step: waits until all states are on the host, where anybody may read and write them."""
+        with self._memory.using([("host states", unit) for unit in self._pairs]):
+            self._stream.drain()
+        self._next, self._order = dict(itertools.pairwise(self._order)), []
+        self._holds = {}
 
 
-def _bytes(row: Tensor) -> int:
-    return round_up(row.nbytes, 16)
+def _row_bytes(leaf: Tensor) -> int:
+    """Returns the bytes that a row takes in a buffer: the next one may be of a wider dtype."""
+    return round_up(leaf.shape[-1] * leaf.itemsize, 16)

@@ -25,7 +25,7 @@ from yafsdp_fn.optim.cutting import Cutter, named
 from yafsdp_fn.optim.in_format import block_of, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
-from yafsdp_fn.optim.on_host import HostStates
+from yafsdp_fn.optim.on_host import HostStates, leaves_on_host
 from yafsdp_fn.optim.partition import Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
@@ -216,11 +216,12 @@ class UnitSteps:
 
     def _states_on_host(self) -> HostStates | None:
         """Returns the part of the state that is on the host, if one is."""
-        if not any(group.on_host for handle in handles(self._opt_state) for _, group, _ in handle.group_leaves()):
+        leaves = leaves_on_host(self._opt_state)
+        if not leaves:
             return None
         if self._why_not is not None:
             raise TypeError(f"optim: {self._why_not}, but states that are on the host are fetched unit by unit")
-        return HostStates(self._opt_state, handles(self._params)[0].owner.comms)
+        return HostStates(leaves, handles(self._params)[0].owner)
 
     @cached_property
     def _cutter(self) -> Cutter:
