@@ -25,17 +25,9 @@ def shard_numel(trace: Trace, unit: UnitSpec) -> int:
     return padded_numel(unit.numel, ranks, unit.align) // ranks
 
 
-def states_on_host(trace: Trace, unit: UnitSpec) -> int:
-    """Returns the bytes of one rank's optimizer state of `unit` that are on the host; of units of one size alike."""
-
-    def size(of: UnitSpec) -> tuple[int, int]:
-        return of.numel, trace.ranks // trace.ranks_of(of)
-
-    kept = {(numel, parts): nbytes for numel, nbytes, parts in trace.optimizer.on_host}
-    if not unit.trainable or size(unit) not in kept:
-        return 0
-    alike = sum(size(trace.units[other]) == size(unit) for other in trace.trained)
-    return shard_numel(trace, unit) * kept[size(unit)] // (alike * trace.optimizer.block)
+def state_on_host(trace: Trace, unit: UnitSpec) -> int:
+    """Bytes of one rank's optimizer state of `unit` that are on the host."""
+    return shard_numel(trace, unit) * dict(trace.optimizer.on_host).get(unit.id, 0) // trace.optimizer.block
 
 
 class Peak(NamedTuple):
@@ -83,7 +75,8 @@ def peak_of(program: Program) -> Peak:
     def update(number: int, units: Iterable[int]) -> None:
         nbytes, elements = trace.optimizer.step
         numels = [shard_numel(trace, trace.units[unit]) for unit in units]
-        numel = max(numels, default=0) if trace.optimizer.one_by_one else sum(numels)
+        one_by_one = trace.optimizer.block > 1 or trace.optimizer.on_host
+        numel = max(numels, default=0) if one_by_one else sum(numels)
         offer(number, nbytes * numel // elements)
 
     for number, op in enumerate(program.ops):

@@ -90,7 +90,7 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
     # costs, and the optimizer
-    for at, (_, _, parts) in enumerate((*trace.optimizer.shards, *trace.optimizer.on_host)):
+    for at, (_, _, parts) in enumerate(trace.optimizer.shards):
         if parts < 1 or trace.ranks % parts:
             yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
     if trace.kernels not in KERNELS:

@@ -125,16 +125,12 @@ class OptimizerMemory(NamedTuple):
     update of so many elements has allocated at once
     block: 1, or the elements of a block, where the state is in a format: bytes in `shards` are of so many elements, and
         units are updated one after the other
-    on_host: like `shards`, of the states that are on the host: two units of them at a time are on the device
+    on_host: `(unit, bytes of its state that are on the host, as in shards)`: the device has those of two units at a
+        time, and units are updated one after the other
     """
 
     fixed: int = 0
     shards: tuple[tuple[int, int, int], ...] = ()
     step: tuple[int, int] = (0, 1)
     block: int = 1
-    on_host: tuple[tuple[int, int, int], ...] = ()
-
-    @property
-    def one_by_one(self) -> bool:
-        """True if units are updated one after the other."""
-        return self.block > 1 or bool(self.on_host)
+    on_host: tuple[tuple[int, int], ...] = ()

@@ -130,8 +130,7 @@ def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
     between = tuple(each for each in trace.between if max(each.after, 0) in here)
     lent = tuple(of for of in trace.lent if of.unit in held)
-    shards, on_host = (_of_units(trace, held, kept) for kept in (trace.optimizer.shards, trace.optimizer.on_host))
-    optimizer = trace.optimizer._replace(shards=shards, on_host=on_host)
+    optimizer = trace.optimizer._replace(shards=_of_units(trace, held))
     own = trace._replace(units=units, visits=visits, between=between, stage=stage, lent=lent, optimizer=optimizer)
     return own._replace(order=tuple(_closing(own, list(order))))
 
@@ -148,17 +147,15 @@ def units_of(trace: Trace, stage: int) -> frozenset[int]:
     return frozenset(own | unused)
 
 
-def _of_units(
-    trace: Trace, held: frozenset[int], shards: tuple[tuple[int, int, int], ...]
-) -> tuple[tuple[int, int, int], ...]:
-    """Returns those of `OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
+def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int], ...]:
+    """Returns `OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
 
     def alike(units: Iterable[int]) -> Counter[tuple[int, int]]:
         of = [trace.units[unit] for unit in units]
         return Counter((unit.numel, trace.ranks // trace.ranks_of(unit)) for unit in of)
 
     every, here = alike(trace.trained), alike(held.intersection(trace.trained))
-    of_size = [(numel, nbytes, parts, here[numel, parts]) for numel, nbytes, parts in shards]
+    of_size = [(numel, nbytes, parts, here[numel, parts]) for numel, nbytes, parts in trace.optimizer.shards]
     return tuple((numel, nbytes * n // every[numel, parts], parts) for numel, nbytes, parts, n in of_size if n)
 
 

@@ -63,8 +63,8 @@ def optimizer_memory(
     # multi-phase updates have a few units under way at a time
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     block = block_of(tx)
-    fixed, shards, on_host = _spread(kept, layout, block)
     elements = max(updated, default=0) if steps.parts or block > 1 else sum(updated)
+    fixed, shards, on_host = _spread(kept, layout, block)
     return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
 
 
@@ -79,28 +79,26 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-Spread = tuple[tuple[int, int, int], ...]
-
-
-def _spread(state: Any, layout: TreeLayout, block: int) -> tuple[int, Spread, Spread]:
-    """Returns the fields `fixed`, `shards` and `on_host` of `OptimizerMemory`. layout: on the mesh, of this rank's
-    parts"""
+def _spread(
+    state: Any, layout: TreeLayout, block: int
+) -> tuple[int, tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+    """Returns `fixed`, `shards` and `on_host` of `OptimizerMemory`. layout: on the mesh, of this rank's parts"""
     here = {group.units: group for _, group in layout.groups}
-    fixed = 0
-    places = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    fixed, shards, on_host = 0, Counter[tuple[int, int]](), Counter[int]()
     for node in optree.tree_leaves(state, is_leaf=is_sharded):
         if isinstance(node, Sharded):
             for _, group, leaf in node.group_leaves():
                 of = here[group.units]
                 n = leaf.shape[-1] if group.encodes is None else group.encodes.format.numel(leaf.shape[-1])
-                parts = math.prod(size for _, size in of.axes)
-                places[group.on_host][of.layout.numel, parts] += leaf.nbytes * block // n
+                per_element = leaf.nbytes * block // n
+                if group.on_host:
+                    on_host.update(dict.fromkeys(group.held, per_element // len(group.held)))
+                else:
+                    shards[of.layout.numel, math.prod(size for _, size in of.axes)] += per_element
         elif isinstance(node, Tensor):
             fixed += node.nbytes
-    on_device, on_host = (
-        tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(found.items())) for found in places
-    )
-    return fixed, on_device, on_host
+    spread = tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
+    return fixed, spread, tuple(sorted(on_host.items()))
 
 
 # ---- Leaves that are lent.
