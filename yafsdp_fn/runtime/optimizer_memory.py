@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from yafsdp_fn.communication.ranks import absent_ranks
-from yafsdp_fn.optim.base import as_transformation
+from yafsdp_fn.optim.base import as_transformation, checked_update
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.on_host import on_device
@@ -130,6 +130,6 @@ def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[in
         updates = weights.to(rule.dtype(device) or param)
         state = rule.inner.init(weights)
         with FlopCounterMode(display=False) as counter, suppress(*FAKE_HAS_NO_VALUE):
-            rule.update(updates, state, weights if rule.params else None)
+            checked_update(rule.inner, updates, state, weights if rule.params else None)
     travels = [updates, *optree.tree_leaves(state), *[weights] * rule.params]
     return sum(tensor.nbytes for tensor in travels), counter.get_total_flops()

@@ -280,15 +280,12 @@ class UnitSteps:
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
         if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-        together = units
-        if units is not None:
-            together = [] if self._one_by_one else [unit for unit in units if unit not in self.parts]
-        if not part and (together is None or together):
+        alone = [unit for unit in units or () if part or self._one_by_one or unit in self.parts]
+        together = None if units is None else [unit for unit in units if unit not in alone]
+        if together is None or together:
             list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
-        for unit in units or ():
+        for unit in alone:
             parts = self.parts.get(unit, 1)
-            if parts == 1 and not part and not self._one_by_one:
-                continue
             now, steps = self._open.pop(unit, (0, self._steps([unit], parts, found_inf, on_write), []))[:2]
             if part not in (None, now):
                 raise RuntimeError(f"optim: part {part} of {named(self._cutter.names, [unit])} is out of turn")
