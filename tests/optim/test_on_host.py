@@ -228,16 +228,31 @@ def test_checkpoints_of_both_kinds_are_one(pools: dict[int, Pool], tmp_path: Pat
     pools[world].run(saved, tmp_path)
 
 
-def test_whole_trees_are_refused() -> None:
-    foreign = (lambda params: params), (lambda updates, state, params=None: (updates, state))
-    with pytest.raises(TypeError, match=r"on_host: .*is given whole trees.*assume_elementwise or assume_leafwise"):
-        o.on_host(foreign)
-    late = o.on_host(o.chain(o.adam(1e-3), o.clip_by_global_norm(1.0)))
-    state = ya.init(tree(Wire()), late, mesh=small.one_rank())
-    with pytest.raises(TypeError, match=r"clip_by_global_norm is not the first.*on the host are fetched unit by unit"):
-        ya.train_step(loss, late)(state, batch_of(0))
-    params = small.model().head
-    assert o.on_host(o.adam(1e-3)).init(optree.tree_map(lambda p: torch.ones(p.shape), params))[0].count == 0
+def test_what_needs_all_units_is_refused() -> None:
+    noise = o.chain(o.adam(1e-3), o.contrib.add_noise(0.01, 0.55, key=0))
+    late = o.chain(o.on_host(o.adam(1e-3)), o.clip_by_global_norm(1.0))
+    for tx, why in ((o.on_host(noise), "add_noise depends on where"), (late, "clip_by_global_norm is not the first")):
+        state = ya.init(tree(Wire()), tx, mesh=small.one_rank())
+        with pytest.raises(TypeError, match=rf"{why}.*states that are on the host are fetched unit by unit"):
+            ya.train_step(loss, tx)(state, batch_of(0))
+
+
+def test_on_a_plain_tree_nothing_moves() -> None:
+    params = {"w": torch.ones(3)}
+    tx = o.on_host(ADAMW)
+    updates, state = tx.update(params, tx.init(params), params)
+    expected, _ = ADAMW.update(params, ADAMW.init(params), params)
+    assert torch.equal(updates["w"], expected["w"]) and int(state[1][0].count) == 1
+
+
+def test_a_promise_is_still_tried() -> None:
+    def centred(updates: Any, state: Any, params: Any = None) -> Any:
+        return optree.tree_map(lambda leaf: leaf - leaf.mean(), updates), state
+
+    tx = o.on_host(o.assume_elementwise((lambda params: params, centred)))
+    state = ya.init(tree(Wire()), tx, mesh=small.one_rank())
+    with pytest.raises(TypeError, match="marked by assume_elementwise, but it does not treat every element"):
+        ya.train_step(loss, tx)(state, batch_of(0))
 
 
 # ---- plans

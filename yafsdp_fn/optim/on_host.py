@@ -21,15 +21,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.base import (
-    Chain,
+    Elementwise,
     GradientTransformation,
     OnHost,
     State,
-    WholeTrees,
     as_transformation,
-    chain,
-    checked_update,
-    name,
 )
 from yafsdp_fn.optim.cutting import rows
 from yafsdp_fn.params.layout import Group
@@ -43,14 +39,14 @@ from yafsdp_fn.util.randomness import device_of_leaves
 
 def on_host(tx: Any) -> GradientTransformation:
     """Keeps what `tx` remembers of sharded parameters in the host's memory, pinned where the device is a GPU: the
-    device holds the states of two units at a time. The bits of all steps are those of `tx` itself, and so are its
-    states and checkpoints. On a CPU it means the same, and saves nothing.
+    device holds the states of two units at a time. Steps have the bits of those of `tx` itself, whose states and
+    checkpoints are the same. On a CPU it means the same, and saves nothing.
 
-    tx: any optimizer whose units take their steps one by one (`why_not_unitwise`), or a part of a `partition`
+    tx: an optimizer whose units take their steps one by one (`why_not_unitwise`): others are refused in the first step
 
-    A step takes as long as the copies, both ways, where these take longer than the updates; `ya.planner` counts them by
-    `Cluster.host_bandwidth`. Give the optimizer to `ya.init`; `ya.shard(state, tx)` takes a state to the host, or back.
-    Raises TypeError for a `tx` that is given whole trees.
+    A step ends when its states are back. It takes as long as the copies, both ways, where these take longer than the
+    updates; `ya.planner` counts them by `Cluster.host_bandwidth`. Give the optimizer to `ya.init`, or take a state to
+    the host, or back, by `ya.shard(state, tx)`. On a GPU, `tx.update` by hand refuses a state on the host.
 
     >>> tx = ya.optim.on_host(ya.optim.adamw(1e-3))
     >>> state, metrics = ya.train_step(loss_fn, tx)(ya.init(params, tx, mesh=mesh), batch)
@@ -58,59 +54,40 @@ def on_host(tx: Any) -> GradientTransformation:
     device(type='cpu')
     """
     inner = as_transformation(tx)
-    if isinstance(inner.rule, Chain):
-        return chain(*map(on_host, inner.rule.parts))
-    if isinstance(inner.rule, WholeTrees):
-        raise TypeError(
-            f"on_host: {name(inner)} is given whole trees, but states come from the host unit by unit; declare what it "
-            "does by ya.optim.assume_elementwise or assume_leafwise"
-        )
 
     def init(params: Tree) -> State:
-        # moments are never on the device
-        return _moved(inner.init(optree.tree_map(_in_host_memory, params)), device_of_leaves(params), to_host=True)
+        device = device_of_leaves(params)
+        first = inner.init(_moved(params, device))  # moments are never on the device
+        return _moved(first, device)
 
-    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
-        device = device_of_leaves(updates)
-        new, after = checked_update(inner, updates, on_device(state, device), params)
-        # while a unit takes its step, its states are on the device
-        return new, _moved(after, device, to_host=True) if leaves_on_host(state) else after
-
-    return GradientTransformation(init, update, inner.elementwise, OnHost(inner))
+    rule = inner.rule if isinstance(inner.rule, Elementwise) else OnHost(inner)
+    return inner._replace(init=init, rule=rule)
 
 
-def leaves_on_host(state: State) -> list[tuple[Group, Tensor]]:
-    """Returns the leaves of a state that are on the host."""
-    of_handles = itertools.chain.from_iterable(handle.group_leaves() for handle in handles(state))
-    return [(group, leaf) for _, group, leaf in of_handles if group.on_host]
-
-
-def on_device(state: State, device: torch.device) -> State:
-    """Returns a state with all of it on `device`."""
-    return _moved(state, device, to_host=False)
-
-
-def _moved(state: State, device: torch.device, *, to_host: bool) -> State:
-    """Returns a state with its shards on the host, or all of it on the device, as what is not sharded always is."""
+def _moved(tree: Tree, device: torch.device) -> Tree:
+    """Returns a tree with its shards on the host, and what is not sharded, such as counts, on the device."""
 
     def of_group(group: Group, leaf: Tensor) -> tuple[Group, Tensor]:
-        there = to_host and leaf.ndim > 0
-        moved = _in_host_memory(leaf, pin=device.type == "cuda") if there else leaf.to(device)
-        return dataclasses.replace(group, on_host=there), moved
+        if device.type == "meta" or isinstance(leaf, FakeTensor):  # there are no values
+            return dataclasses.replace(group, on_host=True), leaf
+        here = leaf.cpu()
+        if here is leaf and device.type == "cuda":  # a state: only parameters come from the device
+            here = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)
+        return dataclasses.replace(group, on_host=True), here
 
     def of(node: Any) -> Any:
         if isinstance(node, Sharded):
             return node.map_groups(of_group)
         return node.to(device) if isinstance(node, Tensor) else node
 
-    return optree.tree_map(of, state, is_leaf=is_sharded)
+    return optree.tree_map(of, tree, is_leaf=is_sharded)
 
 
-def _in_host_memory(leaf: Tensor, pin: bool = False) -> Tensor:
-    """Returns `leaf` in the host's memory. What has no values stays where it is."""
-    if leaf.device.type == "meta" or isinstance(leaf, FakeTensor):
-        return leaf
-    return torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf) if pin else leaf.cpu()
+def leaves_on_host(state: State) -> list[tuple[Group, Tensor]]:
+    """Returns the leaves of a state that are fetched from the host. Those without values are not."""
+    of_handles = itertools.chain.from_iterable(handle.group_leaves() for handle in handles(state))
+    found = [(group, leaf) for _, group, leaf in of_handles if group.on_host and leaf.ndim]
+    return [(group, leaf) for group, leaf in found if not isinstance(leaf, FakeTensor)]
 
 
 # ---- The copies of a step.

@@ -16,7 +16,6 @@ from yafsdp_fn.communication.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation, checked_update
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
-from yafsdp_fn.optim.on_host import on_device
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
@@ -44,8 +43,7 @@ def optimizer_memory(
     placement = Placement(layout, ((SHARD, 1),), precision, absent_ranks(((SHARD, 1),), device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
-        kept = as_transformation(tx).init(params)
-        state = on_device(kept, device)
+        state = as_transformation(tx).init(params)
         # a step, on what is there already
         trees: Any = params, grads, state
         lives = LiveBytes(tensors_in(trees))
@@ -64,7 +62,7 @@ def optimizer_memory(
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     block = block_of(tx)
     elements = max(updated, default=0) if steps.parts or block > 1 else sum(updated)
-    fixed, shards, on_host = _spread(kept, layout, block)
+    fixed, shards, on_host = _spread(state, layout, block)
     return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
 
 

@@ -53,8 +53,8 @@ class Fusion(NamedTuple):
         columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in trees]  # type: ignore[misc]
         rows = list(zip(columns[0], *columns[2 : 2 + len(self.moments)], strict=True))
         leaves = [leaf for row in rows for leaf in row]
-        devices = {leaf.device for leaf in leaves if id(leaf) not in lane.host}  # whose rows are on the device
-        if len(devices) != 1 or len({leaf.dtype for leaf in leaves}) != 1:
+        here = [each for leaf in leaves for each in lane.host.get(id(leaf), [leaf])]
+        if len({(each.device, each.dtype) for each in here}) != 1:
             return None
         kind, dtype = columns[0][0].device.type, columns[0][0].dtype
         if kind == "cpu":  # in torch 2.13 that of SGD leaves all but the last few elements as they are (issue 191763)

@@ -198,7 +198,10 @@ class UnitSteps:
         self._params, self._grads, self._opt_state = params, grads, opt_state
         self._memory = _leaves(params, grads, opt_state)
         self._clips, lanes, self._why_not = analysis(self._tx, opt_state)
-        self._host = self._states_on_host()
+        leaves = leaves_on_host(opt_state)
+        if leaves and self._why_not is not None:
+            raise TypeError(f"optim: {self._why_not}, but states that are on the host are fetched unit by unit")
+        self._host = HostStates(leaves, handles(params)[0].owner) if leaves else None
         self._left: set[int] | None = None  # units of the step under way, None between steps
         self._scale: Scalar = None
         self._lanes: list[FusedSteps | Definition] = []
@@ -213,15 +216,6 @@ class UnitSteps:
         self._one_by_one = in_turn and self._why_not is None and bool(handles(params))
         # unit between parts -> next part, the parts to come, messages before it
         self._open: dict[int, tuple[int, Iterator[list[Messages]], list[Messages]]] = {}
-
-    def _states_on_host(self) -> HostStates | None:
-        """Returns the part of the state that is on the host, if one is."""
-        leaves = leaves_on_host(self._opt_state)
-        if not leaves:
-            return None
-        if self._why_not is not None:
-            raise TypeError(f"optim: {self._why_not}, but states that are on the host are fetched unit by unit")
-        return HostStates(leaves, handles(self._params)[0].owner)
 
     @cached_property
     def _cutter(self) -> Cutter:
