@@ -192,8 +192,8 @@ class Optim:
     """Decay of matrices only: leaves with one axis (the norms' weights) are left out."""
     clip_norm: float = 1.0
     """Gradients with a larger norm, over all parameters and ranks, are scaled down to it."""
-    moments: Literal["whole", "int8"] = "whole"
-    """The numbers of moments: float32, or 8 bits by blocks (docs/formats.md)."""
+    moments: Literal["whole", "int8", "host"] = "whole"
+    """Moments in float32, in 8 bits by blocks (docs/formats.md), or in float32 on the host (docs/optimizers.md)."""
 
     def __post_init__(self) -> None:
         for name in self.positive:

@@ -77,6 +77,8 @@ def optimizer(config: Optim, steps: int) -> ya.optim.GradientTransformation:
     )
     if config.moments == "int8":
         adamw = ya.optim.in_format(adamw, ya.formats.Roots())
+    if config.moments == "host":
+        adamw = ya.optim.on_host(adamw)
     return ya.optim.chain(ya.optim.clip_by_global_norm(config.clip_norm), adamw)
 
 

@@ -96,7 +96,8 @@ class CudaStream:
         return self._pending[0][1] if self._pending else None
 
     def mark_used(self, memory: Tensor) -> None:
-        memory.record_stream(self._stream)
+        if memory.device.type == "cuda":  # a shard of an optimizer's state may be on the host
+            memory.record_stream(self._stream)
 
     def drain(self) -> None:
         self._stream.synchronize()

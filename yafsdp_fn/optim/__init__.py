@@ -5,7 +5,7 @@
 base.py                         the protocol (init, update), chain, assume_elementwise
 rules, scaling, partition       the transformations, each pure; learning rates by count
 muon, leafwise                  those of whole leaves, each at its owner (leafwise.py)
-in_format                       states in formats, such as moments in 8 bits
+in_format, on_host              states in formats, such as moments in 8 bits, and in the host's memory
 contrib/                        what is seldom asked for, by public names alone; imported when it is
 step/                           the same update in place, whole or unit by unit: units.py, fused.py, definition.py
 """
@@ -30,6 +30,7 @@ from yafsdp_fn.optim.base import (
 from yafsdp_fn.optim.in_format import InFormatState, in_format
 from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
+from yafsdp_fn.optim.on_host import on_host
 from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
 from yafsdp_fn.optim.rules import (
     EmaState,
@@ -121,6 +122,7 @@ __all__ = [
     "needs_norm",
     "new_count",
     "newton_schulz",
+    "on_host",
     "orthogonalize",
     "partition",
     "parts_of",

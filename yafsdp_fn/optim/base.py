@@ -213,7 +213,12 @@ def checked_update(tx: GradientTransformation, updates: Tree, state: State, para
     >>> ya.optim.checked_update(ya.optim.sgd(0.1), {"w": g}, ya.optim.sgd(0.1).init({"w": w}), {"w": w})[0]
     {'w': tensor([-0.3000,  0.4000])}
     """
-    new, after = pair_of(tx, tx.update(updates, state, params))
+    pair = tx.update(updates, state, params)
+    several = isinstance(pair, tuple | list)
+    if not several or len(pair) != 2:
+        got = f"a {type(pair).__name__} of {len(pair)}" if several else shape_of(pair)
+        raise TypeError(f"optim: {name(tx)} should return a pair (updates, state), got {got}")
+    new, after = pair
     _must_be_like(updates, new, f"{name(tx)} returned")
     if isinstance(tx.rule, Elementwise) and (found := tx.rule.off(updates, params)) is not None:
         raise TypeError(
@@ -234,15 +239,6 @@ def needed(by: str, params: Tree | None) -> Tree:
     if params is None:
         raise ValueError(f"{by}: needs the parameters: call `tx.update(updates, state, params)`")
     return params
-
-
-def pair_of(tx: GradientTransformation, found: Any) -> tuple[Any, State]:
-    """Checks the result of `tx.update`: a pair."""
-    several = isinstance(found, tuple | list)
-    if several and len(found) == 2:
-        return found[0], found[1]
-    got = f"a {type(found).__name__} of {len(found)}" if several else shape_of(found)
-    raise TypeError(f"optim: {name(tx)} should return a pair (updates, state), got {got}")
 
 
 def _must_be_like(given: Tree, new: Tree, what: str) -> None:
@@ -355,6 +351,9 @@ def chain(*txs: Any) -> GradientTransformation:
 def stages(tx: Any, state: State = None) -> Iterator[Stage]:
     """Yields the transformations of nested chains, in order, each with its part of `state` (None without one)."""
     tx = as_transformation(tx)
+    if isinstance(tx.rule, OnHost):  # its state is that of the inner one
+        yield from stages(tx.rule.inner, state)
+        return
     if not isinstance(tx.rule, Chain):
         yield tx, state
         return
@@ -449,3 +448,7 @@ class Around:
 
     inner: GradientTransformation
     all_units: str | None = None
+
+
+class OnHost(Around):
+    """Rule: `inner`, whose state is on the host (on_host.py), and is otherwise the same."""

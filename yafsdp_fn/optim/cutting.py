@@ -29,6 +29,9 @@ GLOBAL = (
 )
 
 
+RowsOf = Callable[[Group, Tensor], Sequence[Tensor]]
+
+
 class UnitTree(NamedTuple):
     """A tree cut into units. nodes: values that are no handles, or a handle's units as handles, by unit"""
 
@@ -52,24 +55,21 @@ class Cutter:
 
     def __init__(self, params: Tree) -> None:
         self.names: dict[int, str] = {}
-        # first unit of a group: its layout, its leaf's shape, the context of its units' handles
-        self._like: dict[int, tuple[FlatLayout, torch.Size, Context]] = {}
+        self._like: dict[int, tuple[FlatLayout, torch.Size]] = {}  # by first unit of a group: layout, shape of a leaf
         for accessor, node in handles_and_leaves(params):
             if not isinstance(node, Sharded):
                 raise TypeError(
                     f"optim: {dotted(accessor) or 'the tree'} is {shape_of(node)}, no sharded handle: only the units "
                     "of a sharded tree take their steps one by one"
                 )
-            for number, group, leaf in node.group_leaves():
-                ranks = node.owner.comms.without(group.over)
-                origin = Origin(SingleUnitOwner(ranks.rank, ranks.ranks), 0)
-                entry = dataclasses.replace(node.entry, groups=(group,), length=None)
-                self._like[group.units[0]] = group.layout, leaf.shape, Context(entry, number, origin)
+            for _, group, leaf in node.group_leaves():
+                self._like[group.units[0]] = group.layout, leaf.shape
                 for layer, unit in zip(group.here, group.held, strict=True):
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
 
-    def cut(self, what: str, tree: Tree) -> UnitTree:
-        """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and constants."""
+    def cut(self, what: str, tree: Tree, rows_of: RowsOf) -> UnitTree:
+        """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and constants.
+        rows_of: says which rows belong to the units of a leaf"""
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
         out: list[Any] = []
         for accessor, node in zip(accessors, nodes, strict=True):
@@ -79,23 +79,26 @@ class Cutter:
                     "handles, so that it cannot be cut into units. Make states with tree_map over the parameters, or "
                     "keep the optimizer outside the program"
                 )
-            out.append(self._handle(what, node) if isinstance(node, Sharded) else node)
+            out.append(self._handle(what, node, rows_of) if isinstance(node, Sharded) else node)
         return UnitTree(spec, out)
 
-    def _handle(self, what: str, handle: Sharded) -> dict[int, Sharded]:
+    def _handle(self, what: str, handle: Sharded, rows_of: RowsOf) -> dict[int, Sharded]:
         out: dict[int, Sharded] = {}
         for number, group, leaf in handle.group_leaves():
-            layout, shape, context = self._like.get(group.units[0], (None, None, None))
-            if context is not None and group.layout != layout:  # of leaves of its own, such as preconditioners
-                entry = dataclasses.replace(handle.entry, groups=(group,), length=None)
-                context = Context(entry, number, context.origin)
-            elif context is None or (leaf.ndim and leaf.shape != shape):
+            layout, shape = self._like.get(group.units[0], (group.layout, None))
+            # states of another layout have leaves of their own, such as preconditioners
+            if shape is None or (leaf.ndim and leaf.shape != shape and group.layout == layout):
                 expected = "no such group" if shape is None else f"{tuple(shape)} or a 0-dim tensor"
                 raise TypeError(
                     f"optim: {group.name or 'params'} of {what} should be like the parameters, {expected}, "
                     f"got {shape_of(leaf)}"
                 )
-            out |= {unit: Sharded((row,), context) for unit, row in zip(group.held, rows(group, leaf), strict=True)}
+            ranks = handle.owner.comms.without(group.over)
+            origin = Origin(SingleUnitOwner(ranks.rank, ranks.ranks), 0)
+            here = dataclasses.replace(group, on_host=False)  # in a step, its rows are on the device
+            context = Context(dataclasses.replace(handle.entry, groups=(here,), length=None), number, origin)
+            of_units = zip(group.held, rows_of(group, leaf), strict=True)
+            out |= {unit: Sharded((row,), context) for unit, row in of_units}
         return out
 
 

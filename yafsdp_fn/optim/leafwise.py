@@ -28,15 +28,15 @@ from yafsdp_fn.optim.base import (
     State,
     WholeTrees,
     as_transformation,
+    checked_update,
     name,
-    pair_of,
 )
 from yafsdp_fn.optim.cutting import rows
 from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, from_blocks, in_blocks
 from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
-from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, shape_of, stacked
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, stacked
 from yafsdp_fn.util.owners import Leaf, assign
 
 Result = TypeVar("Result")
@@ -74,16 +74,6 @@ class Leafwise:
                 "leaf, and a number of blocks that divides it"
             )
         return dim % len(shape), count
-
-    def update(self, updates: Tensor, state: State, params: Tensor | None) -> tuple[Tensor, State]:
-        """Updates one leaf. updates: in the dtype that travels"""
-        new, after = pair_of(self.inner, self.inner.update(updates, state, params))
-        if not isinstance(new, Tensor) or new.shape != updates.shape:
-            raise TypeError(
-                f"optim: {name(self.inner)} is given one leaf, {shape_of(updates)}, and should return one like it, "
-                f"got {shape_of(new)}"
-            )
-        return new, after
 
 
 class LeafwiseState(NamedTuple):
@@ -176,7 +166,8 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
 
     def of_leaf(updates: Tensor, state: Any, params: Tensor | None) -> tuple[Tensor, Any]:
         given = in_blocks(updates.to(rule.dtype(node.device) or node.dtype), cut)
-        new, after = rule.update(given, state, None if params is None else in_blocks(params, cut))
+        weights = None if params is None else in_blocks(params, cut)
+        new, after = checked_update(rule.inner, given, state, weights)
         return from_blocks(new, cut).to(node.dtype) * rule.scale(tuple(given.shape)), after
 
     found: tuple[Tensor, Any] = _by_layer(at, of_leaf, node, state, params)
@@ -356,7 +347,7 @@ def _worked(
     for i, leaf in updates.whole().items():
         numbers = range(ends[i] - len(of.states[i]), ends[i])
         state = optree.tree_unflatten(of.specs[i], [whole_states[number] for number in numbers])
-        new[i], changed = rule.update(leaf, state, whole_weights.get(i))
+        new[i], changed = checked_update(rule.inner, leaf, state, whole_weights.get(i))
         after.update(zip(numbers, of.specs[i].flatten_up_to(changed), strict=True))  # type: ignore[arg-type]
     return [updates.give_back(new), *([] if states is None else [states.give_back(after)])]
 

@@ -10,6 +10,7 @@ import torch
 from yafsdp_fn.optim.base import (
     Chain,
     GradientTransformation,
+    OnHost,
     State,
     as_transformation,
     chain,
@@ -18,6 +19,7 @@ from yafsdp_fn.optim.base import (
     stateless,
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
+from yafsdp_fn.optim.on_host import on_host
 from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, nearest, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
@@ -199,6 +201,8 @@ def _restricted_to(tx: GradientTransformation, rule: LeafRule) -> GradientTransf
     others."""
     if isinstance(tx.rule, Chain):
         return chain(*(_restricted_to(part, rule) for part in tx.rule.parts))
+    if isinstance(tx.rule, OnHost):
+        return on_host(_restricted_to(tx.rule.inner, rule))
     if isinstance(tx.rule, Leafwise):
         before = tx.rule.where
         return leafwise(dataclasses.replace(tx.rule, where=lambda path, p: rule(path, p) and before(path, p)))

@@ -156,6 +156,8 @@ class Group:
     stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
         the units that this stage holds: [L here, n], or [0] if the single unit is elsewhere. Without stages all is
         here.
+    encodes, on_host: of a group of an optimizer's state: the format that it is in, if it is in one, and whether its
+        leaf is in the host's memory
     """
 
     # its units, and their leaves
@@ -174,7 +176,9 @@ class Group:
     splits: tuple[LeafSplit, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     wire: Wire = WHOLE
+    # of an optimizer's state
     encodes: Encodes | None = dataclasses.field(default=None, compare=False)
+    on_host: bool = dataclasses.field(default=False, compare=False)
 
     # ---- over axes inside blocks
 

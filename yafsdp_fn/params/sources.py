@@ -277,8 +277,10 @@ def shard_at_home(handle: Sharded, group: Group, leaf: Tensor, index: int) -> Te
     another stage is the unit's home."""
     stacked = handle.entry.stacked(group)
     if group.home(index) != group.stage:
-        return leaf.new_empty(*leaf.shape[: -2 if stacked else -1], group.shard_numel(handle.owner.comms))
-    return leaf.select(-2, group.here.index(index)) if stacked else leaf
+        row = leaf.new_empty(*leaf.shape[: -2 if stacked else -1], group.shard_numel(handle.owner.comms))
+    else:
+        row = leaf.select(-2, group.here.index(index)) if stacked else leaf
+    return row.to(handle.owner.comms.device) if group.on_host else row
 
 
 def _in_front(leaves: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:

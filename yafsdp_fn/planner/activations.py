@@ -25,6 +25,11 @@ def shard_numel(trace: Trace, unit: UnitSpec) -> int:
     return padded_numel(unit.numel, ranks, unit.align) // ranks
 
 
+def state_on_host(trace: Trace, unit: UnitSpec) -> int:
+    """Bytes of one rank's optimizer state of `unit` that are on the host."""
+    return shard_numel(trace, unit) * dict(trace.optimizer.on_host).get(unit.id, 0) // trace.optimizer.block
+
+
 class Peak(NamedTuple):
     """The memory that blocks need at an op. op: its number; the rest in bytes, as in `Memory`."""
 
@@ -70,7 +75,8 @@ def peak_of(program: Program) -> Peak:
     def update(number: int, units: Iterable[int]) -> None:
         nbytes, elements = trace.optimizer.step
         numels = [shard_numel(trace, trace.units[unit]) for unit in units]
-        numel = max(numels, default=0) if trace.optimizer.block > 1 else sum(numels)
+        one_by_one = trace.optimizer.block > 1 or trace.optimizer.on_host
+        numel = max(numels, default=0) if one_by_one else sum(numels)
         offer(number, nbytes * numel // elements)
 
     for number, op in enumerate(program.ops):

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
+from yafsdp_fn.planner.activations import state_on_host
 from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.measured import Cost, Moved
@@ -119,7 +120,11 @@ class Costs:
                 # on the CPU it is one kernel, whatever those of blocks are
                 each = UPDATE_BYTES["fused" if cluster.host_computes else trace.kernels]
                 shares = [each * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
-                return through_memory(cluster, sum(shares))
+                updated = through_memory(cluster, sum(shares))
+                # states on the host: fetched beside the update of the unit before, and returned
+                copied = [2 * state_on_host(trace, u) // (1 + trace.parts(u.id) // 2) for u in units]
+                waited = sum(copied) / cluster.host_bandwidth - seconds_of(updated)
+                return (*updated, Phase("host", waited)) if waited > 0 else updated
             case ops.Exchange():  # all-to-alls send R - 1 parts
                 whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)
                 return cluster.all_to_all(whole, self.shard)

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
-from yafsdp_fn.planner.activations import peak_of, shard_numel
+from yafsdp_fn.planner.activations import peak_of, shard_numel, state_on_host
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.program.ops import AllReduce, Gather, MessageOp, Reduce
 from yafsdp_fn.program.program import Program
@@ -221,7 +221,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
         ranks=ranks,
         aliased=all_slots - slots - grad_slots,
-        host=sum(program.host_bytes().values()),
+        host=sum(program.host_bytes().values()) + sum(state_on_host(trace, unit) for unit in trace.units),
         communicators=communicator_bytes(program, comms, exchanges) if device == "cuda" else 0,
     )
 
@@ -232,6 +232,7 @@ def state_bytes(trace: Trace) -> dict[str, int]:
     trained = frozen = copies = 0
     numels = {(of.numel, trace.ranks // trace.ranks_of(of)): shard_numel(trace, of) for of in trace.units}
     of_states = (numels.get((numel, parts), 0) * nbytes for numel, nbytes, parts in trace.optimizer.shards)
+    largest_on_host = max((state_on_host(trace, unit) for unit in trace.units), default=0)
     for unit in trace.units:
         gathered = unit.gather_bytes // trace.ranks_of(unit)
         encoded = 0 if unit.gathered_as is None else unit.gathered_as.nbytes // trace.ranks_of(unit)
@@ -244,7 +245,7 @@ def state_bytes(trace: Trace) -> dict[str, int]:
         copies += encoded or (gathered if own.compute != own.param else 0)
     return {
         "master": trained + frozen,
-        "optimizer": trace.optimizer.fixed + sum(of_states) // trace.optimizer.block,
+        "optimizer": trace.optimizer.fixed + sum(of_states) // trace.optimizer.block + 2 * largest_on_host,
         "working_copy": copies,
         "grad_shards": trained,
     }

@@ -125,9 +125,12 @@ class OptimizerMemory(NamedTuple):
     update of so many elements has allocated at once
     block: 1, or the elements of a block, where the state is in a format: bytes in `shards` are of so many elements, and
         units are updated one after the other
+    on_host: `(unit, bytes of its state that are on the host, as in shards)`: the device has those of two units at a
+        time, and units are updated one after the other
     """
 
     fixed: int = 0
     shards: tuple[tuple[int, int, Positive], ...] = ()
     step: tuple[int, Positive] = (0, 1)
     block: Positive = 1
+    on_host: tuple[tuple[int, int], ...] = ()

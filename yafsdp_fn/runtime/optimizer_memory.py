@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from yafsdp_fn.communication.ranks import absent_ranks
-from yafsdp_fn.optim.base import as_transformation
+from yafsdp_fn.optim.base import as_transformation, checked_update
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
@@ -62,7 +62,8 @@ def optimizer_memory(
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     block = block_of(tx)
     elements = max(updated, default=0) if steps.parts or block > 1 else sum(updated)
-    return OptimizerMemory(*_spread(state, layout, block), (lives.peak, max(elements, 1)), block)
+    fixed, shards, on_host = _spread(state, layout, block)
+    return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
 
 
 class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -76,19 +77,26 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-def _spread(state: Any, layout: TreeLayout, block: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """Returns `OptimizerMemory.fixed` and `OptimizerMemory.shards`. layout: on the mesh, of this rank's parts"""
+def _spread(
+    state: Any, layout: TreeLayout, block: int
+) -> tuple[int, tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
+    """Returns `fixed`, `shards` and `on_host` of `OptimizerMemory`. layout: on the mesh, of this rank's parts"""
     here = {group.units: group for _, group in layout.groups}
-    fixed, shards = 0, Counter[tuple[int, int]]()
+    fixed, shards, on_host = 0, Counter[tuple[int, int]](), Counter[int]()
     for node in optree.tree_leaves(state, is_leaf=is_sharded):
         if isinstance(node, Sharded):
             for _, group, leaf in node.group_leaves():
                 of = here[group.units]
                 n = leaf.shape[-1] if group.encodes is None else group.encodes.format.numel(leaf.shape[-1])
-                shards[of.layout.numel, math.prod(size for _, size in of.axes)] += leaf.nbytes * block // n
+                per_element = leaf.nbytes * block // n
+                if group.on_host:
+                    on_host.update(dict.fromkeys(group.held, per_element // len(group.held)))
+                else:
+                    shards[of.layout.numel, math.prod(size for _, size in of.axes)] += per_element
         elif isinstance(node, Tensor):
             fixed += node.nbytes
-    return fixed, tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
+    spread = tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
+    return fixed, spread, tuple(sorted(on_host.items()))
 
 
 # ---- Leaves that are lent.
@@ -120,6 +128,6 @@ def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[in
         updates = weights.to(rule.dtype(device) or param)
         state = rule.inner.init(weights)
         with FlopCounterMode(display=False) as counter, suppress(*FAKE_HAS_NO_VALUE):
-            rule.update(updates, state, weights if rule.params else None)
+            checked_update(rule.inner, updates, state, weights if rule.params else None)
     travels = [updates, *optree.tree_leaves(state), *[weights] * rule.params]
     return sum(tensor.nbytes for tensor in travels), counter.get_total_flops()

@@ -69,6 +69,7 @@ MEANT = {
     # optimizers
     "optim.Adam": "ya.optim.adam(learning_rate), a function that makes it",
     "optim.AdamW": "ya.optim.adamw(learning_rate, weight_decay=0.01), a function that makes it",
+    "optim.CPUOffloadOptimizer": "ya.optim.on_host(ya.optim.adamw(learning_rate))",
     "optim.AdamW8bit": "ya.optim.in_format(ya.optim.adamw(learning_rate), ya.formats.Roots())",
     "optim.SGD": "ya.optim.sgd(learning_rate, momentum=0.9), a function that makes it",
     "optim.MultiSteps": "ya.train_step(loss_fn, tx, microbatches=4), or ya.optim.contrib.multi_steps over steps",

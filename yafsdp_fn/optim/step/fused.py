@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import Scalar, Stage
-from yafsdp_fn.optim.cutting import Runs, row_runs, rows
+from yafsdp_fn.optim.cutting import Runs, row_runs
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
@@ -43,16 +43,18 @@ class Fusion(NamedTuple):
     moments: tuple[Tree, ...]
     taken: Tensor | None = None
 
-    def columns(self, params: Tree, grads: Tree, copies: Tree | None) -> list[Leaves] | None:
+    def columns(self, lane: Lane) -> list[Leaves] | None:
         """Returns the leaves of parameters, gradients, moments and copies, or None if the kernel does not accept them.
 
         It reads raw memory of parameters and moments, of one dtype, in one order.
         """
-        spec = optree.tree_structure(params)
-        trees = [params, grads, *self.moments, *([] if copies is None else [copies])]
+        spec = optree.tree_structure(lane.params)
+        trees = [lane.params, lane.grads, *self.moments, *([] if lane.copies is None else [lane.copies])]
         columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in trees]  # type: ignore[misc]
         rows = list(zip(columns[0], *columns[2 : 2 + len(self.moments)], strict=True))
-        if len({(leaf.device, leaf.dtype) for row in rows for leaf in row}) != 1:
+        leaves = [leaf for row in rows for leaf in row]
+        here = [each for leaf in leaves for each in lane.host.get(id(leaf), [leaf])]
+        if len({(each.device, each.dtype) for each in here}) != 1:
             return None
         kind, dtype = columns[0][0].device.type, columns[0][0].dtype
         if kind == "cpu":  # in torch 2.13 that of SGD leaves all but the last few elements as they are (issue 191763)
@@ -142,7 +144,7 @@ class FusedSteps:
                 continue
             for _, group, leaf in node.group_leaves():
                 runs = row_runs(self._decays, node, group, leaf.shape[-1])
-                for unit, *of_unit in zip(group.held, *(rows(group, x) for x in next(columns)), strict=True):
+                for unit, *of_unit in zip(group.held, *(self.lane.rows(group, x) for x in next(columns)), strict=True):
                     out[unit] = _split(runs, of_unit)
         return out
 
@@ -184,7 +186,7 @@ def _fp32(value: Any, device: torch.device) -> Any:
 def fused_steps(lane: Lane) -> FusedSteps | None:
     """Returns the steps of a lane by a kernel, or None if there is none for its rules, or for its memory."""
     fusion = recognise(lane.stages)
-    columns = None if fusion is None else fusion.columns(lane.params, lane.grads, lane.copies)
+    columns = None if fusion is None else fusion.columns(lane)
     return None if fusion is None or columns is None else FusedSteps(lane, fusion, columns)
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from yafsdp_fn.optim.cutting import Cutter, named
 from yafsdp_fn.optim.in_format import block_of, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
+from yafsdp_fn.optim.on_host import HostStates, leaves_on_host
 from yafsdp_fn.optim.partition import Partition, restricted
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
@@ -196,17 +198,22 @@ class UnitSteps:
         self._params, self._grads, self._opt_state = params, grads, opt_state
         self._memory = _leaves(params, grads, opt_state)
         self._clips, lanes, self._why_not = analysis(self._tx, opt_state)
+        leaves = leaves_on_host(opt_state)
+        if leaves and self._why_not is not None:
+            raise TypeError(f"optim: {self._why_not}, but states that are on the host are fetched unit by unit")
+        self._host = HostStates(leaves, handles(params)[0].owner) if leaves else None
         self._left: set[int] | None = None  # units of the step under way, None between steps
         self._scale: Scalar = None
         self._lanes: list[FusedSteps | Definition] = []
         for own, chosen in lanes:
             parts, of_grads, of_copies = (_own(tree, chosen) for tree in (params, grads, copies))
             units = None if self._why_not or not handles(params) else frozenset(units_of(parts))
-            lane = Lane(own, parts, of_grads, of_copies, chosen, units)
+            lane = Lane(own, parts, of_grads, of_copies, chosen, units, self._host.rows if self._host else {})
             self._lanes.append(fused_steps(lane) or Definition(lane))
         self.parts = parts_of(self._tx, params)  # of the steps of units, where there are several
-        # what is kept in a format is decoded in the memory of one unit
-        self._one_by_one = block_of(self._tx) > 1 and self._why_not is None and bool(handles(params))
+        # what is kept in a format is decoded in the memory of one unit, and so is what comes from the host
+        in_turn = block_of(self._tx) > 1 or self._host is not None
+        self._one_by_one = in_turn and self._why_not is None and bool(handles(params))
         # unit between parts -> next part, the parts to come, messages before it
         self._open: dict[int, tuple[int, Iterator[list[Messages]], list[Messages]]] = {}
 
@@ -267,25 +274,23 @@ class UnitSteps:
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
         if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
-        together = units
-        if units is not None:
-            together = [] if self._one_by_one else [unit for unit in units if unit not in self.parts]
-        if not part and (together is None or together):
+        alone = [unit for unit in units or () if part or self._one_by_one or unit in self.parts]
+        together = None if units is None else [unit for unit in units if unit not in alone]
+        if together is None or together:
             list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
-        for unit in units or ():
+        for unit in alone:
             parts = self.parts.get(unit, 1)
-            if parts == 1 and not part and not self._one_by_one:
-                continue
-            if part is None:
-                ranks = handles(self._params)[0].owner.comms
-                exchanged(self._steps([unit], parts, found_inf, on_write), ranks)
-                continue
             now, steps = self._open.pop(unit, (0, self._steps([unit], parts, found_inf, on_write), []))[:2]
-            if part != now:
+            if part not in (None, now):
                 raise RuntimeError(f"optim: part {part} of {named(self._cutter.names, [unit])} is out of turn")
-            for messages in steps:
-                self._open[unit] = part + 1, steps, messages
-                break
+            last = part is None or part + 1 == parts
+            with self._host.using(unit, last=last) if self._host and (last or not part) else nullcontext():
+                if part is None:
+                    exchanged(steps, handles(self._params)[0].owner.comms)
+                    continue
+                for messages in steps:
+                    self._open[unit] = part + 1, steps, messages
+                    break
 
     def _steps(
         self, units: Sequence[int] | None, parts: int, found_inf: Scalar, on_write: OnWrite
@@ -336,6 +341,8 @@ class UnitSteps:
             if steps.lane.units == frozenset():  # other stages hold them all; here counts advance as there
                 list(steps.steps(StepCall([], 1, self._cutter, None, found_inf, lambda: None)))
             steps.finish(found_inf)
+        if self._host:
+            self._host.finish()
         self._left = None
         return self._opt_state
 
