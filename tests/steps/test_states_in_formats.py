@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import zlib
@@ -15,12 +14,26 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day, nightly
-from tests.harness.meshes import made
-from tests.harness.oracle import batch_of, by_autograd, compare, joined
+from tests.harness.formats import (
+    EXACT,
+    F64,
+    STEPS,
+    Halves,
+    Plain,
+    alike,
+    crossed,
+    crossing,
+    loss,
+    normal,
+    schedules_for,
+    split_loss,
+    tree,
+    two_steps_of_micro_shards,
+)
+from tests.harness.marks import nightly
+from tests.harness.oracle import batch_of, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V
-from tests.steps.test_wire_formats import EXACT, F64, STEPS, WHERE, Halves, Plain, loss, schedules_for, split_loss, tree
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
 from yafsdp_fn.params.tree import named_leaves
 
@@ -51,14 +64,6 @@ class Loop:
         self.plain, self.format, self.count = plain, format, 0
         self.leaves = dict(zip(plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
         self.mu, self.nu = ({name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()} for _ in range(2))
-        gain_is_pinned = bool(plain.frozen)  # as in the tree "marked"
-        self.by_layer = {name for name in plain.names if name.startswith("layers")}
-        self.by_layer -= {"layers.gain"} if gain_is_pinned else set()
-
-    def passed(self, name: str, moment: Tensor) -> Tensor:
-        if name not in self.by_layer:
-            return passed(self.format, moment)
-        return torch.stack([passed(self.format, row) for row in moment])
 
     def step(self, batches: list[Batch], parts: int, deferred: bool) -> None:
         _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred)
@@ -70,23 +75,17 @@ class Loop:
             mu, nu = B1 * self.mu[name] + (1 - B1) * grad, B2 * self.nu[name] + (1 - B2) * grad.square()
             update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
             self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
-            self.mu[name], self.nu[name] = self.passed(name, mu), self.passed(name, nu)
+            self.mu[name], self.nu[name] = (self.plain.passed(name, self.format, each) for each in (mu, nu))
 
     def compare(self, params: Any, what: str) -> None:
         got = dict(zip(self.plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
         compare(got, self.leaves, TOLERANCE, what)
 
 
-def exact(mesh: Any, name: str, kind: str, formats: str, parts: int, how: str) -> None:
-    """One rank's part. how: the gradients of weights are written into slots, or autograd's"""
-    with by_autograd() if how == "autograd" else contextlib.nullcontext():
-        three_steps(made(name), f"{name}, {kind}, {formats}, {parts} microbatches", kind, formats, parts)
-
-
-def three_steps(mesh: Any, what: str, kind: str, formats: str, parts: int) -> None:
+def three_steps(mesh: Any, mesh_name: str, kind: str, formats: str, parts: int) -> None:
     format, wire = FORMATS[formats]
     abstract, tx = tree(wire, kind), adamw(format)
-    schedules = dict(schedules_for(mesh)) | {"updates inside": ya.schedules.zero3(update=True)}
+    schedules = schedules_for(mesh) | {"updates inside": ya.schedules.zero3(update=True)}
     for name in (*STEPS, "updates inside"):
         if name not in schedules:
             continue
@@ -97,7 +96,9 @@ def three_steps(mesh: Any, what: str, kind: str, formats: str, parts: int) -> No
             now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
             loop.step(now, parts, name == "zero1")
             state, _ = step(state, now[mesh.get_rank()])
-            loop.compare(ya.unshard(state), f"{what}, {name}: step {number}")
+            loop.compare(
+                ya.unshard(state), f"{mesh_name}, {kind}, {formats}, {parts} microbatches, {name}: step {number}"
+            )
         assert {leaf.dtype for leaf in shards_of(state.opt_state)} == {torch.uint8}
 
 
@@ -106,17 +107,11 @@ def shards_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if leaf.ndim]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("how", ["slots", "autograd"])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("where", by_day(WHERE, "1 shard", "2 shard", "3 shard", "4 nodes"))
+@crossing(FORMATS)
 def test_three_steps_are_those_of_the_plain_loop(
     pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
-    world, mesh = where.split()
-    pools[int(world)].run(exact, mesh, kind, formats, parts, how)
+    crossed(pools, three_steps, where, kind, formats, parts, how)
 
 
 # ---- with what else there is
@@ -135,17 +130,12 @@ def test_the_definition_on_a_plain_tree() -> None:
         loop.compare(oracle.params, "a plain tree")
 
 
-def reproduced(_: Any, micro_shards: int) -> int:
-    mesh, tx = ya.mesh(device="cpu", deterministic=micro_shards), adamw(Roots(32))
-    state = ya.init(tree(Wire()), tx, mesh=mesh)
-    step = ya.train_step(loss, tx)
-    for number in range(2):
-        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
-    return ya.checksum(state)
+def reproduced(_: Any) -> int:
+    return two_steps_of_micro_shards(loss, tree(Wire()), adamw(Roots(32)))
 
 
 def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+    alike(pools, (1, 2, 4), reproduced)
 
 
 def over_stages(_: Any, kind: str) -> None:
@@ -172,13 +162,12 @@ def over_tensor(_: Any, directory: Path, adapters: bool) -> int:
     """Steps are those of one rank, also of adapters; its checkpoint is read over tensor to the bit."""
     world = ya.mesh(device="cpu").size()
     mesh, tx = ya.mesh(device="cpu", tensor=min(2, world)), adamw(Roots(4))
-    normal = {"init": ya.params.initializers.normal(0.5)}
     layer = {
-        "up": ya.Param((2, 16, 8), split={"tensor": -2}, **normal),
-        "down": ya.Param((2, 8, 16), split={"tensor": -1}, **normal),
-        "gain": ya.Param((2, 8), **normal),
+        "up": normal(2, 16, 8, split={"tensor": -2}),
+        "down": normal(2, 8, 16, split={"tensor": -1}),
+        "gain": normal(2, 8),
     }
-    abstract: Any = {"embed": ya.Param((V, 8), **normal), "layers": ya.Stacked(layer)}
+    abstract: Any = {"embed": normal(V, 8), "layers": ya.Stacked(layer)}
     if adapters:
         abstract = ya.lora(abstract, 4, lambda path, _: path.endswith("up"))
     state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
@@ -204,7 +193,7 @@ def sum_of_bits(*trees: Any) -> int:
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> None:
-    assert len({found for world in (1, 2, 4) for found in pools[world].run(over_tensor, tmp_path, adapters)}) == 1
+    alike(pools, (1, 2, 4), over_tensor, tmp_path, adapters)
 
 
 def beside_others(mesh: Any) -> None:
@@ -301,7 +290,7 @@ def saved(mesh: Any, directory: Path) -> int:
 
 
 def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path) -> None:
-    assert len({found for world in (2, 1, 3) for found in pools[world].run(saved, tmp_path)}) == 1
+    alike(pools, (2, 1, 3), saved, tmp_path)
 
 
 def carried_over(mesh: Any) -> None:
