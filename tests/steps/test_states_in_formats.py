@@ -49,24 +49,26 @@ TOLERANCE = 1e-10
 """What a format rounds otherwise is off by 1e-3 at least."""
 
 
-def adamw(format: Format) -> ya.optim.GradientTransformation:
-    inside = ya.optim.in_format(ya.optim.adamw(RATE, B1, B2, EPS, DECAY), format)
+def adamw(format: Format | None) -> ya.optim.GradientTransformation:
+    inside = ya.optim.adamw(RATE, B1, B2, EPS, DECAY)
+    if format is not None:
+        inside = ya.optim.in_format(inside, format)
     return ya.optim.chain(ya.optim.clip_by_global_norm(1.0), inside)
 
 
-WHOLE = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(RATE))
+WHOLE = adamw(None)
 
 
 class Loop:
     """Clipped AdamW on whole leaves, by hand. Moments pass through a format, a layer of a stacked leaf at a time."""
 
-    def __init__(self, plain: Plain, params: Any, format: Format) -> None:
+    def __init__(self, plain: Plain, params: Any, format: Format | None) -> None:
         self.plain, self.format, self.count = plain, format, 0
         self.leaves = dict(zip(plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
         self.mu, self.nu = ({name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()} for _ in range(2))
 
-    def step(self, batches: list[Batch], parts: int, deferred: bool) -> None:
-        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred)
+    def step(self, batches: list[Batch], parts: int, deferred: bool, per_node: int = 1) -> None:
+        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred, per_node)
         grads = self.plain.trained(found)
         self.count += 1
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
