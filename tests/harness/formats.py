@@ -22,11 +22,12 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd
+from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.formats import Format, Wire, passed
+from yafsdp_fn.schedules import Program
 
 F64 = torch.float64
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
@@ -238,6 +239,42 @@ def crossed(
 def _on_a_rank(_: Any, function: Callable[..., None], mesh: str, kind: str, formats: str, parts: int, how: str) -> None:
     with by_autograd() if how == "autograd" else contextlib.nullcontext():
         function(made(mesh), mesh, kind, formats, parts)
+
+
+# ---- stages, plans and whole leaves
+
+
+def on_two_stages(loss: Loss, abstract: Any, tx: Any, precision: ya.Precision) -> tuple[Any, list[Batch], Batch]:
+    """A state, the batches of the ranks of a stage, and this rank's part of all, for three microbatches of two rows."""
+    mesh = ya.mesh(device="cpu", stage=2)
+    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
+    part = {key: value[:2] for key, value in batches[0].items()}
+    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=precision, tx=tx), 2)
+    state = ya.init(abstract, tx, mesh=mesh, precision=precision, stages=assignment)
+    return state, batches, ya.shard_batch(joined(batches), mesh)
+
+
+def planned_program(loss: Loss, abstract: Any, state: Any, tx: Any) -> Program:
+    """The program of a step, whose trace is one without ranks, also after it was JSON."""
+    program = ya.train_step(loss, tx).lower(state, batch_of(0))
+    shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu", "precision": state.memory.precision}
+    assert ya.planner.trace(loss, abstract, batch_of(0), **shape) == program.trace
+    again = type(program).from_json(program.to_json())
+    assert again.ops == program.ops and again.trace == program.trace
+    return program
+
+
+def two_steps_are_plain(mesh: Any, wire: Wire, tx: Any) -> None:
+    """Of an optimizer that does not know formats on the wire, by its own definition on whole leaves."""
+    state = ya.init(tree(wire), tx, mesh=mesh, precision=EXACT)
+    params, plain, step = ya.unshard(state), Plain(tree(wire)), ya.train_step(loss, tx)
+    oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
+    for number in range(2):
+        now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
+        _, grads = plain.value_and_grad(oracle.params, now, 1, False)
+        oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
+        state, _ = step(state, now[mesh.get_rank()])
+    compare(ya.unshard(state), ya.params.without_markers(oracle.params), 1e-10, repr(tx))
 
 
 # ---- bits, and bytes

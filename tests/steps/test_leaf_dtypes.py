@@ -20,13 +20,15 @@ from tests.harness.formats import (
     alike,
     loss_of,
     normal,
+    on_two_stages,
+    planned_program,
     schedules_for,
     sent,
     split_loss,
     two_steps_of_micro_shards,
 )
 from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd, compare, joined, looped
+from tests.harness.oracle import batch_of, by_autograd, compare, looped
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
 from yafsdp_fn.communication.collectives import GlooGroup
@@ -280,13 +282,8 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
 
 
 def over_stages(_: Any, kind: str) -> None:
-    mesh = ya.mesh(device="cpu", stage=2)
     abstract = tree(kind, reduce=F64)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    mine = ya.shard_batch(joined(batches), mesh)
-    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=HALF), 2)
-    state = ya.init(abstract, TX, mesh=mesh, precision=HALF, stages=assignment)
+    state, batches, mine = on_two_stages(loss, abstract, TX, HALF)
     params = optree.tree_map(Tensor.double, ya.unshard(state))
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
         schedule = order(ya.schedules.zero3())
@@ -383,12 +380,8 @@ def planned(mesh: Any) -> None:
     """A trace without ranks is that of the state."""
     abstract = tree("marked", reduce=BF16)
     state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    program = planned_program(loss, abstract, state, TX)
     step = ya.train_step(loss, TX)
-    program = step.lower(state, batch_of(0))
-    ranks = {"mesh": program.trace.mesh, "precision": HALF, "tx": TX, "device": "cpu"}
-    assert ya.planner.trace(loss, abstract, batch_of(0), **ranks) == program.trace
-    again = type(program).from_json(program.to_json())
-    assert again.ops == program.ops and again.trace == program.trace
     state, _ = step(state, batch_of(mesh.get_rank()))
     assert step.program(state).ops == program.ops
 

@@ -25,13 +25,16 @@ from tests.harness.formats import (
     crossing,
     loss,
     normal,
+    on_two_stages,
+    planned_program,
     schedules_for,
     split_loss,
     tree,
+    two_steps_are_plain,
     two_steps_of_micro_shards,
 )
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, compare, joined
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
@@ -141,17 +144,14 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
 
 
 def over_stages(_: Any, kind: str) -> None:
-    mesh, tx, abstract = ya.mesh(device="cpu", stage=2), adamw(ROOTS), tree(Wire(), kind)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=EXACT, tx=tx), 2)
+    tx, abstract = adamw(ROOTS), tree(Wire(), kind)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
-        state = ya.init(abstract, tx, mesh=mesh, precision=EXACT, stages=assignment)
+        state, batches, mine = on_two_stages(loss, abstract, tx, EXACT)
         step = ya.train_step(loss, tx, schedule=order(ya.schedules.zero3()), microbatches=3)
         loop = Loop(Plain(abstract), ya.unshard(state), ROOTS)
         for _ in range(2):
             loop.step(batches, 3, False)
-            state, _ = step(state, ya.shard_batch(joined(batches), mesh))
+            state, _ = step(state, mine)
         loop.compare(ya.unshard(state), f"stages, {kind}, {order.__name__}")
 
 
@@ -209,15 +209,7 @@ def beside_others(mesh: Any) -> None:
         o.chain(o.in_format(o.trace(0.9), ROOTS), o.clip_by_global_norm(0.5), o.scale(-0.1)),
         o.in_format(o.lion(1e-3, mu_dtype=torch.bfloat16), ROOTS),
     ):
-        state = ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT)
-        params, plain, step = ya.unshard(state), Plain(tree(Wire())), ya.train_step(loss, tx)
-        oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
-        for number in range(2):
-            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
-            _, grads = plain.value_and_grad(oracle.params, now, 1, False)
-            oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
-            state, _ = step(state, now[mesh.get_rank()])
-        compare(ya.unshard(state), ya.params.without_markers(oracle.params), TOLERANCE, repr(tx))
+        two_steps_are_plain(mesh, Wire(), tx)
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
@@ -236,11 +228,8 @@ def planned(mesh: Any, formats: str) -> None:
     trained = [leaf for handle in ya_handles(state) for _, group, leaf in handle.group_leaves() if group.trainable]
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(state.opt_state))
     assert held == 2 * format.nbytes(sum(leaf.numel() for leaf in trained)) + 4  # and the count
-    program = ya.train_step(loss, tx).lower(state, batch_of(0))
+    program = planned_program(loss, abstract, state, tx)
     assert ya.planner.predict_memory(program, device="cpu").optimizer == held
-    shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu"}
-    assert ya.planner.trace(loss, abstract, batch_of(0), **shape) == program.trace
-    assert type(program).from_json(program.to_json()).trace == program.trace
 
 
 def ya_handles(state: Any) -> list[Any]:

@@ -25,15 +25,18 @@ from tests.harness.formats import (
     crossing,
     loss,
     normal,
+    on_two_stages,
+    planned_program,
     schedules_for,
     sent,
     split_loss,
     through,
     tree,
+    two_steps_are_plain,
     two_steps_of_micro_shards,
 )
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, compare, joined
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import E, V
 from yafsdp_fn.communication.formats import Scaled, Wire, passed
@@ -139,14 +142,9 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
 
 
 def over_stages(_: Any, kind: str) -> None:
-    mesh = ya.mesh(device="cpu", stage=2)
     abstract = tree(FORMATS["gathers" if kind == "tied" else "int8"], kind)
     plain = Plain(abstract)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    mine = ya.shard_batch(joined(batches), mesh)
-    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=EXACT), 2)
-    state = ya.init(abstract, TX, mesh=mesh, precision=EXACT, stages=assignment)
+    state, batches, mine = on_two_stages(loss, abstract, TX, EXACT)
     params = ya.unshard(state)
     _, grads = plain.value_and_grad(params, batches, 3, False)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
@@ -209,19 +207,7 @@ def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
 
 
 def whole_leaves_updated(mesh: Any) -> None:
-    tx = ya.optim.muon(0.02, dtype=F64)
-    abstract = tree(FORMATS["int8"])
-    plain = Plain(abstract)
-    state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
-    params = ya.unshard(state)
-    batches = [batch_of(rank) for rank in range(mesh.size())]
-    step = ya.train_step(loss, tx)
-    oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
-    for _ in range(2):
-        _, grads = plain.value_and_grad(oracle.params, batches, 1, False)
-        oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
-        state, _ = step(state, batches[mesh.get_rank()])
-    compare(ya.unshard(state), oracle.params, 1e-10, "muon")
+    two_steps_are_plain(mesh, FORMATS["int8"], ya.optim.muon(0.02, dtype=F64))
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -309,16 +295,11 @@ def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: in
 def planned(mesh: Any) -> None:
     """A trace without ranks is that of the state; its units say their formats, in JSON too."""
     abstract = tree(FORMATS["mixed"], "marked")
-    state = ya.init(abstract, TX, mesh=mesh)
-    program = ya.train_step(loss, TX).lower(state, batch_of(0))
-    given: Any = {"mesh": program.trace.mesh, "tx": TX, "device": "cpu"}
-    assert ya.planner.trace(loss, abstract, batch_of(0), **given) == program.trace
-    again = type(program).from_json(program.to_json())
-    assert again.trace == program.trace
+    program = planned_program(loss, abstract, ya.init(abstract, TX, mesh=mesh), TX)
     names = {(u.gathered_as and u.gathered_as.name, u.reduced_as and u.reduced_as.name) for u in program.trace.units}
     assert names == {(None, None), ("float8_e4m3fn/8", None), ("float8_e4m3fn/8", "halves")}
-    elsewhere = program.trace.on([("shard", 6)]) if hasattr(program.trace, "on") else None
-    assert elsewhere is None or ya.planner.trace(loss, abstract, batch_of(0), **{**given, "mesh": elsewhere.mesh})
+    elsewhere = program.trace.on((("shard", 6),))
+    assert ya.planner.trace(loss, abstract, batch_of(0), mesh=elsewhere.mesh, device="cpu").units == elsewhere.units
 
 
 def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:
