@@ -1,5 +1,9 @@
-"""Measures, where this process runs, steps whose matrices travel whole and in int8: `python -m tests.planner.slow_link
-MBIT`, on a link of so many Mbit/s that two ranks share. The same is predicted beside it."""
+"""Measures steps of config B with formats and without, in turn.
+
+python -m tests.planner.slow_link MBIT      where this process runs, on a link of so many Mbit/s that two ranks share,
+                                            with what is predicted beside it
+python -m tests.planner.slow_link           at one and two ranks, over the step without; moments in 8 bits, too
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ CONFIG = SHAPE.llama()
 TX = ya.optim.adamw(1e-3)
 INT8 = ya.formats.Scaled()
 WIRES = {"whole": ya.Wire(), "gathers": ya.Wire(gather=INT8), "both": ya.Wire(INT8, INT8)}
-STEPS = 3
+MOMENTS = {"moments": ya.optim.in_format(TX, ya.formats.Roots())}
 
 
 def batch(rows: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -35,22 +39,23 @@ def params(wire: ya.Wire) -> Any:
     return tree if wire == ya.Wire() else ya.params.with_wire(tree, wire)
 
 
-def rank(_: int) -> dict[str, list[float]]:
-    """Seconds of steps, by turns."""
+def rank(rounds: int, moments: bool) -> dict[str, float]:
+    """Median seconds of steps, by turns."""
     torch.set_num_threads(1)
     mesh = ya.mesh()
     loss, mine = llama.loss(CONFIG), batch(1)
-    steps = {name: ya.train_step(loss, TX) for name in WIRES}
-    states = {name: ya.init(params(wire), TX, mesh=mesh) for name, wire in WIRES.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in WIRES}
-    for _ in range(STEPS + 2):
+    txs = dict.fromkeys(WIRES, TX) | (MOMENTS if moments else {})
+    steps = {name: ya.train_step(loss, tx) for name, tx in txs.items()}
+    states = {name: ya.init(params(WIRES.get(name, ya.Wire())), tx, mesh=mesh) for name, tx in txs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds + 2):
         for name, step in steps.items():
             began = time.monotonic()
             states[name], metrics = step(states[name], mine)
             metrics["loss"].item()
             states[name].memory.comms.drain()
             seconds[name].append(time.monotonic() - began)
-    return {name: each[2:] for name, each in seconds.items()}
+    return {name: statistics.median(each[2:]) for name, each in seconds.items()}
 
 
 def predicted(cluster: Cluster) -> dict[str, float]:
@@ -61,8 +66,15 @@ def predicted(cluster: Cluster) -> dict[str, float]:
     return found
 
 
+def main(link: str = "") -> None:
+    if link:
+        plan = predicted(LOCAL.replace(gpus_per_node=1, network_bandwidth=float(link) * 1e6 / 8 / 2))
+        print(json.dumps([plan, ya.launch(rank, 3, False, ranks=2)[0]]))
+        return
+    for ranks in (1, 2):
+        seconds = ya.launch(rank, 15, True, ranks=ranks)[0]
+        print(ranks, {name: f"{of * 1e3:.0f} ms, {of / seconds['whole']:.2f}" for name, of in seconds.items()})
+
+
 if __name__ == "__main__":
-    link = float(sys.argv[1])
-    plan = predicted(LOCAL.replace(gpus_per_node=1, network_bandwidth=link * 1e6 / 8 / 2))
-    measured = ya.launch(rank, 0, ranks=2)[0]
-    print(json.dumps([plan, {name: statistics.median(each) for name, each in measured.items()}]))
+    main(*sys.argv[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -13,25 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.formats import (
+    F64,
+    LAYERS,
+    TX,
+    alike,
+    loss_of,
+    normal,
+    on_two_stages,
+    planned_program,
+    schedules_for,
+    sent,
+    split_loss,
+    two_steps_of_micro_shards,
+)
 from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd, compare, joined, looped
+from tests.harness.oracle import batch_of, by_autograd, compare, looped
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
 from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.params.layout import tree_layout
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-LAYERS, X = 3, 4
+BF16, F32 = torch.bfloat16, torch.float32
+X = 4
 HALF = ya.Precision(F64, compute=BF16, reduce=F64)
 """Sums in float64: what is off by more than 1e-12 was rounded in another place."""
 
 Own = Callable[..., ya.Param]
-
-
-def normal(*shape: int, **own: Any) -> ya.Param:
-    return ya.Param(shape, init=ya.params.initializers.normal(0.5), **own)
 
 
 def tree(kind: str = "plain", *, compute: torch.dtype = F32, reduce: torch.dtype | None = None) -> dict[str, Any]:
@@ -76,22 +85,7 @@ def head(w: dict[str, Tensor], table: Tensor, x: Tensor, targets: Tensor) -> ya.
     return masked_loss(F.linear(x, table), targets)
 
 
-def loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
-    x = ya.apply(embed, params["embed"], batch["tokens"])
-    x, _ = ya.scan(block, x, params["layers"])
-    tables = params["embed"] if "out" not in whole_names(params["head"]) else None
-    if tables is None:
-        mean: ya.Mean = ya.apply(lambda w, x, t: head(w, w["out"], x, t), params["head"], x, batch["targets"])
-    else:
-        both = params["head"], tables
-        mean = ya.apply(lambda w, x, t: head(w[0], w[1], x, t), both, x, batch["targets"])
-    return mean
-
-
-def whole_names(node: Any) -> Sequence[str]:
-    if isinstance(node, dict):
-        return list(node)
-    return [path.rpartition(".")[2] for path, _, _ in node.wholes()]
+loss = loss_of(embed, block, head)
 
 
 def casts(abstract: Any, compute: torch.dtype = BF16) -> Any:
@@ -112,14 +106,6 @@ def frozen_names(abstract: Any) -> set[str]:
 
 STEPS = ("zero2", "zero3, recomputed", "hpz")
 """The schedules that take three steps, as well."""
-
-
-def schedules_for(mesh: Any) -> dict[str, Any]:
-    s = ya.schedules
-    found = {"zero1": s.zero1(), "zero2": s.zero2(), "zero3, recomputed": s.zero3(remat=s.remat.all)}
-    found |= {"zero3, far": s.zero3(prefetch=3), "fsdp2": s.fsdp2()}
-    return found | ({"hpz": s.hpz(2 * LAYERS)} if "local" in (mesh.mesh_dim_names or ()) else {})
-
 
 NAMES = ("zero1", "zero2", "zero3, recomputed", "zero3, far", "fsdp2")
 
@@ -214,40 +200,15 @@ def test_on_every_mesh(pools: dict[int, Pool], mesh: str, schedule: str) -> None
 # ---- what travels
 
 
-def sent(mesh: Any, precision: ya.Precision) -> list[tuple[int, int]]:
-    """Bytes that this rank sends in a step to gather and to reduce, as counted and as a program says; and the largest
-    number of vectors that are gathered together."""
-    state = ya.init(tree(reduce=F32), TX, mesh=mesh, precision=precision)
-    step, batch, counted = ya.train_step(loss, TX), batch_of(mesh.get_rank()), {"gather": 0, "reduce": 0}
-    state, _ = step(state, batch)
-    gathers, comms = [0], state.memory.comms
-
-    def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
-        real = getattr(GlooGroup, name)
-
-        def call(group: Any, outs: Any, ins: Any) -> None:
-            counted[what] += sizes(outs, ins)
-            gathers.append(len(ins) if what == "gather" else 0)
-            real(group, outs, ins)
-
-        patch.setattr(GlooGroup, name, call)
-
-    others = mesh.size() - 1
-    with pytest.MonkeyPatch.context() as patch:
-        watched("all_gathers", "gather", lambda outs, ins: sum(shard.nbytes for shard in ins) * others)
-        watched("reduce_scatters", "reduce", lambda outs, ins: sum(x.nbytes for x in ins) // mesh.size() * others)
-        watched("all_to_all", "reduce", lambda out, full: full.nbytes // mesh.size() * others)
-        state, _ = step(state, batch)
-        comms.drain()
-    said = step.program(state).wire_bytes()
-    return [(counted["gather"], said["gather"]), (counted["reduce"], said["reduce"]), (max(gathers), 2)]
+def traffic(mesh: Any, precision: ya.Precision) -> list[tuple[int, int]]:
+    return sent(loss, ya.init(tree(reduce=F32), TX, mesh=mesh, precision=precision), batch_of(mesh.get_rank()))
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
     for accumulate in (None, F32):
         precision = ya.Precision(compute=BF16, reduce=BF16, accumulate=accumulate)
-        for found in pools[world].run(sent, precision):
+        for found in pools[world].run(traffic, precision):
             for counted, said in found:
                 assert counted == said > 0, found
 
@@ -312,27 +273,17 @@ def test_derivatives_by_torch(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(under_transforms)
 
 
-def reproduced(_: Any, micro_shards: int) -> int:
-    mesh = ya.mesh(device="cpu", deterministic=micro_shards)
-    state = ya.init(tree(reduce=F32), TX, mesh=mesh, precision=ya.Precision(compute=BF16, reduce=BF16))
-    step = ya.train_step(loss, TX)
-    for number in range(2):
-        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
-    return ya.checksum(state)
+def reproduced(_: Any) -> int:
+    return two_steps_of_micro_shards(loss, tree(reduce=F32), TX, ya.Precision(compute=BF16, reduce=BF16))
 
 
 def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+    alike(pools, (1, 2, 4), reproduced)
 
 
 def over_stages(_: Any, kind: str) -> None:
-    mesh = ya.mesh(device="cpu", stage=2)
     abstract = tree(kind, reduce=F64)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    mine = ya.shard_batch(joined(batches), mesh)
-    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=HALF), 2)
-    state = ya.init(abstract, TX, mesh=mesh, precision=HALF, stages=assignment)
+    state, batches, mine = on_two_stages(loss, abstract, TX, HALF)
     params = optree.tree_map(Tensor.double, ya.unshard(state))
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
         schedule = order(ya.schedules.zero3())
@@ -405,25 +356,16 @@ def over_tensor(_: Any) -> None:
     }
     abstract = {"embed": normal(V, E), "layers": ya.Stacked(layer)}
 
-    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
-        y = torch.tanh(ya.linear(x, w["up"])) * w["scale"]
-        return x + ya.psum(ya.linear(y, w["down"].to(x.dtype)), "tensor") * w["gain"], None
-
-    def over(params: Any, batch: Batch) -> ya.Mean:
-        x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
-        x, _ = ya.scan(block, x, params["layers"])
-        return ya.Mean(x.square().sum(), x.numel())
-
     mesh = ya.mesh(device="cpu", tensor=2)
     state = ya.init(abstract, TX, mesh=mesh, precision=ya.Precision(F64))
     params = optree.tree_map(Tensor.double, ya.unshard(state))
     batch = batch_of(0, rows=4)
     dtypes = casts(abstract, F64)
-    plain = ya.value_and_grad(lambda params, batch: over(optree.tree_map(Tensor.to, params, dtypes), batch))
+    plain = ya.value_and_grad(lambda params, batch: split_loss(optree.tree_map(Tensor.to, params, dtypes), batch))
     expected = plain(params, batch)
     mine = ya.shard_batch(batch, mesh)
     for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
-        value, grads = ya.value_and_grad(over, schedule=schedule)(state.params, mine)
+        value, grads = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
         compare(value, expected[0], 1e-12, "value")
         off_by(grads, expected[1], 1e-6, "gradients")
         compare(ya.unshard(grads)["embed"], expected[1]["embed"], 1e-12, "gradients in float64")
@@ -438,12 +380,8 @@ def planned(mesh: Any) -> None:
     """A trace without ranks is that of the state."""
     abstract = tree("marked", reduce=BF16)
     state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
+    program = planned_program(loss, abstract, state, TX)
     step = ya.train_step(loss, TX)
-    program = step.lower(state, batch_of(0))
-    ranks = {"mesh": program.trace.mesh, "precision": HALF, "tx": TX, "device": "cpu"}
-    assert ya.planner.trace(loss, abstract, batch_of(0), **ranks) == program.trace
-    again = type(program).from_json(program.to_json())
-    assert again.ops == program.ops and again.trace == program.trace
     state, _ = step(state, batch_of(mesh.get_rank()))
     assert step.program(state).ops == program.ops
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import zlib
@@ -15,12 +14,29 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day, nightly
-from tests.harness.meshes import made
-from tests.harness.oracle import batch_of, by_autograd, compare, joined
+from tests.harness.formats import (
+    EXACT,
+    F64,
+    STEPS,
+    Halves,
+    Plain,
+    alike,
+    crossed,
+    crossing,
+    loss,
+    normal,
+    on_two_stages,
+    planned_program,
+    schedules_for,
+    split_loss,
+    tree,
+    two_steps_are_plain,
+    two_steps_of_micro_shards,
+)
+from tests.harness.marks import nightly
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V
-from tests.steps.test_wire_formats import EXACT, F64, STEPS, WHERE, Halves, Plain, loss, schedules_for, split_loss, tree
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
 from yafsdp_fn.params.tree import named_leaves
 
@@ -36,32 +52,26 @@ TOLERANCE = 1e-10
 """What a format rounds otherwise is off by 1e-3 at least."""
 
 
-def adamw(format: Format) -> ya.optim.GradientTransformation:
-    inside = ya.optim.in_format(ya.optim.adamw(RATE, B1, B2, EPS, DECAY), format)
+def adamw(format: Format | None) -> ya.optim.GradientTransformation:
+    inside = ya.optim.adamw(RATE, B1, B2, EPS, DECAY)
+    if format is not None:
+        inside = ya.optim.in_format(inside, format)
     return ya.optim.chain(ya.optim.clip_by_global_norm(1.0), inside)
 
 
-WHOLE = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(RATE))
+WHOLE = adamw(None)
 
 
 class Loop:
     """Clipped AdamW on whole leaves, by hand. Moments pass through a format, a layer of a stacked leaf at a time."""
 
-    def __init__(self, plain: Plain, params: Any, format: Format) -> None:
+    def __init__(self, plain: Plain, params: Any, format: Format | None) -> None:
         self.plain, self.format, self.count = plain, format, 0
         self.leaves = dict(zip(plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
         self.mu, self.nu = ({name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()} for _ in range(2))
-        gain_is_pinned = bool(plain.frozen)  # as in the tree "marked"
-        self.by_layer = {name for name in plain.names if name.startswith("layers")}
-        self.by_layer -= {"layers.gain"} if gain_is_pinned else set()
 
-    def passed(self, name: str, moment: Tensor) -> Tensor:
-        if name not in self.by_layer:
-            return passed(self.format, moment)
-        return torch.stack([passed(self.format, row) for row in moment])
-
-    def step(self, batches: list[Batch], parts: int, deferred: bool) -> None:
-        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred)
+    def step(self, batches: list[Batch], parts: int, deferred: bool, per_node: int = 1) -> None:
+        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred, per_node)
         grads = self.plain.trained(found)
         self.count += 1
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
@@ -70,23 +80,17 @@ class Loop:
             mu, nu = B1 * self.mu[name] + (1 - B1) * grad, B2 * self.nu[name] + (1 - B2) * grad.square()
             update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
             self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
-            self.mu[name], self.nu[name] = self.passed(name, mu), self.passed(name, nu)
+            self.mu[name], self.nu[name] = (self.plain.passed(name, self.format, each) for each in (mu, nu))
 
     def compare(self, params: Any, what: str) -> None:
         got = dict(zip(self.plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
         compare(got, self.leaves, TOLERANCE, what)
 
 
-def exact(mesh: Any, name: str, kind: str, formats: str, parts: int, how: str) -> None:
-    """One rank's part. how: the gradients of weights are written into slots, or autograd's"""
-    with by_autograd() if how == "autograd" else contextlib.nullcontext():
-        three_steps(made(name), f"{name}, {kind}, {formats}, {parts} microbatches", kind, formats, parts)
-
-
-def three_steps(mesh: Any, what: str, kind: str, formats: str, parts: int) -> None:
+def three_steps(mesh: Any, mesh_name: str, kind: str, formats: str, parts: int) -> None:
     format, wire = FORMATS[formats]
     abstract, tx = tree(wire, kind), adamw(format)
-    schedules = dict(schedules_for(mesh)) | {"updates inside": ya.schedules.zero3(update=True)}
+    schedules = schedules_for(mesh) | {"updates inside": ya.schedules.zero3(update=True)}
     for name in (*STEPS, "updates inside"):
         if name not in schedules:
             continue
@@ -97,7 +101,9 @@ def three_steps(mesh: Any, what: str, kind: str, formats: str, parts: int) -> No
             now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
             loop.step(now, parts, name == "zero1")
             state, _ = step(state, now[mesh.get_rank()])
-            loop.compare(ya.unshard(state), f"{what}, {name}: step {number}")
+            loop.compare(
+                ya.unshard(state), f"{mesh_name}, {kind}, {formats}, {parts} microbatches, {name}: step {number}"
+            )
         assert {leaf.dtype for leaf in shards_of(state.opt_state)} == {torch.uint8}
 
 
@@ -106,17 +112,11 @@ def shards_of(tree: Any) -> list[Tensor]:
     return [leaf for leaf in optree.tree_leaves(tree) if leaf.ndim]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("how", ["slots", "autograd"])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("where", by_day(WHERE, "1 shard", "2 shard", "3 shard", "4 nodes"))
+@crossing(FORMATS)
 def test_three_steps_are_those_of_the_plain_loop(
     pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
-    world, mesh = where.split()
-    pools[int(world)].run(exact, mesh, kind, formats, parts, how)
+    crossed(pools, three_steps, where, kind, formats, parts, how)
 
 
 # ---- with what else there is
@@ -135,31 +135,23 @@ def test_the_definition_on_a_plain_tree() -> None:
         loop.compare(oracle.params, "a plain tree")
 
 
-def reproduced(_: Any, micro_shards: int) -> int:
-    mesh, tx = ya.mesh(device="cpu", deterministic=micro_shards), adamw(Roots(32))
-    state = ya.init(tree(Wire()), tx, mesh=mesh)
-    step = ya.train_step(loss, tx)
-    for number in range(2):
-        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
-    return ya.checksum(state)
+def reproduced(_: Any) -> int:
+    return two_steps_of_micro_shards(loss, tree(Wire()), adamw(Roots(32)))
 
 
 def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+    alike(pools, (1, 2, 4), reproduced)
 
 
 def over_stages(_: Any, kind: str) -> None:
-    mesh, tx, abstract = ya.mesh(device="cpu", stage=2), adamw(ROOTS), tree(Wire(), kind)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=EXACT, tx=tx), 2)
+    tx, abstract = adamw(ROOTS), tree(Wire(), kind)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
-        state = ya.init(abstract, tx, mesh=mesh, precision=EXACT, stages=assignment)
+        state, batches, mine = on_two_stages(loss, abstract, tx, EXACT)
         step = ya.train_step(loss, tx, schedule=order(ya.schedules.zero3()), microbatches=3)
         loop = Loop(Plain(abstract), ya.unshard(state), ROOTS)
         for _ in range(2):
             loop.step(batches, 3, False)
-            state, _ = step(state, ya.shard_batch(joined(batches), mesh))
+            state, _ = step(state, mine)
         loop.compare(ya.unshard(state), f"stages, {kind}, {order.__name__}")
 
 
@@ -172,13 +164,12 @@ def over_tensor(_: Any, directory: Path, adapters: bool) -> int:
     """Steps are those of one rank, also of adapters; its checkpoint is read over tensor to the bit."""
     world = ya.mesh(device="cpu").size()
     mesh, tx = ya.mesh(device="cpu", tensor=min(2, world)), adamw(Roots(4))
-    normal = {"init": ya.params.initializers.normal(0.5)}
     layer = {
-        "up": ya.Param((2, 16, 8), split={"tensor": -2}, **normal),
-        "down": ya.Param((2, 8, 16), split={"tensor": -1}, **normal),
-        "gain": ya.Param((2, 8), **normal),
+        "up": normal(2, 16, 8, split={"tensor": -2}),
+        "down": normal(2, 8, 16, split={"tensor": -1}),
+        "gain": normal(2, 8),
     }
-    abstract: Any = {"embed": ya.Param((V, 8), **normal), "layers": ya.Stacked(layer)}
+    abstract: Any = {"embed": normal(V, 8), "layers": ya.Stacked(layer)}
     if adapters:
         abstract = ya.lora(abstract, 4, lambda path, _: path.endswith("up"))
     state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
@@ -204,7 +195,7 @@ def sum_of_bits(*trees: Any) -> int:
 
 @pytest.mark.parametrize("adapters", [False, True])
 def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> None:
-    assert len({found for world in (1, 2, 4) for found in pools[world].run(over_tensor, tmp_path, adapters)}) == 1
+    alike(pools, (1, 2, 4), over_tensor, tmp_path, adapters)
 
 
 def beside_others(mesh: Any) -> None:
@@ -218,15 +209,7 @@ def beside_others(mesh: Any) -> None:
         o.chain(o.in_format(o.trace(0.9), ROOTS), o.clip_by_global_norm(0.5), o.scale(-0.1)),
         o.in_format(o.lion(1e-3, mu_dtype=torch.bfloat16), ROOTS),
     ):
-        state = ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT)
-        params, plain, step = ya.unshard(state), Plain(tree(Wire())), ya.train_step(loss, tx)
-        oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
-        for number in range(2):
-            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
-            _, grads = plain.value_and_grad(oracle.params, now, 1, False)
-            oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
-            state, _ = step(state, now[mesh.get_rank()])
-        compare(ya.unshard(state), ya.params.without_markers(oracle.params), TOLERANCE, repr(tx))
+        two_steps_are_plain(mesh, Wire(), tx)
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
@@ -245,11 +228,8 @@ def planned(mesh: Any, formats: str) -> None:
     trained = [leaf for handle in ya_handles(state) for _, group, leaf in handle.group_leaves() if group.trainable]
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(state.opt_state))
     assert held == 2 * format.nbytes(sum(leaf.numel() for leaf in trained)) + 4  # and the count
-    program = ya.train_step(loss, tx).lower(state, batch_of(0))
+    program = planned_program(loss, abstract, state, tx)
     assert ya.planner.predict_memory(program, device="cpu").optimizer == held
-    shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu"}
-    assert ya.planner.trace(loss, abstract, batch_of(0), **shape) == program.trace
-    assert type(program).from_json(program.to_json()).trace == program.trace
 
 
 def ya_handles(state: Any) -> list[Any]:
@@ -301,7 +281,7 @@ def saved(mesh: Any, directory: Path) -> int:
 
 
 def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path) -> None:
-    assert len({found for world in (2, 1, 3) for found in pools[world].run(saved, tmp_path)}) == 1
+    alike(pools, (2, 1, 3), saved, tmp_path)
 
 
 def carried_over(mesh: Any) -> None:

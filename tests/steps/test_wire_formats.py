@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import by_day, nightly
-from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd, compare, joined
+from tests.harness.formats import (
+    EXACT,
+    F64,
+    STEPS,
+    TX,
+    Halves,
+    Plain,
+    alike,
+    crossed,
+    crossing,
+    loss,
+    normal,
+    on_two_stages,
+    planned_program,
+    schedules_for,
+    sent,
+    split_loss,
+    through,
+    tree,
+    two_steps_are_plain,
+    two_steps_of_micro_shards,
+)
+from tests.harness.marks import nightly
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
-from tests.harness.problems import Batch, E, V, masked_loss
-from yafsdp_fn.communication.collectives import GlooGroup
-from yafsdp_fn.communication.formats import Format, Scaled, Wire, passed
+from tests.harness.problems import E, V
+from yafsdp_fn.communication.formats import Scaled, Wire, passed
 
-F32, F64 = torch.float32, torch.float64
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-LAYERS, X = 3, 5
-EXACT = ya.Precision(F64)
 TOLERANCE = 1e-12
 """What a format rounds otherwise is off by 1e-3 at least."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Halves(Format):
-    """bfloat16, as a user would write it."""
-
-    name: str = "halves"
-    block: int = 4
-    block_bytes: int = 8
-
-    def encode(self, blocks: Tensor) -> Tensor:
-        return blocks.bfloat16().view(torch.uint8)
-
-    def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
-        return encoded.contiguous().view(torch.bfloat16).to(dtype)
-
 
 INT8 = Scaled(torch.int8, 8)
 FORMATS: dict[str, Wire] = {
@@ -56,150 +52,13 @@ FORMATS: dict[str, Wire] = {
     "mixed": Wire(Scaled(torch.float8_e4m3fn, 8), Halves()),
 }
 
-# ---- a model, and its plain loop
 
-
-def tree(wire: Wire, kind: str = "plain") -> dict[str, Any]:
-    """Matrices of layers, and the head's, travel in formats; gains, a router and the embedding do not."""
-
-    def own(*shape: int, **more: Any) -> ya.Param:
-        return ya.Param(shape, init=ya.params.initializers.normal(0.5), **more)
-
-    L = LAYERS
-    layer: dict[str, Any] = {
-        "up": own(L, X, E, wire=wire),
-        "router": own(L, X, E),
-        "down": own(L, E, X, wire=wire),
-        "gain": own(L, E),
-    }
-    if kind == "marked":
-        layer["gain"] = ya.Pinned(own(L, E, wire=wire))
-        layer["router"] = ya.Unit({"up": own(L, X, E, wire=wire)})
-        layer["down"] = ya.frozen(layer["down"])
-    if kind == "tied":
-        return {
-            "embed": own(V, E, wire=Wire(gather=wire.gather)),
-            "layers": ya.Stacked(layer),
-            "head": {"scale": own(E)},
-        }
-    head = {"scale": own(E), "out": own(V, E, wire=wire)}
-    return {"embed": own(V, E), "layers": ya.Stacked(layer), "head": head}
-
-
-def block(x: Tensor, w: dict[str, Any]) -> tuple[Tensor, None]:
-    router = w["router"]["up"] if isinstance(w["router"], dict) else w["router"]
-    y = torch.tanh(ya.linear(x, w["up"])) * ya.linear(x, router).softmax(-1)
-    return x + ya.linear(y, w["down"]) * w["gain"], None
-
-
-def head(w: dict[str, Tensor], table: Tensor, x: Tensor, targets: Tensor) -> ya.Mean:
-    return masked_loss(ya.linear(x * w["scale"], table), targets)
-
-
-def loss(params: dict[str, Any], batch: Batch) -> ya.Mean:
-    x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
-    x, _ = ya.scan(block, x, params["layers"])
-    found: ya.Mean
-    if "out" in names_of(params["head"]):
-        found = ya.apply(lambda w, x, t: head(w, w["out"], x, t), params["head"], x, batch["targets"])
-    else:
-        both = params["head"], params["embed"]
-        found = ya.apply(lambda w, x, t: head(w[0], w[1], x, t), both, x, batch["targets"])
-    return found
-
-
-def names_of(node: Any) -> Sequence[str]:
-    if isinstance(node, dict):
-        return list(node)
-    return [path.rpartition(".")[2] for path, _, _ in node.wholes()]
-
-
-def added(each: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    return [functools.reduce(torch.add, of_leaf) for of_leaf in zip(*each, strict=True)]
-
-
-class Plain:
-    """The plain loop. Weights and gradients pass through formats, a layer of a leaf at a time, or a pinned leaf."""
-
-    def __init__(self, abstract: Any) -> None:
-        leaves, self.spec = optree.tree_flatten(ya.params.without_markers(abstract))
-        self.wires = [leaf.wire for leaf in leaves]
-        self.names = optree.tree_leaves(ya.params.leaf_names(ya.params.without_markers(abstract)))
-        self.stacked = [name.startswith("layers") and name != "layers.gain" for name in self.names]
-        down = abstract["layers"].tree["down"]
-        self.frozen = () if isinstance(down, ya.Param) else ("layers.down",)
-
-    def passed(self, leaves: Sequence[Tensor], way: str) -> list[Tensor]:
-        out = []
-        for leaf, wire, stacked in zip(leaves, self.wires, self.stacked, strict=True):
-            format = getattr(wire, way)
-            if format is None:
-                out.append(leaf)
-            elif stacked:
-                out.append(torch.stack([passed(format, row) for row in leaf]))
-            else:
-                out.append(passed(format, leaf))
-        return out
-
-    def value_and_grad(
-        self, params: Any, batches: list[Batch], parts: int, deferred: bool, per_node: int = 1
-    ) -> tuple[Tensor, Any]:
-        """`deferred`: a rank reduces the sum over its microbatches, else each one. `per_node`: ranks whose sum, of each
-        reduction, passes once more; 1: none does."""
-        whole = optree.tree_leaves(ya.params.without_markers(params))
-        leaves = [leaf.detach().requires_grad_() for leaf in self.passed(whole, "gather")]
-        sums = [torch.zeros_like(leaf) for leaf in leaves]
-        value, weights = torch.zeros((), dtype=F64), 0.0
-        reduced: list[list[list[Tensor]]] = []  # by rank and reduction
-        for batch in batches:
-            rows = batch["tokens"].shape[0] // parts
-            found = []
-            for part in range(parts):
-                mine = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
-                total, weight = loss(optree.tree_unflatten(self.spec, leaves), mine)
-                value, weights = value + total.detach(), weights + float(weight)
-                found.append(list(torch.autograd.grad(total, leaves)))
-            found = [added(found)] if deferred else found
-            reduced.append([self.passed(grads, "reduce") for grads in found])
-        for first in range(0, len(batches), per_node):
-            for of_ranks in zip(*reduced[first : first + per_node], strict=True):
-                of_node = added(of_ranks)
-                sums = added([sums, self.passed(of_node, "reduce") if per_node > 1 else of_node])
-        return (value / weights).float(), optree.tree_unflatten(self.spec, [grad / weights for grad in sums])
-
-    def trained(self, params: Any) -> dict[str, Tensor]:
-        leaves = optree.tree_leaves(ya.params.without_markers(params))
-        return {name: leaf for name, leaf in zip(self.names, leaves, strict=True) if name not in self.frozen}
-
-
-STEPS = ("zero1", "zero3, recomputed", "hpz")
-"""The schedules that take three steps, as well."""
-
-
-def schedules_for(mesh: Any) -> Iterator[tuple[str, Any]]:
-    s = ya.schedules
-    yield "zero1", s.zero1()
-    yield "zero2", s.zero2()
-    yield "zero3, recomputed", s.zero3(remat=s.remat.all)
-    yield "zero3, far", s.zero3(prefetch=3)
-    yield "fsdp2", s.fsdp2()
-    if "local" in (mesh.mesh_dim_names or ()):
-        yield "hpz", s.hpz(2 * LAYERS)
-
-
-def exact(mesh: Any, name: str, kind: str, formats: str, parts: int, how: str) -> None:
-    """One rank's part. how: the gradients of weights are written into slots, or autograd's"""
-    with by_autograd() if how == "autograd" else contextlib.nullcontext():
-        gradients_and_steps(name, kind, formats, parts)
-
-
-def gradients_and_steps(name: str, kind: str, formats: str, parts: int) -> None:
-    mesh = made(name)
+def gradients_and_steps(mesh: Any, name: str, kind: str, formats: str, parts: int) -> None:
     abstract = tree(FORMATS[formats], kind)
     plain = Plain(abstract)
     batches = [batch_of(rank) for rank in range(mesh.size())]
     per_node = 2 if (name, mesh.size()) == ("nodes", 4) else 1
-    for schedule, build in schedules_for(mesh):
+    for schedule, build in schedules_for(mesh).items():
         what = f"{name}, {kind}, {formats}, {parts} microbatches, {schedule}"
         state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
         params = ya.unshard(state)
@@ -221,24 +80,15 @@ def gradients_and_steps(name: str, kind: str, formats: str, parts: int) -> None:
         compare(plain.trained(ya.unshard(state)), oracle.params, 10 * TOLERANCE, f"{what}: three steps")
 
 
-WHERE = ["1 shard", "2 shard", "3 shard", *(f"4 {mesh}" for mesh in MESHES)]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("how", ["slots", "autograd"])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("where", by_day(WHERE, "1 shard", "2 shard", "3 shard", "4 nodes"))
+@crossing(FORMATS)
 def test_gradients_and_steps_are_those_of_the_plain_loop(
     pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
-    world, mesh = where.split()
-    pools[int(world)].run(exact, mesh, kind, formats, parts, how)
+    crossed(pools, gradients_and_steps, where, kind, formats, parts, how)
 
 
 def test_at_one_rank_what_is_reduced_alone_passes_too(pools: dict[int, Pool]) -> None:
-    pools[1].run(exact, "shard", "plain", "reductions", 1, "slots")
+    crossed(pools, gradients_and_steps, "1 shard", "plain", "reductions", 1, "slots")
 
 
 # ---- with what else there is
@@ -271,7 +121,7 @@ def outside_of_steps(mesh: Any) -> None:
     with torch.no_grad():
         tangents = ya.normal_like(3, state.params)
         _, along = torch.func.jvp(total, (state.params,), (tangents,))
-    leaves = [leaf.detach().requires_grad_() for leaf in plain.passed(optree.tree_leaves(params), "gather")]
+    leaves = [leaf.detach().requires_grad_() for leaf in plain.all_passed(optree.tree_leaves(params), "gather")]
     sums = torch.autograd.grad(loss(optree.tree_unflatten(plain.spec, leaves), mine).total, leaves)
     directions = optree.tree_leaves(ya.unshard(tangents))
     here = float(sum((a * b).sum() for a, b in zip(sums, directions, strict=True))) * mesh.size() / weight
@@ -283,28 +133,18 @@ def test_outside_of_steps(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(outside_of_steps)
 
 
-def reproduced(_: Any, micro_shards: int) -> int:
-    mesh = ya.mesh(device="cpu", deterministic=micro_shards)
-    state = ya.init(tree(FORMATS["int8"]), TX, mesh=mesh)
-    step = ya.train_step(loss, TX)
-    for number in range(2):
-        state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
-    return ya.checksum(state)
+def reproduced(_: Any) -> int:
+    return two_steps_of_micro_shards(loss, tree(FORMATS["int8"]), TX)
 
 
 def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    assert len({found for world in (1, 2, 4) for found in pools[world].run(reproduced, 4)}) == 1
+    alike(pools, (1, 2, 4), reproduced)
 
 
 def over_stages(_: Any, kind: str) -> None:
-    mesh = ya.mesh(device="cpu", stage=2)
     abstract = tree(FORMATS["gathers" if kind == "tied" else "int8"], kind)
     plain = Plain(abstract)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    mine = ya.shard_batch(joined(batches), mesh)
-    assignment = ya.schedules.assign(ya.planner.trace(loss, abstract, part, precision=EXACT), 2)
-    state = ya.init(abstract, TX, mesh=mesh, precision=EXACT, stages=assignment)
+    state, batches, mine = on_two_stages(loss, abstract, TX, EXACT)
     params = ya.unshard(state)
     _, grads = plain.value_and_grad(params, batches, 3, False)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
@@ -327,25 +167,12 @@ def split_tree(block: int) -> dict[str, Any]:
     gather = Wire(gather=Scaled(torch.int8, block))
     both = gather._replace(reduce=gather.gather)
 
-    def own(*shape: int, wire: Wire, **more: Any) -> ya.Param:
-        return ya.Param((2, *shape), init=ya.params.initializers.normal(0.5), wire=wire, **more)
-
     layer = {
-        "up": own(8, E, split={"tensor": -2}, wire=both),
-        "down": own(E, 8, split={"tensor": -1}, wire=both),
-        "gain": own(E, wire=gather),
+        "up": normal(2, 8, E, split={"tensor": -2}, wire=both),
+        "down": normal(2, E, 8, split={"tensor": -1}, wire=both),
+        "gain": normal(2, E, wire=gather),
     }
-    return {"embed": ya.Param((V, E), init=ya.params.initializers.normal(0.5)), "layers": ya.Stacked(layer)}
-
-
-def split_loss(params: Any, batch: Batch) -> ya.Mean:
-    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
-        y = torch.tanh(ya.linear(x, w["up"]))
-        return x + ya.psum(ya.linear(y, w["down"]), "tensor") * w["gain"], None
-
-    x = ya.apply(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["tokens"])
-    x, _ = ya.scan(block, x, params["layers"])
-    return ya.Mean(x.square().sum(), x.numel())
+    return {"embed": normal(V, E), "layers": ya.Stacked(layer)}
 
 
 def over_tensor(_: Any) -> None:
@@ -358,15 +185,13 @@ def over_tensor(_: Any) -> None:
     rows = [{key: leaf[:2] for key, leaf in batch.items()}, {key: leaf[2:] for key, leaf in batch.items()}]
     own = rows if mesh.size() == 4 else [batch]
 
-    def through(leaf: Tensor) -> Tensor:
-        return torch.stack([passed(Scaled(torch.int8, 4), row) for row in leaf])
-
-    leaves = {name: through(leaf).requires_grad_() for name, leaf in params["layers"].items()}
+    format = Scaled(torch.int8, 4)
+    leaves = {name: through(format, leaf).requires_grad_() for name, leaf in params["layers"].items()}
     expected, weight = dict.fromkeys(leaves, torch.zeros((), dtype=F64)), 0
     for part in own:
         total, count = split_loss({**params, "layers": leaves}, part)
         for name, grad in zip(leaves, torch.autograd.grad(total, [*leaves.values()]), strict=True):
-            expected[name] = expected[name] + (grad if name == "gain" else through(grad))
+            expected[name] = expected[name] + (grad if name == "gain" else through(format, grad))
         weight += int(count)
     expected = {name: grad / weight for name, grad in expected.items()}
     for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
@@ -382,19 +207,7 @@ def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
 
 
 def whole_leaves_updated(mesh: Any) -> None:
-    tx = ya.optim.muon(0.02, dtype=F64)
-    abstract = tree(FORMATS["int8"])
-    plain = Plain(abstract)
-    state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
-    params = ya.unshard(state)
-    batches = [batch_of(rank) for rank in range(mesh.size())]
-    step = ya.train_step(loss, tx)
-    oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
-    for _ in range(2):
-        _, grads = plain.value_and_grad(oracle.params, batches, 1, False)
-        oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
-        state, _ = step(state, batches[mesh.get_rank()])
-    compare(ya.unshard(state), oracle.params, 1e-10, "muon")
+    two_steps_are_plain(mesh, FORMATS["int8"], ya.optim.muon(0.02, dtype=F64))
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -409,10 +222,8 @@ def adapted(mesh: Any) -> None:
     assert node.weight.tree.wire.gather == INT8 and node.a.wire == node.b.wire == Wire()
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
     whole = ya.unshard(state)
-    up = dataclasses.replace(
-        whole["layers"]["up"], weight=torch.stack([*map(functools.partial(passed, INT8), whole["layers"]["up"].weight)])
-    )
-    down = torch.stack([*map(functools.partial(passed, INT8), whole["layers"]["down"])])
+    up = dataclasses.replace(whole["layers"]["up"], weight=through(INT8, whole["layers"]["up"].weight))
+    down = through(INT8, whole["layers"]["down"])
     seen = {**whole, "layers": {**whole["layers"], "up": up, "down": down}}
     seen["head"] = {**whole["head"], "out": passed(INT8, whole["head"]["out"])}
     value = ya.eval_step(loss)(state, batch_of(0))["loss"]
@@ -469,35 +280,14 @@ def test_states(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
 # ---- what travels, and what is planned
 
 
-def sent(mesh: Any) -> list[tuple[int, int]]:
-    """Bytes that this rank sends in a step to gather and to reduce, as counted and as a program says."""
+def traffic(mesh: Any) -> list[tuple[int, int]]:
     state = ya.init(tree(FORMATS["mixed"], "marked"), TX, mesh=mesh)
-    step, batch, counted = ya.train_step(loss, TX), batch_of(mesh.get_rank()), {"gather": 0, "reduce": 0}
-    state, _ = step(state, batch)
-    comms, others = state.memory.comms, mesh.size() - 1
-
-    def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
-        real = getattr(GlooGroup, name)
-
-        def call(group: Any, outs: Any, ins: Any) -> None:
-            counted[what] += sizes(outs, ins)
-            real(group, outs, ins)
-
-        patch.setattr(GlooGroup, name, call)
-
-    with pytest.MonkeyPatch.context() as patch:
-        watched("all_gathers", "gather", lambda outs, ins: sum(shard.nbytes for shard in ins) * others)
-        watched("reduce_scatters", "reduce", lambda outs, ins: sum(x.nbytes for x in ins) // mesh.size() * others)
-        watched("all_to_all", "reduce", lambda out, full: full.nbytes // mesh.size() * others)
-        state, _ = step(state, batch)
-        comms.drain()
-    said = step.program(state).wire_bytes()
-    return [(counted[what], said[what]) for what in counted]
+    return sent(loss, state, batch_of(mesh.get_rank()))[:2]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
-    for found in pools[world].run(sent):
+    for found in pools[world].run(traffic):
         for counted, said in found:
             assert counted == said > 0, found
 
@@ -505,16 +295,11 @@ def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: in
 def planned(mesh: Any) -> None:
     """A trace without ranks is that of the state; its units say their formats, in JSON too."""
     abstract = tree(FORMATS["mixed"], "marked")
-    state = ya.init(abstract, TX, mesh=mesh)
-    program = ya.train_step(loss, TX).lower(state, batch_of(0))
-    given: Any = {"mesh": program.trace.mesh, "tx": TX, "device": "cpu"}
-    assert ya.planner.trace(loss, abstract, batch_of(0), **given) == program.trace
-    again = type(program).from_json(program.to_json())
-    assert again.trace == program.trace
+    program = planned_program(loss, abstract, ya.init(abstract, TX, mesh=mesh), TX)
     names = {(u.gathered_as and u.gathered_as.name, u.reduced_as and u.reduced_as.name) for u in program.trace.units}
     assert names == {(None, None), ("float8_e4m3fn/8", None), ("float8_e4m3fn/8", "halves")}
-    elsewhere = program.trace.on([("shard", 6)]) if hasattr(program.trace, "on") else None
-    assert elsewhere is None or ya.planner.trace(loss, abstract, batch_of(0), **{**given, "mesh": elsewhere.mesh})
+    elsewhere = program.trace.on((("shard", 6),))
+    assert ya.planner.trace(loss, abstract, batch_of(0), mesh=elsewhere.mesh, device="cpu").units == elsewhere.units
 
 
 def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:

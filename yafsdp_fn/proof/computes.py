@@ -92,23 +92,18 @@ def stashed(run: Execution, op: Gather) -> None:
     for unit in op.units if op.source == "node" else ():
         if unit not in run.secondary:
             run.refuse(f"nothing was stashed of {run.unit(unit)} in this step")
-        stash, held = run.secondary[unit]
-        buffer = ("secondary", 0, unit)
         if unit in run.updated:
             why = f"the secondary shard of {run.unit(unit)} is of the weights before its update"
-            run.refuse(why, buffer, stash)
-        if held[:2] != (unit, 0):
-            why = f"what was stashed of {run.unit(unit)} is from a slot that held {_held(run, held)}"
-            run.refuse(why, buffer, stash)
+            run.refuse(why, ("secondary", 0, unit), run.secondary[unit])
 
 
-def has_room(run: Execution, op: Stash) -> None:
-    """Checks the slot's size alone: a stash of another unit's weights does no harm, unless it is gathered."""
+def from_its_slot(run: Execution, op: Stash) -> None:
+    # a slot of other units may be too small, or none at all: theirs may be the shards, in which nothing is gathered
     for unit, slot in zip(op.units, op.slots, strict=True):
-        room, size = run.slot_bytes[slot], run.trace.units[unit].gather_bytes
-        if room < size:
-            why = f"slot {slot} has {room} bytes, {run.unit(unit)} is of {size}"
-            run.refuse(why, ("slot", 0, slot), run.slots[slot].op)
+        held = run.slots[slot]
+        if held.unit != unit:
+            why = f"slot {slot} holds {_held(run, held)}, and {run.unit(unit)} is stashed from it"
+            run.refuse(why, ("slot", 0, slot), held.op)
 
 
 def _held(run: Execution, held: Weights) -> str:

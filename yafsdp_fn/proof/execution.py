@@ -142,7 +142,7 @@ class Execution:
     shared: the units that this stage trains together with others; carried: see `Program`
     at: index of the op being executed, -1 at the end; done: number of computes executed
     slots, grads, activations: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
-        secondary: unit -> op that stashed it, and what it found in the slot
+        secondary: unit -> op that stashed it
     saved, graphs: (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
     reduced: contribution -> op; summed, joined: unit -> op that summed its gradient over replicas, over stages
     trained: units of which a compute has written a gradient, or begun one
@@ -163,10 +163,10 @@ class Execution:
         for visit, microbatch in sorted((c.visit, c.microbatch) for c in self.trace.order if c.kind in written):
             for unit in self.trace.visits[visit].trained:
                 self.needed.setdefault(unit, []).append((visit, microbatch, unit))
-        self.carried, self.slot_bytes = program.carried(), program.slot_bytes()
+        self.carried = program.carried()
         # contents of buffers
         self.slots = {slot: Weights(unit, 0, -1) for slot, unit in self.carried.items()}
-        self.secondary: dict[int, tuple[int, Weights]] = {}
+        self.secondary: dict[int, int] = {}
         self.grads: dict[int, Gradient] = {}
         self.activations: dict[int, Activation] = {}
         self.host: dict[int, Activation] = {}
@@ -272,8 +272,7 @@ class Execution:
             self.slots[slot] = Weights(unit, int(unit in self.updated), self.at)
 
     def _stash(self, op: Stash) -> None:
-        for unit, slot in zip(op.units, op.slots, strict=True):
-            self.secondary[unit] = self.at, self.slots[slot]
+        self.secondary.update(dict.fromkeys(op.units, self.at))
 
     # ---- gradients
 

@@ -49,10 +49,10 @@ RULES = (
     ),
     Rule(
         "secondary",
-        "a gather inside the node reads a secondary shard that was stashed in this step, from a slot that held the "
-        "unit, before the unit's update",
+        "a secondary shard is stashed from a slot that holds the unit; a gather inside the node reads one that was "
+        "stashed in this step, before the unit's update",
         gather=computes.stashed,
-        stash=computes.has_room,
+        stash=computes.from_its_slot,
     ),
     Rule(
         "graph",
