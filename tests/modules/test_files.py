@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,9 +175,12 @@ def test_a_second_copy_of_a_tied_weight_is_read_and_others_are_warned_of(tmp_pat
     assert torch.equal(ya.materialize(params)["embed"]["weight"], weight)
 
 
-def test_without_files_it_is_said(tmp_path: Path) -> None:
+def test_without_files_or_without_the_library_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = saved(tmp_path)
     with pytest.raises(TypeError, match=r"is on the meta device and has no values; load the module first, or name its"):
         ya.functionalize(module, "layers")
     with pytest.raises(FileNotFoundError, match=r"nowhere: neither model.safetensors nor model.safetensors.index.json"):
         ya.functionalize(module, "layers", files=tmp_path / "nowhere")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"needs the library: pip install 'yafsdp_fn\[hf\]'"):
+        ya.functionalize(module, "layers", files=tmp_path)

@@ -60,7 +60,7 @@ class Saver:
         self.wait()
         job = io.prepare(self._directory, state, extra, *self._keep)
         self._meet(state.mesh)
-        copies = {name: self._like(name, part) for name, part in job.parts.items()}
+        self._memory = copies = {name: self._like(name, part) for name, part in job.parts.items()}
         copied = self._copy(state, [(copies[name], part) for name, part in job.parts.items()])
         job = job._replace(parts=copies)
         self._thread = threading.Thread(
@@ -139,10 +139,9 @@ class Saver:
     def _like(self, name: str, part: Tensor) -> Tensor:
         """Returns memory for a copy, which is kept."""
         memory = self._memory.get(name)
-        if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
-            memory = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
-            self._memory[name] = memory
-        return memory
+        if memory is not None and (memory.shape, memory.dtype) == (part.shape, part.dtype):
+            return memory
+        return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
 
     def _write(self, job: io.Job, copied: Work, device: torch.device) -> None:
         begin_thread(device)

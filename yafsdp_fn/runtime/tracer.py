@@ -136,6 +136,7 @@ class Tracer:
 
     def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
         self.placement, self.mode, self._every = placement.abstract(), mode, every
+        self._staged = placement.comms.stages > 1  # the abstract placement is of one stage
         # visits
         self.visits: list[Visit] = []
         self.untracked: list[str] = []
@@ -262,7 +263,7 @@ class Tracer:
         self.out = out
         self.total = total = _total(out)
         self.made = {id(x): self.beside.made(x) for x in tensors_in(out)}
-        if self.placement.comms.stages > 1:
+        if self._staged:
             self.reads_leaves = self._reaches([leaf for leaf in self.leaves if leaf.requires_grad])
         # memory that the loss still holds, by the visit after which it was made
         after = Counter[int]()

@@ -146,8 +146,8 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
             if group.pinned:
                 pinned.setdefault(number, []).append(leaves[number])
             elif layer in group.here:
-                parts = [group.local_slice(at, leaf, memory.comms) for at, leaf in enumerate(leaves[number])]
-                sources = [lambda _, part=part: part for part in parts]
+                slices = [group.local_slice(at, leaf, memory.comms) for at, leaf in enumerate(leaves[number])]
+                sources = [lambda _, mine=mine: mine for mine in slices]
                 rank = memory.comms.without(group.over).rank
                 fill(shard[group.here.index(layer)], group.layout, rank, sources, layer)
     if kept is None:

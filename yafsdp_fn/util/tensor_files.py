@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from yafsdp_fn.util.model_folder import INDEX, PARTIAL, SINGLE, member, save_of_index, weight_files
@@ -97,6 +96,10 @@ def _gone(file: Path) -> FileNotFoundError:
 
 @contextlib.contextmanager
 def _open(file: Path) -> Iterator[Any]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading safetensors needs the library: pip install 'yafsdp_fn[hf]'") from error
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
