@@ -1,7 +1,7 @@
 """An optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits."""
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -215,7 +215,7 @@ class UnitSteps:
         in_turn = block_of(self._tx) > 1 or self._host is not None
         self._one_by_one = in_turn and self._why_not is None and bool(handles(params))
         # unit between parts -> next part, the parts to come, messages before it
-        self._open: dict[int, tuple[int, Iterator[list[Messages]], list[Messages]]] = {}
+        self._open: dict[int, tuple[int, Generator[list[Messages], None, None], list[Messages]]] = {}
 
     @cached_property
     def _cutter(self) -> Cutter:
