@@ -29,7 +29,8 @@ GLOBAL = (
 )
 
 
-RowsOf = Callable[[Group, Tensor], Sequence[Tensor]]
+Host = Mapping[int, Sequence[Tensor]]
+"""The rows on the device, by unit, of leaves that are on the host, by the `id` of a leaf (on_host.py)."""
 
 
 class UnitTree(NamedTuple):
@@ -67,9 +68,9 @@ class Cutter:
                 for layer, unit in zip(group.here, group.held, strict=True):
                     self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
 
-    def cut(self, what: str, tree: Tree, rows_of: RowsOf) -> UnitTree:
-        """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and constants.
-        rows_of: says which rows belong to the units of a leaf"""
+    def cut(self, what: str, tree: Tree, host: Host) -> UnitTree:
+        """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and
+        constants."""
         accessors, nodes, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_sharded)
         out: list[Any] = []
         for accessor, node in zip(accessors, nodes, strict=True):
@@ -79,10 +80,10 @@ class Cutter:
                     "handles, so that it cannot be cut into units. Make states with tree_map over the parameters, or "
                     "keep the optimizer outside the program"
                 )
-            out.append(self._handle(what, node, rows_of) if isinstance(node, Sharded) else node)
+            out.append(self._handle(what, node, host) if isinstance(node, Sharded) else node)
         return UnitTree(spec, out)
 
-    def _handle(self, what: str, handle: Sharded, rows_of: RowsOf) -> dict[int, Sharded]:
+    def _handle(self, what: str, handle: Sharded, host: Host) -> dict[int, Sharded]:
         out: dict[int, Sharded] = {}
         for number, group, leaf in handle.group_leaves():
             layout, shape = self._like.get(group.units[0], (group.layout, None))
@@ -97,13 +98,15 @@ class Cutter:
             origin = Origin(SingleUnitOwner(ranks.rank, ranks.ranks), 0)
             here = dataclasses.replace(group, on_host=False)  # in a step, its rows are on the device
             context = Context(dataclasses.replace(handle.entry, groups=(here,), length=None), number, origin)
-            of_units = zip(group.held, rows_of(group, leaf), strict=True)
+            of_units = zip(group.held, rows(group, leaf, host), strict=True)
             out |= {unit: Sharded((row,), context) for unit, row in of_units}
         return out
 
 
-def rows(group: Group, leaf: Tensor) -> Sequence[Tensor]:
+def rows(group: Group, leaf: Tensor, host: Host | None = None) -> Sequence[Tensor]:
     """Returns the rows [n] of a group's [L, n] or [n], one per unit held here; a 0-dim leaf belongs to all units."""
+    if host and id(leaf) in host:
+        return host[id(leaf)]
     return leaf.unbind() if leaf.ndim == 2 else (leaf,) * len(group.held)
 
 

@@ -100,7 +100,7 @@ class HostStates:
     """The states of units that are on the host, and two buffers on the device, each for those of a unit.
 
     leaves: of the states; memory: of the parameters, whose scoreboard orders copies and updates
-    rows: id of a leaf -> its rows on the device, by unit: what updates read and write
+    rows: what updates read and write
     """
 
     def __init__(self, leaves: Sequence[tuple[Group, Tensor]], memory: Any) -> None:
@@ -115,7 +115,7 @@ class HostStates:
         units = sorted(sizes)
         self._buffer_of = {unit: number % 2 for number, unit in enumerate(units)}
         self._pairs: dict[int, list[tuple[Tensor, Tensor]]] = {unit: [] for unit in units}  # on host and device
-        self.rows: dict[int, list[Tensor]] = {}
+        self.rows: dict[int, list[Tensor]] = {}  # a `Host`
         for group, leaf in leaves:
             here = self.rows[id(leaf)] = []
             for unit, row in zip(group.held, rows(group, leaf), strict=True):

@@ -71,7 +71,7 @@ SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
 
 ADVICE = {
     "master": "more ranks, or a narrower Precision.param",
-    "optimizer": "more ranks, or an optimizer with fewer moments",
+    "optimizer": "more ranks, an optimizer with fewer moments, or ya.optim.on_host",
     "working_copy": "more ranks, or Precision.compute equal to param",
     "grad_shards": "more ranks",
     "weight_slots": "a schedule that keeps fewer units resident, or less prefetch",

@@ -150,7 +150,11 @@ def _bytes(tree: Tree) -> int:
 
 
 def _copied(tree: Tree) -> Tree:
-    return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree)
+    def copied(x: Any) -> Any:
+        # what is on the host is pinned, as it was
+        return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x) if isinstance(x, Tensor) else x
+
+    return optree.tree_map(copied, tree)
 
 
 # ---- The state as a pytree.

@@ -7,7 +7,7 @@ It serves all optimizers without a kernel, and kernels are compared with it. It 
 allocate: all new values are made before the first one is written.
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import optree
@@ -16,10 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
-from yafsdp_fn.optim.cutting import GLOBAL, Cutter, UnitTree, rows
+from yafsdp_fn.optim.cutting import GLOBAL, Cutter, Host, UnitTree
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
-from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
@@ -56,7 +55,7 @@ class Lane(NamedTuple):
     stages: the rules, with their states; params, grads, copies: trees of those units alone
     chosen: the leaves that take the step, others are left alone; None for all
     units: None if the step is never cut into units: of a plain tree, or where a rule needs all units at once
-    host: id of a leaf of a state that is on the host -> its rows on the device (on_host.py)
+    host: of its states
     """
 
     stages: Sequence[Stage]
@@ -65,11 +64,7 @@ class Lane(NamedTuple):
     copies: Tree | None
     chosen: LeafRule | None
     units: frozenset[int] | None
-    host: Mapping[int, Sequence[Tensor]]
-
-    def rows(self, group: Group, leaf: Tensor) -> Sequence[Tensor]:
-        """Returns the rows of a leaf that the step reads and writes, one per unit held here."""
-        return self.host[id(leaf)] if id(leaf) in self.host else rows(group, leaf)
+    host: Host
 
 
 class StepCall(NamedTuple):
@@ -164,7 +159,7 @@ class Definition:
         if not self._cut:
             of_states = [f"the state of {name(tx)}" for tx, _ in lane.stages]
             called = ["params", "the gradients", "the copies", "masks", *of_states]
-            self._cut = [call.cutter.cut(what, tree, lane.rows) for what, tree in zip(called, trees, strict=True)]
+            self._cut = [call.cutter.cut(what, tree, lane.host) for what, tree in zip(called, trees, strict=True)]
         return [tree.of(call.units) for tree in self._cut]
 
     def _agree(self, old: Tensor, new: Tensor, first: Tensor) -> None:

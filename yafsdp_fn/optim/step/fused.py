@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import Scalar, Stage
-from yafsdp_fn.optim.cutting import Runs, row_runs
+from yafsdp_fn.optim.cutting import Runs, row_runs, rows
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import Adam, Momentum, ScaleByAdamState
@@ -144,7 +144,8 @@ class FusedSteps:
                 continue
             for _, group, leaf in node.group_leaves():
                 runs = row_runs(self._decays, node, group, leaf.shape[-1])
-                for unit, *of_unit in zip(group.held, *(self.lane.rows(group, x) for x in next(columns)), strict=True):
+                of_columns = [rows(group, x, self.lane.host) for x in next(columns)]
+                for unit, *of_unit in zip(group.held, *of_columns, strict=True):
                     out[unit] = _split(runs, of_unit)
         return out
 
