@@ -16,7 +16,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.tensors import CUDA
-from tests.harness.groups import breakable, breakable_stages, outcome
+from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.pool import Pool
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.cuda_streams import CudaEvent
@@ -60,6 +60,19 @@ VERBS: dict[str, Callable[[Any, Tensor, Path], Any]] = {
         folder / "named", state.params, lambda path, layer: path
     ),
 }
+
+
+def alone(_: Any) -> str:
+    """Rank 0 calls a verb of all ranks, as one does who saves on rank 0 alone."""
+    mesh = breakable()
+    state = state_of(mesh, 0)
+    return "" if torch.distributed.get_rank() else outcome(lambda: ya.unshard(state), SOON)
+
+
+def test_a_rank_that_calls_a_verb_of_all_ranks_alone_says_so(pools: dict[int, Pool]) -> None:
+    text, _ = pools[2].run(alone)
+    assert "rank 0: unshard, which all ranks call: " in text, text
+    assert "Look at rank 1: it waits for no other." in text, text
 
 
 def swapped(_: Any, folder: Path, ranks: int, how: str, stages: bool) -> dict[str, tuple[str, str]]:

@@ -351,8 +351,8 @@ def _has_rows(leaf: Any) -> bool:
     """Returns whether `leaf` is a container of rows, presumably, that is not cut: a list of values, an array, a mapping
     such as transformers' BatchEncoding, or a dataclass with tensors."""
     if dataclasses.is_dataclass(leaf):
-        values: Tree = vars(leaf)
-        return any(_is_cut(value) or _has_rows(value) for value in optree.tree_leaves(values))
+        inside: Any = vars(leaf)
+        return any(_is_cut(value) or _has_rows(value) for value in optree.tree_leaves(inside))
     return isinstance(leaf, Mapping) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0) or _is_list(leaf)
 
 

@@ -108,13 +108,13 @@ def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, ba
     mine = digest(batch)
     whole = sum(getattr(leaf, OF_A_RANK, 0) for leaf in tensors_in(batch))
     every = comms.numbers_of_all(torch.tensor([mine, whole, *told]), "comparing batches")
-    if comms.batch_ranks > 1 and mine and len(set(every[:, 0].tolist())) == 1:
+    if comms.batch_ranks > 1 and mine and (every[:, 0] == mine).all():
         warnings.warn(
             "all ranks have the same batch, so that each row counts once for every rank. Give each its own rows: "
             "ya.shard_batch(batch, mesh) of a batch that all have, or a DistributedSampler",
             stacklevel=2,
         )
-    if len(set(every[:, 1].tolist())) > 1:
+    if (every[:, 1] != whole).any():
         warnings.warn(
             "ranks have given other rows to ya.shard_batch, which cuts a batch that all have alike: most rows of each "
             "rank are never seen. Its own rows, as a DistributedSampler gives them, go into the step as they are",

@@ -39,10 +39,10 @@ class CallRecording(VisitRunner):
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Raises if the loss that runs meanwhile writes to leaves, or does what `_LossWatch` refuses."""
-        before = content(self.memory.masters(), compare=True)
+        before = content(self.memory.masters(), True)
         with _LossWatch():
             yield
-        if content(self.memory.masters(), compare=True) != before:
+        if content(self.memory.masters(), True) != before:
             raise errors.leaf_written()
 
     def visit(self, call: BlockCall) -> Tree:

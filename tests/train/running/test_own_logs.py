@@ -30,12 +30,24 @@ class Run:
 """A module in place of wandb."""
 
 
-def on_the_page() -> str:
-    """The first column of the page's example."""
+MLFLOW = """
+import json, os
+
+def set_experiment(name):
+    (open({seen!r}, "a")).write(json.dumps(["begun", name]) + chr(10))
+
+def log_metrics(metrics, step):
+    numbers = dict((key, float(value)) for key, value in metrics.items())
+    (open({seen!r}, "a")).write(json.dumps(dict(step=step, **numbers)) + chr(10))
+"""
+"""A module in place of mlflow, which takes numbers alone, and the step apart."""
+
+
+def on_the_page(column: int = 0) -> str:
+    """A column of the page's example."""
     block = PAGE.read_text().partition("    # mine.py,")[2].partition("\n\n")[0]
-    return "\n".join(re.split(r"\s{6,}", line[4:])[0] for line in block.splitlines()[1:]).replace(
-        "run.log", "    run.log"
-    )
+    lines = [re.split(r"\s{6,}", line[4:].strip())[column] for line in block.splitlines()[1:]]
+    return "\n".join([*lines[:-1], f"    {lines[-1]}"])
 
 
 @pytest.mark.parametrize("raises", [-1, 3])
@@ -56,6 +68,23 @@ def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tm
     assert begun == ["begun", "mine"] and len(kept) == 6
     assert lines == (kept if raises < 0 else kept[:2])
     assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
+
+
+def test_mlflow_gets_numbers_and_the_step_apart(pools: dict[int, Pool], tmp_path: Path) -> None:
+    text(tmp_path, 200)
+    seen, own = tmp_path / "seen", tmp_path / "mine.py"
+    module = MLFLOW.format(seen=str(seen))
+    made = [
+        "import sys, types",
+        "sys.modules['mlflow'] = mlflow = types.ModuleType('mlflow')",
+        f"exec({module!r}, vars(mlflow))",
+    ]
+    own.write_text("\n".join([*made, on_the_page(1)]))
+    ranks = pools[2].run(inside, flags(tmp_path, "--steps", "4", "--log", f"{own}:log"))
+    assert [rank.error for rank in ranks] == ["", ""]
+    begun, *lines = map(json.loads, seen.read_text().splitlines())
+    kept = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    assert begun == ["begun", "mine"] and lines == kept and len(kept) == 4
 
 
 def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(
