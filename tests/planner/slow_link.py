@@ -72,7 +72,7 @@ def main(link: str = "") -> None:
         print(json.dumps([plan, ya.launch(rank, 3, False, ranks=2)[0]]))
         return
     for ranks in (1, 2):
-        seconds = ya.launch(rank, 15, True, ranks=ranks)[0]
+        seconds = ya.launch(rank, 5, True, ranks=ranks)[0]
         print(ranks, {name: f"{of * 1e3:.0f} ms, {of / seconds['whole']:.2f}" for name, of in seconds.items()})
 
 
