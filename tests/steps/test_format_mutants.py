@@ -41,6 +41,7 @@ from yafsdp_fn.communication.formats import Format, Wire
 from yafsdp_fn.program.trace import Encoding
 from yafsdp_fn.schedules import Program
 
+RECOMPUTED = "zero3, recomputed"
 DAMAGED = int(os.environ.get("DAMAGED", "5000"))
 STEPS = 3
 ALIKE = 20
@@ -361,12 +362,18 @@ def damaged_executions(mesh: Any, numbers: range) -> list[Outcome]:
     found = []
     for number in numbers:
         case = Case.drawn(Random(f"execution {number // ALIKE}, {mesh.size()} ranks"), once=False)
+        if case.schedule == RECOMPUTED and mesh.size() > 1:  # a rank that sees it alone lets the others wait
+            case = case._replace(schedule="zero2")
         sites = [site for site in (*OF_FORMATS, *OF_VECTORS) if site.called(case)]
         step = case.step()
-        with planted(mesh, Random(f"fault {number}"), sites) as fault:
-            state = after(mesh, step, case.state(), range(STEPS - 1))
-        state = after(mesh, step, state, range(STEPS - 1, STEPS))
-        found.append((fault.struck and f"{fault.struck}: {number}, {case}", is_exact(mesh, case, state)))
+        try:
+            with planted(mesh, Random(f"fault {number}"), sites) as fault:
+                state = after(mesh, step, case.state(), range(STEPS - 1))
+            exact = is_exact(mesh, case, after(mesh, step, state, range(STEPS - 1, STEPS)))
+        except RuntimeError as error:
+            assert case.schedule == RECOMPUTED and "the block returned other values than in its forward" in str(error)
+            exact = False
+        found.append((fault.struck and f"{fault.struck}: {number}, {case}", exact))
     return found
 
 
