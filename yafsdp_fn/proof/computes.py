@@ -105,7 +105,8 @@ def stashed(run: Execution, op: Gather) -> None:
 def has_room(run: Execution, op: Stash) -> None:
     """Checks the slot's size alone: a stash of another unit's weights does no harm, unless it is gathered."""
     for unit, slot in zip(op.units, op.slots, strict=True):
-        room, size = run.slot_bytes[slot], run.trace.units[unit].gather_bytes
+        room = run.slot_bytes[slot]
+        size = run.trace.units[unit].gather_bytes
         if room < size:
             why = f"slot {slot} has {room} bytes, {run.unit(unit)} is of {size}"
             run.refuse(why, ("slot", 0, slot), run.slots[slot].op)
