@@ -263,7 +263,8 @@ def compare(
         )
     first = next(iter(timelines))
     for name, timeline in timelines.items():
-        if why := _differs(timeline.trace, timelines[first].trace):
+        why = _differs(timeline.trace, timelines[first].trace)
+        if why:
             raise ValueError(
                 f"compare: {name!r} is of another step than {first!r}: {why}. Compare steps of one model on one batch "
                 "(the rows of a rank, times the ranks that read rows of their own)"
