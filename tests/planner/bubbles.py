@@ -11,6 +11,7 @@ counted as there: a forward adds an activation, the backward of inputs leaves of
 from __future__ import annotations
 
 import csv
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
@@ -92,17 +93,8 @@ def calls_of(row: Row, split: Split) -> CallGraph:
     return CallGraph(split.homes, row.microbatches, forward, inputs, weights, row.T_comm_ms / 1e3, held, between)
 
 
-def zero_bubble_2(split: Split, microbatches: int) -> list[list[Call]]:
-    """The calls of ZB-H2: up to 2 P - 1 forwards before the first backward; stage s is 2 s weights late."""
-    out = []
-    for s in range(split.stages):
-        row = [Call("forward", s, m) for m in range(min(microbatches, 2 * (split.stages - s) - 1))]
-        ahead = len(row)
-        for m in range(microbatches):
-            row += [Call("inputs", s, m), *[Call("weights", s, m - 2 * s)] * (m >= 2 * s)]
-            row += [Call("forward", s, m + ahead)] * (m + ahead < microbatches)
-        out.append([*row, *(Call("weights", s, m) for m in range(max(0, microbatches - 2 * s), microbatches))])
-    return out
+zero_bubble_2 = functools.partial(pipelines.zero_bubble_calls, depth=2)
+"""ZB-H2."""
 
 
 def trace_of(calls: CallGraph, split: Split) -> tuple[Trace, Cluster]:
@@ -142,9 +134,8 @@ def simulated(calls: CallGraph, split: Split, order: Sequence[Sequence[Call]]) -
     """The program of an order, proved, and its bubble in simulation."""
     trace, cluster = trace_of(calls, split)
     program = verify(staged(lambda *_: [[*row] for row in order], zero1(), pace=calls.pace)(trace))
-    timeline = simulate(program, cluster)
-    spans = [[(span.start, span.end) for span in stage.on("compute")] for stage in timeline.by_stage]
-    longest = max(stage[-1][1] - stage[0][0] for stage in spans)
+    computes = [stage.on("compute") for stage in simulate(program, cluster).by_stage]
+    longest = max(spans[-1].end - spans[0].start for spans in computes)
     return program, 1 - busiest(calls) / longest
 
 

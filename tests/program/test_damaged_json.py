@@ -74,7 +74,7 @@ def put(*path: Any) -> Callable[[Any], None]:
     ("change", "text"),
     [
         (put("trace", "units", 1, 4, "12"), r"trace\.units\[1\]\.numel: expected an int of 64 bits, got '12'"),
-        (put("trace", "units", 1, 4, -12), r"trace\.units\[1\]\.numel: expected 0 or more, got -12"),
+        (put("trace", "units", 1, 4, -12), r"trace\.units\[1\]\.numel: expected 0 to inf, got -12"),
         (put("trace", "units", 1, 4, 2**63), r"trace\.units\[1\]\.numel: expected an int of 64 bits, got 92"),
         (put("trace", "units", 1, 0, 2), r"trace\.units\[1\]\.id: expected 1, its place, got 2"),
         (put("trace", "units", 1, 1, "\ud800"), r"trace\.units\[1\]\.name: expected a string without half a surrogate"),
@@ -96,7 +96,7 @@ def put(*path: Any) -> Callable[[Any], None]:
         ),
         (put("trace", "order", 0, 2, 2), r"trace\.order\[0\]: forward of visit 0 in microbatch 2: there is no such"),
         (put("trace", "order", 1, ["forward", 0, 0, []]), r"trace\.order: one of its computes is there twice"),
-        (put("trace", "mesh", [["shard", 0]]), r"trace\.mesh\[0\]\[1\]: expected 1 or more, got 0"),
+        (put("trace", "mesh", [["shard", 0]]), r"trace\.mesh\[0\]\[1\]: expected 1 to inf, got 0"),
         (put("trace", "mesh", [["shard", 2**40]]), r"trace\.mesh: at most 131072 ranks"),
         (put("trace", "mesh", 0, 1, True), r"trace\.mesh\[0\]\[1\]: expected an int of 64 bits, got True"),
         (put("trace", "microbatches", 10**9), r"trace\.microbatches: 1000000000 of 16 computes"),

@@ -35,7 +35,7 @@ LETTERS = {kind: letter for letter, kind in KINDS.items()}
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 WEIGHTS = ("UNSHARD", "RESHARD")
 REDUCTION = "REDUCE_GRAD"
-ACTION = re.compile(rf"(\d+)({'|'.join([*MESSAGES, *WEIGHTS, REDUCTION, *KINDS])})(\d*)")
+ACTION = re.compile(rf"(\d+)(?:({'|'.join([*WEIGHTS, REDUCTION])})|({'|'.join([*MESSAGES, *KINDS])})(\d+))")
 BOTH = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -81,28 +81,24 @@ def read_rows(given: Any) -> list[list[Action]]:
         given = [given[rank] for rank in sorted(given)]
     if not isinstance(given, list | tuple) or not given or not all(isinstance(row, list | tuple) for row in given):
         raise TypeError(f"from_actions: expected a list of actions for each stage, or a CSV's path, got {given!r:.80}")
-    return [
-        [action for column, item in enumerate(row) for action in _read(item, number, column)]
-        for number, row in enumerate(given)
-    ]
+    rows: list[list[Action]] = []
+    for number, row in enumerate(given):
+        rows.append([action for column, item in enumerate(row) for action in _read(item, number, column)])
+    return rows
 
 
 def _read(item: Any, row: int, column: int) -> Iterable[Action]:
     text = "" if item is None else str(item).strip()
-    if not text:
-        return
-    if both := BOTH.fullmatch(text):
-        for part in both[1].split(";"):
-            yield from _read(part, row, column)
-        return
-    found = ACTION.fullmatch(text)
-    takes_microbatch = found is not None and found[2] not in (*WEIGHTS, REDUCTION)
-    if found is None or bool(found[3]) != takes_microbatch:
-        raise ValueError(
-            f"row {row}, column {column}: {text!r}: expected an action, such as 2F0 (segment 2, microbatch 0), 2B0, "
-            "2I0, 2W0, 2SEND_F0, 2RECV_B0, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD or (2F1;3B0)OVERLAP_F_B"
-        )
-    yield Action(found[2], int(found[1]), int(found[3]) if takes_microbatch else -1, row, column)
+    both = BOTH.fullmatch(text)
+    parts = both[1].split(";") if both else [text]
+    for part in filter(None, map(str.strip, parts)):
+        found = ACTION.fullmatch(part)
+        if found is None:
+            raise ValueError(
+                f"row {row}, column {column}: {part!r}: expected an action, such as 2F0 (segment 2, microbatch 0), "
+                "2B0, 2I0, 2W0, 2SEND_F0, 2RECV_B0, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD or (2F1;3B0)OVERLAP_F_B"
+            )
+        yield Action(found[2] or found[3], int(found[1]), int(found[4] or -1), row, column)
 
 
 # ---- A stage's program with its gathers, or its reductions, where a row of actions has them, in place of its own.
@@ -118,10 +114,11 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     trace = program.trace
     assert trace.split is not None
     slots = _slots(trace, actions) if gathers else {}
-    before, *after = _listed(trace, actions, slots, gathers, reductions)
+    replaced = (Gather, Stash) * gathers + (Reduce, AllReduce) * reductions
+    before, *after = _listed(trace, actions, slots, reductions)
     ops: list[Op] = before
     for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.split):
-        if (gathers and isinstance(op, Gather | Stash)) or (reductions and isinstance(op, Reduce | AllReduce)):
+        if isinstance(op, replaced):
             continue
         if isinstance(op, ComputeOp):
             visit = trace.visits[op.visit]
@@ -137,9 +134,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     return Program(trace, tuple(begun_early(ops) if reductions else ops))
 
 
-def _listed(
-    trace: Trace, actions: Iterable[Action], slots: dict[int, int], gathers: bool, reductions: bool
-) -> Iterator[list[Op]]:
+def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], reductions: bool) -> Iterator[list[Op]]:
     """Yields the ops of a row's actions: those before its first call, and those after each of its calls."""
     held: Counter[int] = Counter()  # unit -> segments that want it
     added: set[int] = set()  # units with a gradient that is not reduced
@@ -154,17 +149,17 @@ def _listed(
                 trained = [unit for visit in visits for unit in visit.trained]
                 added.update(trained)
                 left.subtract(trained)
-        elif gathers and action.word == "UNSHARD":
-            missing = {unit for unit in units_of(trace, action.segment) if not held[unit]}
+        elif action.word == "UNSHARD":
+            there = {unit for unit in held if held[unit]}
             for visit in visits:
-                new = tuple(unit for unit in visit.units if unit in missing)
+                new = tuple(unit for unit in visit.units if unit not in there)
                 if new:
                     ops.append(Gather(new, tuple(slots[unit] for unit in new)))
-                missing.difference_update(new)
+                there.update(new)
             held.update(units_of(trace, action.segment))
-        elif gathers and action.word == "RESHARD":
+        elif action.word == "RESHARD":
             held.subtract(units_of(trace, action.segment))
-        elif reductions and action.word == REDUCTION:
+        elif action.word == REDUCTION:
             for visit in reversed(visits):
                 ready = tuple(unit for unit in visit.trained if unit in added)
                 complete = tuple(unit for unit in ready if not left[unit])
@@ -184,24 +179,26 @@ def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
     beside: defaultdict[int, set[int]] = defaultdict(set)
     for action in actions:
         if action.word == "UNSHARD":
-            beside[action.segment] |= there
-            for other in there:
-                beside[other].add(action.segment)
             there.add(action.segment)
+            for segment in there:
+                beside[segment] |= there - {segment}
         elif action.word == "RESHARD":
             there.remove(action.segment)
     lane: dict[int, int] = {}
     for segment, others in beside.items():
         taken = {lane.get(other) for other in others}
         lane[segment] = next(k for k in itertools.count() if k not in taken)
-    uses = Counter(unit for segment in trace.split.of(trace.stage) for unit in units_of(trace, segment))
+    units = {segment: units_of(trace, segment) for segment in trace.split.of(trace.stage)}
+    uses = Counter(itertools.chain.from_iterable(units.values()))
     numbers: dict[tuple[int, ...], int] = {}
     slots: dict[int, int] = {}
-    for segment in trace.split.of(trace.stage):
+    for segment, own in units.items():
         sizes: Counter[int] = Counter()
-        for unit in units_of(trace, segment):
+        for unit in own:
             size = trace.units[unit].gather_bytes
-            key = (-1, unit) if uses[unit] > 1 else (lane.get(segment, -2), size, sizes[size])
+            key: tuple[int, ...] = (lane.get(segment, -2), size, sizes[size])
+            if uses[unit] > 1:
+                key = (-1, unit)
             sizes[size] += 1
             slots[unit] = numbers.setdefault(key, len(numbers))
     return slots

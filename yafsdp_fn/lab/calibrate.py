@@ -232,13 +232,15 @@ def _contention(
     work = partial(_repeated, _both(group, sizes.large, kind), times)
     began = time.perf_counter()
     if kind == "cuda":
-        event, stream = CudaEvent(), CudaStream(torch.device(kind), rank)
+        event = CudaEvent()
+        stream = CudaStream(torch.device(kind), rank)
         stream.submit(work, (), event, "calibrate")
         together = _elapsed(partial(_repeated, products, TIMES), kind) / TIMES
         event.wait()
         stream.drain()
         return max(0.0, together / alone - 1.0), 0.0
-    ended, host = HostEvent(), HostStream("calibrate", rank)
+    ended = HostEvent()
+    host = HostStream("calibrate", rank)
     host.submit(work, (), ended, "calibrate")
     count = 0
     while not ended.over and ended.error is None:

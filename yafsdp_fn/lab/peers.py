@@ -175,7 +175,9 @@ def _with_copies(
     reduced: Bytes = _nothing,
 ) -> Program:
     """Adds copies to `program`: on the compute stream after gathers and backwards, and before reductions."""
-    trace, out, turn = program.trace, list[Op | Copy](), "gather"
+    trace = program.trace
+    out = list[Op | Copy]()
+    turn = "gather"
     fresh: dict[int, int] = {}  # unit -> slot that nothing has copied out of
     for op in program.ops:
         if isinstance(op, Gather | Reduce) and op.stream != turn:

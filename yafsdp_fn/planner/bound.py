@@ -133,8 +133,10 @@ class _Path:
 
     def _drain(self, segment: int) -> float:
         begins = self._after(self._backward(segment))
-        rest = [own + weights for own, weights in zip(self.inputs, self.weights, strict=True)]
-        return max(begins[self._backward(s)] + seconds for s, seconds in enumerate(rest))
+        drains: list[float] = []
+        for s, (inputs, weights) in enumerate(zip(self.inputs, self.weights, strict=True)):
+            drains.append(begins[self._backward(s)] + (inputs + weights))
+        return max(drains)
 
     def _after(self, call: int) -> list[float]:
         """Returns the begins of calls that wait for `call`, after its end."""
@@ -396,7 +398,8 @@ class _StageBound:
         def lacks(seconds: float) -> float:
             offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))
             moved = min(_most(items, seconds - self.busy[link]) for link, items in links.items())
-            return total - self.room - _most(graphs, seconds - whole) - moved - offloaded
+            recomputed = _most(graphs, seconds - whole)
+            return total - self.room - recomputed - moved - offloaded
 
         return lacks
 

@@ -250,9 +250,11 @@ def compare(
             plans[name] = given
             given = given.timeline
         if not isinstance(given, Timeline):
-            kind, call = f"a {type(given).__name__}", ""
+            kind = f"a {type(given).__name__}"
+            call = ""
             if callable(given):
-                kind, call = "a function", ": call it on a trace, schedule(trace)"
+                kind = "a function"
+                call = ": call it on a trace, schedule(trace)"
             raise TypeError(f"compare: {name!r} is {kind}, no Program, Plan or Timeline{call}")
         timelines[name] = given
     if (cluster, memory) != (None, None) and not any(isinstance(given, Program) for given in schedules.values()):
@@ -261,7 +263,8 @@ def compare(
         )
     first = next(iter(timelines))
     for name, timeline in timelines.items():
-        if why := _differs(timeline.trace, timelines[first].trace):
+        why = _differs(timeline.trace, timelines[first].trace)
+        if why:
             raise ValueError(
                 f"compare: {name!r} is of another step than {first!r}: {why}. Compare steps of one model on one batch "
                 "(the rows of a rank, times the ranks that read rows of their own)"

@@ -16,6 +16,7 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
@@ -284,28 +285,29 @@ def by_ops(trace: Trace, policy: str, every: int = 1) -> Trace:
     if policy not in ("op", "selective", "checkpoint"):
         raise ValueError(f'by_ops: {policy!r}, expected "op", "selective" or "checkpoint"')
 
-    def again(cost: Cost) -> Cost:
-        if policy == "selective":
-            return cost._replace(bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops)
-        made, kept = (
-            (cost.flops // 2, cost.inner_bytes * 2 // 5) if policy == "op" else (cost.flops - cost.last_flops, 0)
-        )
-        part = made / max(cost.flops, 1)
-        once = cost.moved
-        once = once._replace(products=int(once.products * part), product_kernels=round(once.product_kernels * part))
-        return cost._replace(
-            bwd_flops=cost.bwd_flops + made,
-            bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops * (policy == "checkpoint"),
-            bwd_moved=Moved(*(a + b for a, b in zip(cost.bwd_moved, once, strict=True))),
-            inner_bytes=kept,
-            bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes - kept,
-        )
-
     visits = [*trace.visits]
     for v in remat.layer_visits(trace)[every - 1 :: every]:
         visit = visits[v]
-        adjoints = visit.adjoints + visit.collectives * (policy == "checkpoint")
-        visits[v] = visit._replace(cost=again(visit.cost), adjoints=adjoints)
+        cost = visit.cost
+        products = {"op": cost.flops // 2, "selective": 0, "checkpoint": cost.flops - cost.last_flops}[policy]
+        kept = {"op": cost.inner_bytes * 2 // 5, "selective": cost.inner_bytes, "checkpoint": 0}[policy]
+        attention = 0 if policy == "op" else cost.attention_flops
+        moved = cost.bwd_moved
+        if policy != "selective":
+            part = products / max(cost.flops, 1)
+            once = cost.moved
+            once = once._replace(products=int(once.products * part), product_kernels=round(once.product_kernels * part))
+            moved = Moved(*map(operator.add, moved, once))
+        visits[v] = visit._replace(
+            cost=cost._replace(
+                bwd_flops=cost.bwd_flops + products,
+                bwd_attention_flops=cost.bwd_attention_flops + attention,
+                bwd_moved=moved,
+                inner_bytes=kept,
+                bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes - kept,
+            ),
+            adjoints=visit.adjoints + (visit.collectives if policy == "checkpoint" else ()),
+        )
     return trace._replace(visits=tuple(visits))
 
 

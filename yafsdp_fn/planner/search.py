@@ -233,7 +233,8 @@ def _sweeps(
 
 def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
     """Returns the step on so many ranks, which share `total` microbatches; None where they cannot."""
-    if ranks % (alike := alike_on(trace)):
+    alike = alike_on(trace)
+    if ranks % alike:
         return None
     moved = trace.on((("shard", ranks // alike), *trace.inside))
     microbatches, left = divmod(total, moved.batch_ranks)
@@ -339,8 +340,10 @@ class Sweep:
         point = point._replace(remat=recomputed)
         if self.plain.builder != "ddp":
             point = point._replace(kept=last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget))
-        while (choice := self._choice(point)).peak_bytes > self.budget and point.kept:
+        choice = self._choice(point)
+        while choice.peak_bytes > self.budget and point.kept:
             point = point._replace(kept=point.kept - 1)
+            choice = self._choice(point)
         return choice
 
     def _least_remat(self, point: Point) -> int | None:

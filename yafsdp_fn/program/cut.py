@@ -44,14 +44,16 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
 def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
     """Returns the first visit of each segment. Every visit is in a segment to which its units are assigned. Of all such
     cuts this is one that leaves the fewest assigned units unused, and then has the cheapest dearest segment."""
-    visits, costs = trace.visits, costs_of(trace.visits)
+    visits = trace.visits
+    costs = costs_of(trace.visits)
     found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}  # up to a visit: how good, starts
     # segment by segment, each as long as its units allow; of cuts at one visit the best goes on
     for segment in range(len(assignment.homes)):
         may = {unit for unit, segments in enumerate(assignment.units) if segment in segments}
         longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
         for start, ((unused, dearest), starts) in found.items():
-            left, held = set(may), 0
+            left = set(may)
+            held = 0
             for visit in visits[start:]:
                 if not may.issuperset(visit.units):
                     break
@@ -67,7 +69,8 @@ def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
 
 def _why_not(trace: Trace, assignment: Assignment) -> str:
     """Says what keeps a step from being cut."""
-    now, count = -1, len(assignment.homes)
+    now = -1
+    count = len(assignment.homes)
     for visit in trace.visits:
         may = set(range(count)).intersection(*[assignment.units[unit] for unit in visit.units])
         ahead = sorted(segment for segment in may if segment >= now)

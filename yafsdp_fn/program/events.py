@@ -63,8 +63,12 @@ class _Running:
     __slots__ = ("ends", "events", "left", "phases", "rate", "since")
 
     def __init__(self, events: tuple[int, ...], ends: tuple[tuple[int, str], ...], todo: Sequence[tuple[str, float]]):
-        self.events, self.ends, self.phases = events, ends, [*reversed(todo)]
-        self.left, self.rate, self.since = todo[0][1], 0.0, 0.0
+        self.events = events
+        self.ends = ends
+        self.phases = [*reversed(todo)]
+        self.left = todo[0][1]
+        self.rate = 0.0
+        self.since = 0.0
 
     @property
     def resource(self) -> str:
@@ -73,9 +77,12 @@ class _Running:
 
 class _Loop:
     def __init__(self, todo: Sequence[StageEvent], rate: Rate) -> None:
-        self.todo, self.now, self._rate = todo, 0.0, rate
+        self.todo = todo
+        self.now = 0.0
+        self._rate = rate
         # times
-        self.starts, self.ends = [0.0] * len(todo), [math.nan] * len(todo)
+        self.starts = [0.0] * len(todo)
+        self.ends = [math.nan] * len(todo)
         self.causes: list[int | None] = [None] * len(todo)
         # streams, and who waits for whom
         self._queues: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
@@ -103,7 +110,9 @@ class _Loop:
             for running in over:
                 running.phases.pop()
                 if running.phases:
-                    running.left, running.since, running.rate = running.phases[-1][1], self.now, 0.0
+                    running.left = running.phases[-1][1]
+                    running.since = self.now
+                    running.rate = 0.0
                 else:
                     for stage, stream in running.ends:
                         del self._running[stage][stream]
@@ -164,7 +173,8 @@ class _Loop:
             for one, at in zip(events, ends, strict=True):
                 self._queues[at].popleft()
                 self._before[at] = (one,)
-                self.starts[one], self.causes[one] = self.now, cause
+                self.starts[one] = self.now
+                self.causes[one] = cause
             changed.update(stage for stage, _ in ends)
             if phases := self.todo[number].phases:
                 running = _Running(events, ends, phases)
@@ -183,7 +193,8 @@ class _Loop:
             rate = min(self._rate_in(running, stage) for stage, _ in running.ends)
             if rate != running.rate:
                 running.left -= (self.now - running.since) * running.rate
-                running.since, running.rate = self.now, rate
+                running.since = self.now
+                running.rate = rate
                 heapq.heappush(self._agenda, (self.now + running.left / rate, next(self._turn), running, rate))
 
     def _rate_in(self, running: _Running, stage: int) -> float:

@@ -33,7 +33,8 @@ def check_trace(trace: Trace) -> None:
 
 def _wrong_trace(trace: Trace) -> Iterator[str]:
     # units
-    units, visits = range(len(trace.units)), range(len(trace.visits))
+    units = range(len(trace.units))
+    visits = range(len(trace.visits))
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"

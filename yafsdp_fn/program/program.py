@@ -154,7 +154,8 @@ def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int],
         of = [trace.units[unit] for unit in units]
         return Counter((unit.numel, trace.ranks // trace.ranks_of(unit)) for unit in of)
 
-    every, here = alike(trace.trained), alike(held.intersection(trace.trained))
+    every = alike(trace.trained)
+    here = alike(held.intersection(trace.trained))
     of_size = [(numel, nbytes, parts, here[numel, parts]) for numel, nbytes, parts in trace.optimizer.shards]
     return tuple((numel, nbytes * n // every[numel, parts], parts) for numel, nbytes, parts, n in of_size if n)
 
@@ -320,7 +321,8 @@ class Program:
         A collective over k ranks of a vector of b bytes sends (k - 1) / k of b, an all-reduce twice that. What the
         optimizer exchanges after a program without updates is in it, where a trace has measured that.
         """
-        trace, split = self.trace, self.trace.split
+        trace = self.trace
+        split = self.trace.split
         replicas = trace.replicas
         sent: Counter[str] = Counter()
         after = () if self.has_updates else after_program(trace.trained, trace.lent)

@@ -170,7 +170,8 @@ class Split(NamedTuple):
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
         """Returns the stages that a message of `flow` comes from and goes to."""
-        source, target = self.homes[self.flows[flow].source], self.homes[self.flows[flow].target]
+        source = self.homes[self.flows[flow].source]
+        target = self.homes[self.flows[flow].target]
         return (target, source) if back else (source, target)
 
     def bytes_of(self, message: Message) -> int:

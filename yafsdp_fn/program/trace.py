@@ -25,7 +25,7 @@ known, which clips it, or skips a step that is not finite, and is told."""
 
 Collectives = tuple[AxisCollective, ...]
 Parts = Annotated[int, Limits(1, 2**10)]
-"""What is asked of a trace from elsewhere counts up to these."""
+"""Parts of an update, and elements of a block: a trace from elsewhere may ask for so many."""
 
 
 # ---- Units, visits, computes.
@@ -332,7 +332,8 @@ class Trace(NamedTuple):
     def called_by(self, visit: int) -> tuple[tuple[str, ...], ...]:
         """Returns the collectives of `visit` and of the loss after it in words without bytes, which depend on the
         batch: of both forwards, and of both backwards."""
-        own, beside = self.visits[visit], self.beside(visit)
+        own = self.visits[visit]
+        beside = self.beside(visit)
         each = own.collectives, beside.collectives, own.adjoints, beside.adjoints
         return tuple(tuple(f"{kind} {axis}" for axis, kind, _ in calls) for calls in each)
 
@@ -418,7 +419,8 @@ def _table(trace: Trace) -> str:
     # visits
     rows = [["visit", "units", "trained", "parameters", "gathered", "FLOPs forward", "backward", "its graph keeps"]]
     for visit in trace.visits:
-        units, cost = [trace.units[unit] for unit in visit.units], visit.cost
+        units = [trace.units[unit] for unit in visit.units]
+        cost = visit.cost
         ids = (", ".join(map(str, each)) for each in (visit.units, visit.trained))
         size = f"{sum(unit.gather_bytes for unit in units) / 2**20:.2f} MiB"
         forward = cost.flops + cost.attention_flops

@@ -21,7 +21,9 @@ class Refused(ValueError):
 
     def __init__(self, rule: str, op: int, message: str, stage: int | None = None) -> None:
         super().__init__(message)
-        self.rule, self.op, self.stage = rule, op, stage
+        self.rule = rule
+        self.op = op
+        self.stage = stage
 
     def _repr_html_(self) -> str:
         """Shown by a notebook, where it was caught."""
@@ -52,7 +54,8 @@ def _drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | N
         return head
     # from which op to which one
     ends = [at for at in (index, other) if at is not None and at >= 0]
-    first, last = min(ends), max(ends) if index >= 0 else len(program.ops) - 1
+    first = min(ends)
+    last = max(ends) if index >= 0 else len(program.ops) - 1
     if len(ends) == 1 and index >= 0:
         first = 0
     # what the buffer held before tells why it was lost

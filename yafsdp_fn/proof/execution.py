@@ -151,13 +151,18 @@ class Execution:
     """
 
     def __init__(self, program: Program, checks: Checks) -> None:
-        self.program, self._checks = program, checks
-        self.at, self.done, self._rule = -1, 0, ""
+        self.program = program
+        self._checks = checks
+        self.at = -1
+        self.done = 0
+        self._rule = ""
         # what the program is
-        self.trace, self.ops = program.trace, program.ops
+        self.trace = program.trace
+        self.ops = program.ops
         computes = [at for at, op in enumerate(self.ops) if isinstance(op, ComputeOp)]
         self.last_compute = max(computes, default=-1)
-        self.has_updates, self.shared = program.has_updates, self.trace.shared
+        self.has_updates = program.has_updates
+        self.shared = self.trace.shared
         self.needed: dict[int, list[Contribution]] = {}
         written = ("backward", "weights")
         for visit, microbatch in sorted((c.visit, c.microbatch) for c in self.trace.order if c.kind in written):

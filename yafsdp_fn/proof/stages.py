@@ -176,7 +176,8 @@ def sent_is_received(pipeline: Program) -> None:
     split = split_of(pipeline)
     sent, received = (_messages(pipeline, split, kind) for kind in (Send, Receive))
     for source, target in itertools.product(range(split.stages), repeat=2):
-        here, there = sent[source, target], received[source, target]
+        here = sent[source, target]
+        there = received[source, target]
         for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there)):
             if mine and theirs and mine[1].message == theirs[1].message:
                 continue

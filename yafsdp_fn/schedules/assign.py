@@ -82,7 +82,8 @@ def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
 def _even(costs: Sequence[int], count: int) -> list[int]:
     """Returns the first visit of each of `count` segments whose largest cost is least; among those, even in visits."""
     # the least bound under which so many segments are enough
-    low, high = max(costs), sum(costs)
+    low = max(costs)
+    high = sum(costs)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(costs, count, middle) else (middle + 1, high)
@@ -90,7 +91,8 @@ def _even(costs: Sequence[int], count: int) -> list[int]:
 
 
 def _fits(costs: Sequence[int], count: int, most: int) -> bool:
-    segments, held = 1, 0
+    segments = 1
+    held = 0
     for cost in costs:
         segments, held = (segments + 1, cost) if held + cost > most else (segments, held + cost)
     return segments <= count
@@ -98,9 +100,11 @@ def _fits(costs: Sequence[int], count: int, most: int) -> bool:
 
 def _filled(costs: Sequence[int], count: int, most: int) -> list[int]:
     """Segments of at most `most`, each as near to an even share of what is left as that lets it be."""
-    starts, at = [0], 0
+    starts = [0]
+    at = 0
     for left in range(count - 1, 0, -1):
-        share, held = sum(costs[at:]) / (left + 1), costs[at]
+        share = sum(costs[at:]) / (left + 1)
+        held = costs[at]
         at += 1
         while len(costs) - at > left and held + costs[at] <= most:
             enough = _fits(costs[at:], left, most)

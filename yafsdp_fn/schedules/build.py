@@ -302,7 +302,8 @@ class _Builder:
         if self.trace.trained:
             self.ops.append(Norm(self.trace.trained))
         # what the next step gathers first
-        visits, first = self.trace.visits, self.trace.order[: self.prefetch + 1]
+        visits = self.trace.visits
+        first = self.trace.order[: self.prefetch + 1]
         wanted: dict[int, int] = {}  # slot -> unit, up to the first unit that would need the slot of an earlier one
         for unit in (unit for compute in first for unit in reads_of(compute, self.trace)):
             if wanted.setdefault(self.slots[unit], unit) != unit:

@@ -231,11 +231,14 @@ def _schedule(
 
     secondary: how many layers, the first ones, are gathered inside the node after their first gather
     """
-    again, grad_slots = policy(remat), _own if defer else _of_gradients
+    again = policy(remat)
+    grad_slots = _own if defer else _of_gradients
 
     def schedule(trace: Trace) -> Program:
         stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
-        at, into, first = slots(trace), grad_slots(trace), frozenset(list(dict.fromkeys(stacked))[:secondary])
+        at = slots(trace)
+        into = grad_slots(trace)
+        first = frozenset(list(dict.fromkeys(stacked))[:secondary])
         return build(trace, at, into, prefetch=prefetch, remat=again, defer=defer, secondary=first, update=update)
 
     return schedule

@@ -7,6 +7,7 @@
 A group is what one call of `fully_shard` gathers at once: a unit, or several.
 """
 
+import dataclasses
 import re
 from typing import Literal, NamedTuple
 
@@ -127,14 +128,11 @@ def program_of(
             f"ya.mesh(local={kept})"
         )
     recompute = remat(trace)
-    width = 2
-    if not hold:
-        dry = _Fsdp2Builder(trace, groups, prefetch, defer, hold, None)
-        for i in range(len(trace.order)):
-            dry.gather(i)
-            dry.free(i)
-        width = max(width, dry.most)
-    builder = _Fsdp2Builder(trace, groups, prefetch, defer, hold, width)
+    dry = _Fsdp2Builder(trace, groups, prefetch, defer, hold)
+    for i in () if hold else range(len(trace.order)):
+        dry.gather(i)
+        dry.free(i)
+    builder = dataclasses.replace(dry, width=max(2, dry.most))
     for i, now in enumerate(trace.order):
         builder.gather(i)
         builder.ops.append(op_of(now, trace, builder.slots, builder.grad_slots, recompute))
@@ -143,6 +141,7 @@ def program_of(
     return Program(trace, (*builder.ops, *sums_over_stages(trace)))
 
 
+@dataclasses.dataclass
 class _Fsdp2Builder:
     """The ops so far, and what is gathered.
 
@@ -150,33 +149,28 @@ class _Fsdp2Builder:
     most: of the groups that take turns, how many were gathered at once
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        groups: list[WrappedUnits],
-        prefetch: int | None,
-        defer: bool,
-        hold: bool,
-        width: int | None,
-    ) -> None:
-        self.trace = trace
-        self.groups = groups
-        self.prefetch = prefetch
-        self.defer = defer
-        self.hold = hold
+    trace: Trace
+    groups: list[WrappedUnits]
+    prefetch: int | None
+    defer: bool
+    hold: bool
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        trace = self.trace
         # slots: of groups that their visits use as a whole, some take turns
-        self.of = {unit: number for number, group in enumerate(groups) for unit in group.units}
+        self.of = {unit: number for number, group in enumerate(self.groups) for unit in group.units}
         turns: list[tuple[int, ...]] = []
         once: list[tuple[int, ...]] = []
-        for units, reshard in groups:
+        for units, reshard in self.groups:
             visits = [visit.units for visit in trace.visits if not {*units}.isdisjoint(visit.units)]
             if all({*units} <= {*each} for each in visits):
                 turns += [units] * bool(reshard)
                 once += [units] * (len(visits) == 1)
         self.turns = {unit for units in turns for unit in units}
         self.most = 0
-        self.slots = own_slots(trace.units) if width is None else _in_turns(trace, turns, width)
-        self.grad_slots = own_slots(trace.units) if defer else _in_turns(trace, once, 2)
+        self.slots = own_slots(trace.units) if self.width is None else _in_turns(trace, turns, self.width)
+        self.grad_slots = own_slots(trace.units) if self.defer else _in_turns(trace, once, 2)
         self.ops: list[Op] = []
         # what is gathered, and what is not reduced
         self.held: dict[int, int] = {}  # slot -> unit

@@ -165,7 +165,9 @@ class _Slots:
     def __init__(
         self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[Message, float]
     ) -> None:
-        self.split, self.begins, self.sent = split, begins, sent
+        self.split = split
+        self.begins = begins
+        self.sent = sent
         self.count = 0
         self.free: dict[Kind, deque[int]] = {}
         self.leaving: list[tuple[int, Message, int]] = []  # sent after so many calls, from a slot
@@ -279,4 +281,5 @@ def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator
         ends = done > 0 and done == len(split.visits(calls[call].segment))
         yield InCall(op, call, inside, ends)
         if ends:
-            call, done = call + 1, 0
+            call = call + 1
+            done = 0

@@ -62,7 +62,8 @@ def gpipe_calls(split: Split, microbatches: int) -> Rows:
     """Returns the calls of `gpipe`."""
     rows: Rows = []
     for stage in range(split.stages):
-        own, ms = split.of(stage), range(microbatches)
+        own = split.of(stage)
+        ms = range(microbatches)
         rows.append([Call("forward", segment, m) for segment in own for m in ms])
         rows[-1] += [Call("backward", segment, m) for segment in reversed(own) for m in ms]
     return rows
@@ -118,7 +119,8 @@ def interleaved_calls(split: Split, microbatches: int) -> Rows:
     Microbatches go in groups of about P: all of a group through one segment of a stage, then through its next one.
     Where P does not divide M, groups are as even as can be, and none is smaller than P.
     """
-    stages, per_stage = split.stages, len(split.homes) // split.stages
+    stages = split.stages
+    per_stage = len(split.homes) // split.stages
     _expect("interleaved", split, per_stage=per_stage)
     if per_stage == 1:
         return one_f_one_b_calls(split, microbatches)
@@ -154,7 +156,8 @@ def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
     _expect("zero_bubble", split, per_stage=1)
     rows: Rows = []
     for s in range(split.stages):
-        row, lag = list[Call](), depth * s
+        row = list[Call]()
+        lag = depth * s
         for call in _alternating(*_passes(split, s, microbatches), depth * (split.stages - 1 - s)):
             if call.kind == "forward":
                 row.append(call)
@@ -194,7 +197,8 @@ def v_shaped_calls(split: Split, microbatches: int) -> Rows:
 def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
     """Yields the row of stage s, of as many microbatches as fill the pipeline, or more."""
     total = max(microbatches, 2 * stages - 1)
-    down, up = s, 2 * stages - 1 - s
+    down = s
+    up = 2 * stages - 1 - s
     done: dict[tuple[Kind, int], int] = {}
 
     def call(segment: int, *kinds: Kind) -> Iterator[Call]:
@@ -293,7 +297,8 @@ def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int])
     *_, blocks = min(found)
     rows = []
     for stage, block in enumerate(blocks):
-        down, up = stage, 2 * split.stages - 1 - stage
+        down = stage
+        up = 2 * split.stages - 1 - stage
         one: list[tuple[Kind, int]] = [("forward", down), ("forward", up), ("inputs", up), ("inputs", down)]
         one += [("weights", up), ("weights", down)]
         timed = [(at + BLOCK * m, *of, m) for m in range(microbatches) for at, of in zip(block, one, strict=True)]
@@ -309,7 +314,8 @@ def _kept(block: Sequence[int], at: int) -> int:
 def _block(stages: int, stage: int, steps: Sequence[int], turns: Sequence[int]) -> list[int]:
     """Returns the times of forwards down and up, backwards of inputs down and up, and of weights: where there is room
     next."""
-    at, block = 0, list[int]()
+    at = 0
+    block = list[int]()
     for leg, step in enumerate(steps):
         block.append(at + step * (stage if leg % 2 == 0 else stages - 1 - stage))
         at += step * (stages - 1) + (turns[leg] if leg < 3 else 0)
@@ -361,7 +367,8 @@ def _groups(microbatches: int, stages: int) -> list[range]:
 
 def _passes(split: Split, stage: int, microbatches: int) -> tuple[list[Call], list[Call]]:
     """Returns the forwards of a stage in their order, and its backwards in theirs."""
-    own, groups = split.of(stage), _groups(microbatches, split.stages)
+    own = split.of(stage)
+    groups = _groups(microbatches, split.stages)
     forwards = [Call("forward", segment, m) for group in groups for segment in own for m in group]
     return forwards, [Call("backward", segment, m) for group in groups for segment in reversed(own) for m in group]
 

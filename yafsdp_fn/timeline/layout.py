@@ -274,9 +274,11 @@ def of_stage(timeline: Spans) -> Layout:
             for name, strip in _strips(timeline, palette):
                 rows.append(BoxRow(name, top, STRIP, strip))
                 top += STRIP + 0.02
-            height, boxes = COMPUTE, _computes(timeline, palette)
+            height = COMPUTE
+            boxes = _computes(timeline, palette)
         else:
-            height, boxes = STREAM, map(palette.box, timeline.on(stream))
+            height = STREAM
+            boxes = map(palette.box, timeline.on(stream))
         rows.append(BoxRow(stream, top, height, tuple(boxes), stream))
         top += height + GAP
     for name, held, dark in (("slot", weight_slots(timeline), False), ("grad slot", grad_slots(timeline), True)):
@@ -291,7 +293,8 @@ def _computes(timeline: Spans, palette: Palette) -> Iterator[Bar]:
     come second."""
     kept = set()
     for span in timeline.on("compute"):
-        op, box = span.op, palette.box(span)
+        op = span.op
+        box = palette.box(span)
         if isinstance(op, Forward) and op.keep:
             kept.add((op.visit, op.microbatch))
         elif isinstance(op, Backward) and (op.visit, op.microbatch) not in kept and box.number is not None:
@@ -374,7 +377,8 @@ def _calls(part: Spans) -> list[Bar]:
     segments = max(map(homes.count, homes))
     found: list[Bar] = []
     for span in part.on("compute"):
-        op, box = span.op, _grey(span)
+        op = span.op
+        box = _grey(span)
         if isinstance(op, ComputeOp):
             segment = 0 if split is None else split.of(part.trace.stage or 0).index(split.segment(op.visit))
             place = segment / (segments - 1) if segments > 1 else 0.3

@@ -123,7 +123,8 @@ def sheet(drawn: Sequence[Layout], words: Sequence[str] = ()) -> Any:
 
     sides = LEFT + RIGHT + ASIDE * any(row.aside for each in drawn for row in each.rows)
     width = min(WIDEST, max(NARROWEST, sides + max(each.wanted for each in drawn)))
-    across, inner = width - sides, width - 2 * MARGIN
+    across = width - sides
+    inner = width - 2 * MARGIN
     samples = {sample.words: sample for each in drawn for sample in each.legend}
     entries = in_rows([*samples.values(), Sample("critical path", ("none",), "path")], inner)
     said = [line for text in words for line in textwrap.wrap(text, int(inner / LETTER), subsequent_indent="      ")]
@@ -163,12 +164,15 @@ class Swatch(NamedTuple):
 
 def in_rows(samples: Sequence[Sample], across: float) -> list[Swatch]:
     """Samples beside each other, in rows no wider than `across`."""
-    found, x, row = [], 0.0, 0
+    found = []
+    x = 0.0
+    row = 0
     for sample in samples:
         swatch = WIDE if len(sample.colours) > 2 else NARROW
         total = swatch + 0.06 + wide(sample.words, TEXT) + 0.22
         if x and x + total > across:
-            x, row = 0.0, row + 1
+            x = 0.0
+            row = row + 1
         found.append(Swatch(sample, x, row, swatch))
         x += total
     return found
@@ -177,7 +181,8 @@ def in_rows(samples: Sequence[Sample], across: float) -> list[Swatch]:
 def _explain(axes: Any, entry: Swatch) -> None:
     """Draws a sample of the legend: its swatch, in pieces of each colour, and its words."""
     sample, x, row, width = entry
-    top, each = 0.08 + row * ROW, width / len(sample.colours)
+    top = 0.08 + row * ROW
+    each = width / len(sample.colours)
     pieces = [(x + each * k, each) for k in range(len(sample.colours))]
     style = {"facecolor": sample.colours} | SWATCHES.get(sample.kind, NO_EDGE)
     axes.broken_barh(pieces, (top, HIGH), **style)
@@ -211,12 +216,14 @@ class Panel:
         self._outline()
 
     def _frame(self, last: bool) -> None:
-        axes, layout = self.axes, self.layout
+        axes = self.axes
+        layout = self.layout
         axes.set(xlim=(0, self.seconds / self.scale), ylim=(layout.height, 0), yticks=[])
         axes.tick_params(axis="x", length=3 if last else 0, labelbottom=last)
         if last:
             axes.set_xlabel(f"time since the step began, {self.unit}")
-        left, title = -72 * (LEFT - MARGIN), layout.timeline.title
+        left = -72 * (LEFT - MARGIN)
+        title = layout.timeline.title
         size = LARGE * min(1.0, (self.across + LEFT) / (1.15 * wide(title, LARGE) or 1.0))  # it is bold
         self._beside(title, 0, (left, 17), va="bottom", fontsize=size, weight="bold")
         self._beside(layout.words, 0, (left, 6), va="bottom", fontsize=TEXT + 0.5, color=SOFT)

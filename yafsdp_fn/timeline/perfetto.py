@@ -88,7 +88,8 @@ def _about(what: str, **args: Any) -> Event:
 
 def _details(timeline: Spans, span: Span) -> Event:
     """Returns a slice's details in Perfetto."""
-    op, trace = span.op, timeline.trace
+    op = span.op
+    trace = timeline.trace
     units = () if isinstance(op, MessageOp) else trace.units_of(op)
     found = {"op": span.number, "units": [trace.units[unit].name for unit in units], "bytes": _nbytes(op, trace)}
     found |= {field: getattr(op, field, None) for field in ("slots", "grad_slots", "carry_slot", "microbatch")}

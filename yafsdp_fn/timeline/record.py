@@ -46,7 +46,9 @@ class OpRun:
 
     def on(self, stream: str, event: Event | None, waits: Sequence[Event] = ()) -> None:
         """Notes where it runs, what it completes and what it waits for."""
-        self.stream, self.event, self.waits = stream, event, waits
+        self.stream = stream
+        self.event = event
+        self.waits = waits
 
     def begin(self) -> None:
         self.profiled = torch.profiler.record_function(f"op {self.number} on {self.stream}")
@@ -97,7 +99,8 @@ class Recorder:
 
     def finish(self, trace: Trace, rank: str) -> None:
         """The step's session ended well; an update of its gradients may follow."""
-        self._trace, self._title = trace, f"{MEASURED}, {rank}"
+        self._trace = trace
+        self._title = f"{MEASURED}, {rank}"
         for recording in self._recordings:
             recording.steps.append(self)
 

@@ -196,7 +196,8 @@ class Spans(_Fields):
         spans = self.on(stream)
         staged = self.trace.stage is not None and stream == "compute"
         calls = [span for span in spans if staged and isinstance(span.op, ComputeOp)]
-        gaps, now = [], 0.0
+        gaps = []
+        now = 0.0
         for span in spans:
             if span.start > now:
                 cause = self.by_number.get(span.cause)
@@ -227,7 +228,8 @@ class Spans(_Fields):
 
     def critical_path(self) -> tuple[Span, ...]:
         """Returns the chain of spans that made the step as long as it was: each began when the one before it ended."""
-        path, last = [], max(self.spans, key=attrgetter("end"), default=None)
+        path = []
+        last = max(self.spans, key=attrgetter("end"), default=None)
         while last is not None:
             path.append(last)
             last = self.by_number.get(last.cause)

@@ -9,7 +9,6 @@ typed(Search, [1])                          # Search(seed=1, moves=0)
 """
 
 import functools
-import math
 import reprlib
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -27,10 +26,10 @@ LARGEST = 1e300
 
 
 class Limits(NamedTuple):
-    """The limits of a number, in an annotation: `Annotated[int, Limits(1, 8)]`."""
+    """The limits of a number, in an annotation: `Annotated[int, Limits(1, 8)]`, `Limits(1)` without a highest."""
 
     low: float
-    high: float = math.inf
+    high: float = float("inf")
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -68,8 +67,7 @@ def typed(kind: Any, value: Any) -> Any:
 def _limited(found: Any, notes: tuple[Any, ...]) -> Any:
     for limits in notes:
         if isinstance(limits, Limits) and not limits.low <= found <= limits.high:
-            most = "or more" if limits.high == math.inf else f"to {limits.high:,}"
-            raise _expected(f"{limits.low:,} {most}", found)
+            raise _expected(f"{limits.low:,} to {limits.high:,}", found)
     return found
 
 
