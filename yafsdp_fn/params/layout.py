@@ -267,7 +267,7 @@ class Group:
             return self.layout.split(flat)
         shards = flat.view(ranks.ranks, -1, *flat.shape[1:])
         subgroups = ranks.subgroups(across=self.over)
-        parts = [self.layout.split(torch.cat([shards[rank] for rank in members])) for members in subgroups]
+        parts = [self.layout.split(shards[members].flatten(0, 1)) for members in subgroups]
         return [self.joined(number, pieces, flat.ndim - 1) for number, pieces in enumerate(zip(*parts, strict=True))]
 
     def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:
@@ -276,7 +276,8 @@ class Group:
             dim, blocks = cut_of(self.splits[number], name)
             dim -= behind
             pieces = [_in_blocks(piece, dim, blocks) for piece in pieces]
-            pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
+            beside = [pieces[k : k + size] for k in range(0, len(pieces), size)]
+            pieces = [torch.cat(group, dim).flatten(dim - 1, dim) for group in beside]
         return pieces[0]
 
     # ---- in a format

@@ -167,7 +167,10 @@ def fill_group(
 
     # of a leaf that is split over axes, this rank's part
     def local(number: int, give: Source, layer: int | None) -> Tensor:
-        whole = give(layer) if stacked else whole_leaf(give, entry.length if group.has_layers else None)
+        if stacked:
+            whole = give(layer)
+        else:
+            whole = whole_leaf(give, entry.length if group.has_layers else None)
         return group.local_slice(number, whole, ranks)
 
     local_sources = [partial(local, number, give) for number, give in enumerate(sources)]

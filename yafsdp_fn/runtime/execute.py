@@ -171,11 +171,6 @@ class VisitRunner:
             self.collectives.after("forward", visit_id)
         return outs
 
-    @property
-    def failed(self) -> bool:
-        """True if a visit has raised."""
-        return self._failure is not None
-
     # ---- errors
 
     def raise_failure(self) -> None:
@@ -218,14 +213,11 @@ class Session(VisitRunner):
 
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
     watch: look for tensors that reach blocks from outside (the first step of a loss)
-    segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
 
     Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
         visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
         number of the set
     """
-
-    segment: Any = None
 
     def __init__(
         self,
@@ -318,10 +310,6 @@ class Session(VisitRunner):
         outs = Running(self, call, visit).forward(op)
         self.end_compute()
         return outs
-
-    def named(self, call: Call) -> str:
-        """Names a call, for errors."""
-        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
 
     def begin_compute(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
         """Issues a compute's op, which must be the next one of the program, and waits until it may run. `end_compute`
@@ -509,9 +497,12 @@ class Session(VisitRunner):
         together: dict[Communicators, list[int]] = {}
         for at, unit in enumerate(units):
             together.setdefault(ranks_of[unit], []).append(at)
-        if len(together) < 2:
-            return partial(work, *together, *columns) if together else None
-        jobs = [partial(work, comms, *([c[at] for at in some] for c in columns)) for comms, some in together.items()]
+        jobs: list[Work] = []
+        for comms, some in together.items():
+            own = [list(map(column.__getitem__, some)) for column in columns]
+            jobs.append(partial(work, comms, *own))
+        if len(jobs) < 2:
+            return jobs[0] if jobs else None
 
         def in_turn() -> None:
             for job in jobs:
@@ -558,7 +549,7 @@ class Session(VisitRunner):
         assert self.updates is not None, "only an optimizer exchanges"
         return None if self.memory.comms.ranks == 1 else self.updates.exchange(op.units)
 
-    # ---- the calls of the loss, and the end of the step
+    # ---- the calls of the loss, and the end of the step: those of a pipeline in pipeline.py
 
     def calls(self) -> Iterator[Call]:
         """Yields the calls of the step, in the order of its program."""
@@ -566,6 +557,14 @@ class Session(VisitRunner):
             yield Call("forward", 0, microbatch)
             if self.differentiates:
                 yield Call("backward", 0, microbatch)
+
+    def leaving(self) -> dict[int, list[Tensor]]:
+        """Returns the values that the call of the loss, which has returned, has made for other segments, by flow."""
+        return {}
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns the error that a call of the loss that raised `error` should have raised."""
+        return error
 
     @contextmanager
     def backward(self) -> Iterator[None]:

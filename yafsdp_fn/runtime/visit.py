@@ -508,8 +508,9 @@ class Running:
             if op.carry_slot is not None:
                 carries, save = self.call.carry_length, session.slots.activations.save
                 saved = save(self.visit.id, op.carry_slot, tensors, carries, outs)
-        session.token, *outs = VisitNode.apply(self, outs, saved, session.token, *tensors)
-        return outs
+        results: list[Tensor]
+        session.token, *results = VisitNode.apply(self, outs, saved, session.token, *tensors)
+        return results
 
     def run(
         self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()
