@@ -139,13 +139,13 @@ class VisitRunner:
             self._may_begin(call.name)
         visit = self.new_visit(call.name, call.units) if counts else None
         try:
-            outs = self.without_grad(call) if visit is None else self.run(call, visit)
+            outs = self.without_grad(call) if visit is None else self.outputs_of(call, visit)
         except BaseException as error:
             self._failure = self.position, error
             raise
         return call.outputs(outs)
 
-    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         """Returns the outputs of a visit."""
         raise NotImplementedError
 
@@ -305,7 +305,7 @@ class Session(VisitRunner):
 
     # ---- computes
 
-    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         op = self.begin_compute("forward", visit, self.microbatch)
         outs = Running(self, call, visit).forward(op)
         self.end_compute()

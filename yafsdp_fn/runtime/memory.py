@@ -72,7 +72,6 @@ class StateMemory(Placement[Communicators]):
     master: in `precision.param` (frozen groups: in their own dtype); working: what is gathered, in the gather dtype,
         the master itself if the dtypes are equal, or the bytes of a wire format
     versions: unit -> number of changes of its weights
-    holders: unit -> its stages, on a mesh with stages
     number: of the states on this mesh, the same on all ranks, which make them together
     idle: slot sets for the next session (slots.py)
     """
@@ -90,7 +89,6 @@ class StateMemory(Placement[Communicators]):
         masters = make(self)
         self.mesh, self._copies = mesh, itertools.count()
         self.number = next(self.comms.states) if number is None else number
-        self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
         for unit, wide in self.sums.items():

@@ -27,7 +27,7 @@ class CallRecording(VisitRunner):
     differentiates: visits without grad are no part of the trace
     """
 
-    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         arguments = call.tensors
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
         outs = [out.clone() for out in self.without_grad(call, visit)]
