@@ -55,14 +55,6 @@ def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
     return (found, 1) if isinstance(found, int) else found
 
 
-class UnitViews(NamedTuple):
-    """A flat vector of a unit, with views of its leaves, and of the gaps that belong to no leaf."""
-
-    flat: Tensor
-    leaves: list[Tensor]
-    gaps: list[Tensor]
-
-
 class LeafPiece(NamedTuple):
     """A part of a leaf in a slice: elements `[start, stop)` of the slice are leaf number `leaf` from its element
     `origin` on."""
@@ -118,9 +110,6 @@ class FlatLayout:
         starts = (*self.offsets[1:], flat.numel())
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
-
-    def views(self, flat: Tensor) -> UnitViews:
-        return UnitViews(flat, self.split(flat), self.gaps(flat))
 
     def pieces(self, start: int, stop: int) -> Iterator[LeafPiece]:
         """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""

@@ -18,11 +18,10 @@ from yafsdp_fn.params.tree import (
     Frozen,
     Param,
     Tree,
-    check_own_dtypes,
-    checked_split,
     dotted,
     in_stack,
     no_leaf,
+    settle,
     shape_of,
     without_markers,
 )
@@ -63,9 +62,7 @@ class Lazy:
     wire: Wire = WHOLE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "split", checked_split(self.split, self.shape))
-        check_own_dtypes(self)
+        settle(self)
 
     @classmethod
     def in_place_of(cls, leaf: Any, dtype: torch.dtype, load: Source, *, in_memory: bool = False) -> "Lazy":

@@ -23,8 +23,6 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
-from yafsdp_fn.nn.linear import GradSlot
-from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -46,7 +44,7 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.memory import Shards, StateMemory
+from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory, UnitViews
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of

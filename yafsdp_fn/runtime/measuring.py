@@ -19,7 +19,7 @@ from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.runtime.visit import BlockCall, differentiated
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.torch_private import memory_key
 
@@ -202,7 +202,7 @@ def outline(call: BlockCall, trained: tuple[int, ...], track: bool, placement: P
     with noting(placement.comms) as back:
         if called:
             grads = [torch.ones_like(out) if out.requires_grad else None for out in outs]
-            AutogradRun().gradients(outs, grads, [*inputs, *itertools.chain.from_iterable(weights)])
+            differentiated(AutogradRun(), outs, grads, [*inputs, *itertools.chain.from_iterable(weights)])
     carry = sum(x.numel() * x.element_size() for x in call.tensors)
     return _found(call, inputs, outs, saved, Cost(carry_bytes=carry), called, back)
 
@@ -269,7 +269,7 @@ def measure(
         if to is not None and not leaf._backward_hooks:  # a hook is to see the gradient
             to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
-        found = task.gradients(outs, grads, [*inputs, *leaves])
+        found = differentiated(task, outs, grads, [*inputs, *leaves])
         fresh = sum(grad.nbytes for grad in found[len(inputs) :] if grad is not None)
         bwd_moved = backward.moved()
         del found

@@ -18,7 +18,7 @@ from torch import Tensor
 from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.watchdog import RankPosition
-from yafsdp_fn.nn.linear import AutogradRun, GradSlot
+from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward
@@ -29,7 +29,7 @@ from yafsdp_fn.runtime.arguments import argument_name
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.memory import GradSlot, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.nn.linear import weight_leaf
-from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.memory import Shards, StateMemory
+from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, views_of
 from yafsdp_fn.runtime.visit import address_of
 
 Views = dict[tuple[int, int], UnitViews]
@@ -173,7 +172,7 @@ class Slots:
         found = kept.get((slot, unit))
         if found is None:
             flat = buffers[slot][:size].view(dtype)
-            found = kept[slot, unit] = self.memory.layout_of(unit).views(flat)
+            found = kept[slot, unit] = views_of(self.memory.layout_of(unit), flat)
         return found
 
     def encoded(self, slot: int, unit: int) -> Tensor:
