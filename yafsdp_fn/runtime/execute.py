@@ -44,7 +44,7 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory, UnitViews
+from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
@@ -352,7 +352,7 @@ class Session(VisitRunner):
     def target(self, op: Backward, visit: Visit) -> Any:
         """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
         # a gradient is added to what a slot holds of the same unit, and overwrites all else
-        out: list[GradSlot] = []
+        slots, out = self.slots, list[GradSlot]()
         for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
             if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
@@ -360,19 +360,16 @@ class Session(VisitRunner):
             else:
                 add = self._unreduced.get(slot) == unit
                 self._unreduced[slot] = unit
-            out.append(GradSlot(self._grad_views(slot, unit), add))
+            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, self.grads)
+            out.append(GradSlot(views, add))
         return ToSlots(out)
-
-    def _grad_views(self, slot: int, unit: int) -> UnitViews:
-        assert self.grads is not None
-        return self.slots.grad(slot, unit, self.grads)
 
     def early_grad_slots(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
-        return [GradSlot(self._grad_views(slot, unit), False) for unit, slot in pairs]
+        return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
 
     # ---- issued ops: a table maps each kind to the function that returns its work, so that a new kind is one more row
 
@@ -470,15 +467,17 @@ class Session(VisitRunner):
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
-        pairs = zip(op.units, op.grad_slots, strict=True)
-        slot_of = {unit: slot for unit, slot in pairs if unit not in memory.grads_alias}
-        units = list(slot_of)
+        slots, units, wholes = self.slots, list[int](), list[Tensor]()
+        for unit, slot in zip(op.units, op.grad_slots, strict=True):
+            if unit in memory.grads_alias:
+                continue
+            self._unreduced.pop(slot, None)
+            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, grads)
+            units.append(unit)
+            wholes.append(views.flat)
         # what an earlier reduction of the step has written is added to
         adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
-        for slot in slot_of.values():
-            self._unreduced.pop(slot, None)
-        wholes = [self._grad_views(slot, unit).flat for unit, slot in slot_of.items()]
         shards = list(map(grads.rows.__getitem__, units))
         own = list(map(memory.reduced_in.get, units))
         # a sum lands in its shard where it need not be converted or added

@@ -460,9 +460,10 @@ class Running:
                 leaves.append(slots.leaves(slot, unit, False))
                 continue
             fresh = list[Tensor]()
-            for shared in slots.leaves(slot, unit, True):
+            for shared in slots.made_leaves.get((slot, unit, True)) or slots.leaves(slot, unit, True):
                 leaf = shared.data  # not `detach`: see `weight_leaf`
-                if (found := destination(shared)) is not None:
+                found: Destination | None = getattr(shared, DESTINATION, None)
+                if found is not None:
                     setattr(leaf, DESTINATION, found)
                 fresh.append(leaf)
             leaves.append(fresh)
