@@ -14,10 +14,10 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
-from yafsdp_fn.nn.linear import AutogradRun, GradSlot, weight_leaf
-from yafsdp_fn.params.layout import UnitViews
+from yafsdp_fn.nn.linear import AutogradRun, weight_leaf
+from yafsdp_fn.runtime.memory import GradSlot, UnitViews
 from yafsdp_fn.runtime.pipeline import Later
-from yafsdp_fn.runtime.visit import ToSlots, grad_targets_of
+from yafsdp_fn.runtime.visit import ToSlots, differentiated, grad_targets_of
 
 ROWS = 6
 Block = Callable[[Tensor, Layer], Tensor]
@@ -165,7 +165,7 @@ def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
     out, later = ya.linear(x, w), Later(())
     run = AutogradRun()
     later.open(grad_targets_of([[w]]), run)
-    later.close(run.gradients([out], [torch.ones(3, 4)], [w]))
+    later.close(differentiated(run, [out], [torch.ones(3, 4)], [w]))
     between()
     later.write(ToSlots([GradSlot(UnitViews(grad.flatten(), [grad], []), add=False)]))
     return grad

@@ -103,7 +103,7 @@ def scan(
         if stacks:
             signature = f, len(layers[block])
             call = BlockCall(name, body, args, first=block.start == 0, signature=signature, carries=True)
-            carry, found = run_block(call)
+            carry, found = (call.runner() or pure).visit(call)
         else:
             carry, found = run_plain_visit(device_of_leaves((carry, layers)), body, *args)
         ys += found

@@ -10,6 +10,7 @@
 A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -311,24 +312,24 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
 
     def forward(call: Call) -> None:
         arrived = session.begin(call)
-        segment = session.segment
         counter = counter_of(comms, seed, call.microbatch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             # the loss
             try:
                 mean, aux = returned(arguments.call(call.microbatch, session, track), has_aux)
             except Exception as error:
-                if segment is None or (said := segment.explained(error, session.named(call), session.failed)) is error:
+                said = session.explained(error)
+                if said is error:
                     raise
                 raise said from error
         # what it has made, and what leaves for other segments
-        left = {} if segment is None else segment.leaving(len(session.visits), session.position)
+        left = session.leaving()
         has_loss = True
         if of_stage is None:
             _append(results, mean, aux)
         else:
             has_loss = of_stage.store(call, mean, aux)
-        session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
+        session.end(call, {flow: list(map(Tensor.detach, tensors)) for flow, tensors in left.items()})
         if not track:
             return
         # for its backward: edges, not tensors, since what has left needs no memory here, nor has the loss
@@ -362,7 +363,10 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         _add(leaf_grads, of_leaf[: len(leaves)])
         _add(results.grads, of_leaf[len(leaves) :])
         rest = iter(grads[1:])
-        session.end(call, {flow: [next(rest) for _ in tensors] for flow, tensors in before.arrived.items()})
+        leaving: dict[int, list[Tensor | None]] = {}
+        for flow, tensors in before.arrived.items():
+            leaving[flow] = list(itertools.islice(rest, len(tensors)))
+        session.end(call, leaving)
 
     for call in session.calls():
         if call.kind == "forward":

@@ -9,14 +9,13 @@ Outside a visit, under torch.func, under autocast and in torch.compile they are 
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from yafsdp_fn.nn.low_rank import LowRank
-from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.util.on_gpu import vector_kernels
 from yafsdp_fn.util.torch_private import SingleLevelFunction, graph_task_id, transforms_active
 
@@ -45,39 +44,17 @@ Scratch = Callable[[torch.Size, torch.dtype], Tensor]
 # ---- where a gradient goes
 
 
-class GradSlot(NamedTuple):
-    """The gradient slot of one trained unit. add: to its content"""
-
-    views: UnitViews
-    add: bool
-
-
 class AutogradRun:
     """One run of autograd. Another may run inside it: a block that asks for a gradient of its own in its backward must
     not find that in the slot. number: None until it begins"""
 
     number: int | None = None
 
-    def gradients(
-        self, outs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        """Differentiates the outputs that have a gradient; returns the gradients of `leaves`, None for those that need
-        or get none."""
-        roots: list[Tensor] = []
-        root_grads: list[Tensor] = []
-        for out, grad in zip(outs, grads, strict=True):
-            if grad is not None and out.requires_grad:
-                roots.append(out)
-                root_grads.append(grad)
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        if not roots or not wanted:
-            return [None] * len(leaves)
-        # the run is numbered when it has begun
+    def begins_with(self, roots: Sequence[Tensor]) -> None:
+        """Numbers the run once it has begun, from `roots`."""
         for root in roots:
-            if root.grad_fn is not None:
-                root.grad_fn.register_prehook(self._begins)
-        found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-        return [next(found) if leaf.requires_grad else None for leaf in leaves]
+            if (node := root.grad_fn) is not None:
+                node.register_prehook(self._begins)
 
     def _begins(self, _: object) -> None:
         if self.number is None:

@@ -150,6 +150,10 @@ def normal_like(seed: int, tree: Tree) -> Tree:
     return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)
 
 
+def _plain_leaves(tree: Tree) -> list[Any]:
+    return [node for node in optree.tree_leaves(tree, is_leaf=is_sharded) if not is_sharded(node)]
+
+
 def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tensor]) -> Tensor:
     """Returns `local` of the sharded leaves, summed over ranks, plus `local` of the plain ones. what: for errors"""
     if hasattr(a, "opt_state"):
@@ -157,8 +161,7 @@ def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tenso
     # plain leaves, which every rank has
     found = [h.check() for h in handles(a)]
     other = [h.check() for h in handles(b)]
-    plain = ([n for n in optree.tree_leaves(t, is_leaf=is_sharded) if not is_sharded(n)] for t in (a, b))
-    of_plain = local(*plain)
+    of_plain = local(_plain_leaves(a), _plain_leaves(b))
     if not found:
         return of_plain
     # shards, each unit once

@@ -55,14 +55,6 @@ def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
     return (found, 1) if isinstance(found, int) else found
 
 
-class UnitViews(NamedTuple):
-    """A flat vector of a unit, with views of its leaves, and of the gaps that belong to no leaf."""
-
-    flat: Tensor
-    leaves: list[Tensor]
-    gaps: list[Tensor]
-
-
 class LeafPiece(NamedTuple):
     """A part of a leaf in a slice: elements `[start, stop)` of the slice are leaf number `leaf` from its element
     `origin` on."""
@@ -118,9 +110,6 @@ class FlatLayout:
         starts = (*self.offsets[1:], flat.numel())
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
         return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
-
-    def views(self, flat: Tensor) -> UnitViews:
-        return UnitViews(flat, self.split(flat), self.gaps(flat))
 
     def pieces(self, start: int, stop: int) -> Iterator[LeafPiece]:
         """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""
@@ -271,7 +260,7 @@ class Group:
             return self.layout.split(flat)
         shards = flat.view(ranks.ranks, -1, *flat.shape[1:])
         subgroups = ranks.subgroups(across=self.over)
-        parts = [self.layout.split(torch.cat([shards[rank] for rank in members])) for members in subgroups]
+        parts = [self.layout.split(shards[members].flatten(0, 1)) for members in subgroups]
         return [self.joined(number, pieces, flat.ndim - 1) for number, pieces in enumerate(zip(*parts, strict=True))]
 
     def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:
@@ -280,7 +269,8 @@ class Group:
             dim, blocks = cut_of(self.splits[number], name)
             dim -= behind
             pieces = [_in_blocks(piece, dim, blocks) for piece in pieces]
-            pieces = [torch.cat(pieces[k : k + size], dim).flatten(dim - 1, dim) for k in range(0, len(pieces), size)]
+            beside = [pieces[k : k + size] for k in range(0, len(pieces), size)]
+            pieces = [torch.cat(group, dim).flatten(dim - 1, dim) for group in beside]
         return pieces[0]
 
     # ---- in a format

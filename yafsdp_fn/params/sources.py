@@ -18,11 +18,10 @@ from yafsdp_fn.params.tree import (
     Frozen,
     Param,
     Tree,
-    check_own_dtypes,
-    checked_split,
     dotted,
     in_stack,
     no_leaf,
+    settle,
     shape_of,
     without_markers,
 )
@@ -63,9 +62,7 @@ class Lazy:
     wire: Wire = WHOLE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "split", checked_split(self.split, self.shape))
-        check_own_dtypes(self)
+        settle(self)
 
     @classmethod
     def in_place_of(cls, leaf: Any, dtype: torch.dtype, load: Source, *, in_memory: bool = False) -> "Lazy":
@@ -167,7 +164,10 @@ def fill_group(
 
     # of a leaf that is split over axes, this rank's part
     def local(number: int, give: Source, layer: int | None) -> Tensor:
-        whole = give(layer) if stacked else whole_leaf(give, entry.length if group.has_layers else None)
+        if stacked:
+            whole = give(layer)
+        else:
+            whole = whole_leaf(give, entry.length if group.has_layers else None)
         return group.local_slice(number, whole, ranks)
 
     local_sources = [partial(local, number, give) for number, give in enumerate(sources)]

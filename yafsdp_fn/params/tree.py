@@ -177,8 +177,11 @@ def checked_dtype(what: str, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def check_own_dtypes(leaf: "Param | Any") -> None:
-    """Raises TypeError unless `compute` and `reduce` of a leaf are dtypes that it may have, and `wire` has formats."""
+def settle(leaf: "Param | Any") -> None:
+    """Makes shape and split of a leaf tuples: lists are taken, too, and cannot be hashed. Raises TypeError unless
+    `compute` and `reduce` are dtypes that it may have, and `wire` has formats."""
+    object.__setattr__(leaf, "shape", tuple(leaf.shape))
+    object.__setattr__(leaf, "split", checked_split(leaf.split, leaf.shape))
     checked_wire(f"{type(leaf).__name__}.wire", leaf.wire)
     for field in ("compute", "reduce"):
         if (dtype := getattr(leaf, field)) is not None:
@@ -223,14 +226,11 @@ class Param:
     def __post_init__(self) -> None:
         if isinstance(self.shape, int):
             raise TypeError(f"Param({self.shape}, ...): expected a shape, such as Param(({self.shape}, 8))")
-        # lists are taken, too, and cannot be hashed
-        object.__setattr__(self, "shape", tuple(self.shape))
-        object.__setattr__(self, "split", checked_split(self.split, self.shape))
+        settle(self)
         if any(not isinstance(n, int) or n < 0 for n in self.shape):
             raise ValueError(f"Param shape {self.shape}: expected non-negative integers")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"Param dtype {self.dtype}: parameters are floating point; pass integers in the batch")
-        check_own_dtypes(self)
 
     @property
     def ndim(self) -> int:

@@ -23,8 +23,6 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.communication.watchdog import RankPosition
-from yafsdp_fn.nn.linear import GradSlot
-from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -46,7 +44,7 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.memory import Shards, StateMemory
+from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
@@ -139,13 +137,13 @@ class VisitRunner:
             self._may_begin(call.name)
         visit = self.new_visit(call.name, call.units) if counts else None
         try:
-            outs = self.without_grad(call) if visit is None else self.run(call, visit)
+            outs = self.without_grad(call) if visit is None else self.outputs_of(call, visit)
         except BaseException as error:
             self._failure = self.position, error
             raise
         return call.outputs(outs)
 
-    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         """Returns the outputs of a visit."""
         raise NotImplementedError
 
@@ -170,11 +168,6 @@ class VisitRunner:
         if self.collectives is not None:
             self.collectives.after("forward", visit_id)
         return outs
-
-    @property
-    def failed(self) -> bool:
-        """True if a visit has raised."""
-        return self._failure is not None
 
     # ---- errors
 
@@ -218,14 +211,11 @@ class Session(VisitRunner):
 
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
     watch: look for tensors that reach blocks from outside (the first step of a loss)
-    segment: what a pipeline's call under way does at visits (pipeline.py); None without stages
 
     Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
         visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
         number of the set
     """
-
-    segment: Any = None
 
     def __init__(
         self,
@@ -313,15 +303,11 @@ class Session(VisitRunner):
 
     # ---- computes
 
-    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         op = self.begin_compute("forward", visit, self.microbatch)
         outs = Running(self, call, visit).forward(op)
         self.end_compute()
         return outs
-
-    def named(self, call: Call) -> str:
-        """Names a call, for errors."""
-        return f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
 
     def begin_compute(self, kind: Kind, visit: Visit, microbatch: int) -> ComputeOp:
         """Issues a compute's op, which must be the next one of the program, and waits until it may run. `end_compute`
@@ -366,7 +352,7 @@ class Session(VisitRunner):
     def target(self, op: Backward, visit: Visit) -> Any:
         """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
         # a gradient is added to what a slot holds of the same unit, and overwrites all else
-        out: list[GradSlot] = []
+        slots, out = self.slots, list[GradSlot]()
         for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
             if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
@@ -374,19 +360,16 @@ class Session(VisitRunner):
             else:
                 add = self._unreduced.get(slot) == unit
                 self._unreduced[slot] = unit
-            out.append(GradSlot(self._grad_views(slot, unit), add))
+            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, self.grads)
+            out.append(GradSlot(views, add))
         return ToSlots(out)
-
-    def _grad_views(self, slot: int, unit: int) -> UnitViews:
-        assert self.grads is not None
-        return self.slots.grad(slot, unit, self.grads)
 
     def early_grad_slots(self, op: Forward, trained: Sequence[int]) -> list[GradSlot]:
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
         pairs = zip(trained, op.early, strict=True)
-        return [GradSlot(self._grad_views(slot, unit), False) for unit, slot in pairs]
+        return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
 
     # ---- issued ops: a table maps each kind to the function that returns its work, so that a new kind is one more row
 
@@ -484,15 +467,17 @@ class Session(VisitRunner):
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
-        pairs = zip(op.units, op.grad_slots, strict=True)
-        slot_of = {unit: slot for unit, slot in pairs if unit not in memory.grads_alias}
-        units = list(slot_of)
+        slots, units, wholes = self.slots, list[int](), list[Tensor]()
+        for unit, slot in zip(op.units, op.grad_slots, strict=True):
+            if unit in memory.grads_alias:
+                continue
+            self._unreduced.pop(slot, None)
+            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, grads)
+            units.append(unit)
+            wholes.append(views.flat)
         # what an earlier reduction of the step has written is added to
         adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
-        for slot in slot_of.values():
-            self._unreduced.pop(slot, None)
-        wholes = [self._grad_views(slot, unit).flat for unit, slot in slot_of.items()]
         shards = list(map(grads.rows.__getitem__, units))
         own = list(map(memory.reduced_in.get, units))
         # a sum lands in its shard where it need not be converted or added
@@ -509,9 +494,12 @@ class Session(VisitRunner):
         together: dict[Communicators, list[int]] = {}
         for at, unit in enumerate(units):
             together.setdefault(ranks_of[unit], []).append(at)
-        if len(together) < 2:
-            return partial(work, *together, *columns) if together else None
-        jobs = [partial(work, comms, *([c[at] for at in some] for c in columns)) for comms, some in together.items()]
+        jobs: list[Work] = []
+        for comms, some in together.items():
+            own = [list(map(column.__getitem__, some)) for column in columns]
+            jobs.append(partial(work, comms, *own))
+        if len(jobs) < 2:
+            return jobs[0] if jobs else None
 
         def in_turn() -> None:
             for job in jobs:
@@ -558,7 +546,7 @@ class Session(VisitRunner):
         assert self.updates is not None, "only an optimizer exchanges"
         return None if self.memory.comms.ranks == 1 else self.updates.exchange(op.units)
 
-    # ---- the calls of the loss, and the end of the step
+    # ---- the calls of the loss, and the end of the step: those of a pipeline in pipeline.py
 
     def calls(self) -> Iterator[Call]:
         """Yields the calls of the step, in the order of its program."""
@@ -566,6 +554,14 @@ class Session(VisitRunner):
             yield Call("forward", 0, microbatch)
             if self.differentiates:
                 yield Call("backward", 0, microbatch)
+
+    def leaving(self) -> dict[int, list[Tensor]]:
+        """Returns the values that the call of the loss, which has returned, has made for other segments, by flow."""
+        return {}
+
+    def explained(self, error: Exception) -> Exception:
+        """Returns the error that a call of the loss that raised `error` should have raised."""
+        return error
 
     @contextmanager
     def backward(self) -> Iterator[None]:

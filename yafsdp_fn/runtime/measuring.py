@@ -18,7 +18,7 @@ from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.runtime.visit import BlockCall, differentiated
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.torch_private import memory_key
 
@@ -212,7 +212,7 @@ def measure(
         if not leaf._backward_hooks:  # a hook is to see the gradient
             to.begin(task)
     with lives, Counter(rule, slots) as backward, noting(placement.comms) as back:
-        found = task.gradients(outs, grads, [*inputs, *leaves])
+        found = differentiated(task, outs, grads, [*inputs, *leaves])
         fresh = sum(grad.nbytes for grad in found[len(inputs) :] if grad is not None)
         bwd_moved = backward.moved()
         del found

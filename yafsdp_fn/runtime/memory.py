@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,13 +19,35 @@ from yafsdp_fn.communication import formats
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
-from yafsdp_fn.params.layout import Group, TreeLayout, UnitViews
+from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
 from yafsdp_fn.params.sharded import Precision
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.util.torch_private import memory_key
+
+# ---- Views of a unit.
+
+
+class UnitViews(NamedTuple):
+    """A flat vector of a unit, with views of its leaves, and of the gaps that belong to no leaf."""
+
+    flat: Tensor
+    leaves: list[Tensor]
+    gaps: list[Tensor]
+
+
+def views_of(layout: FlatLayout, flat: Tensor) -> UnitViews:
+    return UnitViews(flat, layout.split(flat), layout.gaps(flat))
+
+
+class GradSlot(NamedTuple):
+    """The gradient slot of one trained unit. add: to its content"""
+
+    views: UnitViews
+    add: bool
+
 
 # ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
 #
@@ -59,7 +81,7 @@ class Shards:
     def views(self, unit: int) -> UnitViews:
         """Returns views of a unit. One rank only: the shard is the whole flat vector."""
         if unit not in self._views:
-            self._views[unit] = self._layouts[unit].views(self.rows[unit])
+            self._views[unit] = views_of(self._layouts[unit], self.rows[unit])
         return self._views[unit]
 
 
@@ -72,7 +94,6 @@ class StateMemory(Placement[Communicators]):
     master: in `precision.param` (frozen groups: in their own dtype); working: what is gathered, in the gather dtype,
         the master itself if the dtypes are equal, or the bytes of a wire format
     versions: unit -> number of changes of its weights
-    holders: unit -> its stages, on a mesh with stages
     number: of the states on this mesh, the same on all ranks, which make them together
     idle: slot sets for the next session (slots.py)
     """
@@ -90,7 +111,6 @@ class StateMemory(Placement[Communicators]):
         masters = make(self)
         self.mesh, self._copies = mesh, itertools.count()
         self.number = next(self.comms.states) if number is None else number
-        self.holders = () if assignment is None or self.comms.stages == 1 else assignment.holders
         for stages in sorted({stages for stages in self.holders if len(stages) > 1}):
             self.comms.share(stages)
         for unit, wide in self.sums.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.watchdog import RankPosition
-from yafsdp_fn.nn.linear import AutogradRun, GradSlot
+from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Backward, Forward
@@ -28,7 +28,7 @@ from yafsdp_fn.runtime.arguments import argument_name
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.memory import GradSlot, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
@@ -107,6 +107,9 @@ class StageSession(Session):
         assert isinstance(verified.crossing, Crossing)
         self.crossing = verified.crossing
         self.slots.activations.reserve(self.crossing, verified.program)
+        # the call under way: what it does at visits, and its name, for errors
+        self.segment: Any = None
+        self._named = ""
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
 
     def calls(self) -> Iterator[Call]:
@@ -120,11 +123,13 @@ class StageSession(Session):
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
         """Begins a call. Returns what arrives for it, by flow, from its carry slots."""
         super().begin(call)
+        where = f"microbatch {call.microbatch}, step {self.number}"
+        self._named = f"{call.kind} of segment {call.segment} ({where})"
         # what arrives is for the first compute of the call
         op = self._ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
         messages = self.crossing.split.taken_by(call)
-        self.position = f"what arrives for {self.named(call)}"
+        self.position = f"what arrives for {self._named}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             pairs = list(zip(messages, op.takes, strict=True))
             values = self.slots.activations.get(pairs) if pairs else []
@@ -134,7 +139,6 @@ class StageSession(Session):
             for flow, tensors in arrived.items():
                 for tensor in smooth(self.crossing, flow, tensors):
                     tensor.requires_grad_(self.differentiates)
-            where = f"microbatch {call.microbatch}, step {self.number}"
             self.segment = Segment(self.crossing, call, arrived, where)
         return arrived
 
@@ -146,12 +150,20 @@ class StageSession(Session):
         # what leaves is of its last compute
         op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
         messages = self.crossing.split.given_by(call)
-        self.position = f"what leaves after {self.named(call)}"
+        self.position = f"what leaves after {self._named}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if messages:
                 pairs = zip(messages, op.gives, strict=True)
                 self.slots.activations.put(pairs, [leaving[message.flow] for message in messages])
         self.follow()
+
+    def leaving(self) -> dict[int, list[Tensor]]:
+        left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
+        return left
+
+    def explained(self, error: Exception) -> Exception:
+        explained: Exception = self.segment.explained(error, self._named, self._failure is not None)
+        return explained
 
     def abort(self, error: BaseException) -> None:
         self.segment = None

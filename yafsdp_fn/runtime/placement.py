@@ -26,7 +26,7 @@ class Placement(Generic[AnyRanks]):
     """A layout on a mesh.
 
     mesh_axes: `(name, size)` of each mesh axis; comms: the ranks, and which one this is
-    assignment: which stage holds which units; None without stages
+    assignment: which stage holds which units; None without stages; holders: unit -> its stages, () without
 
     ranks_of: unit -> the ranks over which it is cut: those of `comms`, or, if it is split over axes, some of them
 
@@ -49,8 +49,8 @@ class Placement(Generic[AnyRanks]):
     ) -> None:
         self.mesh_axes, self.precision, self.comms, self.assignment = mesh_axes, precision, comms, assignment
         check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
-        holders = None if assignment is None or comms.stages == 1 else assignment.holders
-        self.layout = layout.on(holders, comms.stage, comms.axes)
+        self.holders = () if assignment is None or comms.stages == 1 else assignment.holders
+        self.layout = layout.on(self.holders or None, comms.stage, comms.axes)
         # what is held, and by whom
         self.groups = [group for _, group in self.layout.groups]
         self.of_unit = {unit: group for group in self.groups for unit in group.units}

@@ -271,7 +271,8 @@ def _unlike(unit: UnitSpec | None, other: UnitSpec | None) -> str:
     if unit is None:
         return "none"
     fields = unit._fields if other is not None and other.name == unit.name else ()
-    return ", ".join([unit.name, *(f"{f}={getattr(unit, f)}" for f in fields if getattr(unit, f) != getattr(other, f))])
+    differing = [field for field in fields if getattr(unit, field) != getattr(other, field)]
+    return ", ".join([unit.name, *(f"{field}={getattr(unit, field)}" for field in differing)])
 
 
 def agree(program: Program, comms: Communicators) -> None:

@@ -15,7 +15,7 @@ from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import TensorWatch
-from yafsdp_fn.runtime.visit import BlockCall, address_of
+from yafsdp_fn.runtime.visit import BlockCall, address_of, differentiated
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
@@ -113,7 +113,7 @@ def _first_order(
         outs = f(*inputs)
     run = AutogradRun()
     with _writes_counted(inputs, run):
-        return run.gradients(outs, grads, inputs)
+        return differentiated(run, outs, grads, inputs)
 
 
 def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class CallRecording(VisitRunner):
         with without_function_mode() if isinstance(function_mode(), _LossWatch) else nullcontext():
             return super().visit(call)
 
-    def run(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         arguments = call.tensors
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
         outs = [out.clone() for out in self.without_grad(call, visit)]

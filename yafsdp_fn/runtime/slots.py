@@ -18,11 +18,10 @@ from torch import Tensor
 
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.nn.linear import weight_leaf
-from yafsdp_fn.params.layout import UnitViews
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.memory import Shards, StateMemory
+from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, views_of
 from yafsdp_fn.runtime.visit import address_of
 
 Views = dict[tuple[int, int], UnitViews]
@@ -68,6 +67,7 @@ class Slots:
     number: names the set on the scoreboard; prepared: what is known of ops here, until a slot moves; by kind
         and op, since ops are tuples: a stash and a reduction of the same numbers are equal
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
+    grad_views, made_leaves: what `grad` and `leaves` have made, by their arguments
     activations: the content of carry slots, if the program has any (protocols.py)
     """
 
@@ -88,8 +88,8 @@ class Slots:
         self._grads: dict[int, Tensor] = {}
         # made when they are asked for
         self._views: Views = {}
-        self._grad_views: Views = {}
-        self._leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
+        self.grad_views: Views = {}
+        self.made_leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
 
     def release(self) -> None:
         """Gives the slots to the next session."""
@@ -130,7 +130,7 @@ class Slots:
         if not buffers.keys().isdisjoint(small):
             self.memory.comms.drain()  # a stream may still use a smaller buffer
         # what was made of smaller buffers keeps them alive; the rest is made again at its next use
-        for made in (self.prepared, self._views, self._grad_views, self._leaves):
+        for made in (self.prepared, self._views, self.grad_views, self.made_leaves):
             made.clear()
         for slot in small:
             buffers[slot] = self._new((kind, self.number, slot), sizes[slot])
@@ -159,13 +159,14 @@ class Slots:
         size, dtype = memory.units[unit].gather_bytes, memory.gather_dtype(unit)
         return self._views_in(self._weights, self._views, slot, unit, size, dtype)
 
-    def grad(self, slot: int, unit: int, shards: Shards) -> UnitViews:
+    def grad(self, slot: int, unit: int, shards: Shards | None) -> UnitViews:
         """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
         memory = self.memory
         if unit in memory.grads_alias:
+            assert shards is not None
             return shards.views(unit)
         size, dtype = memory.units[unit].reduce_bytes, memory.wire_dtype(unit)
-        return self._views_in(self._grads, self._grad_views, slot, unit, size, dtype)
+        return self._views_in(self._grads, self.grad_views, slot, unit, size, dtype)
 
     def _views_in(
         self, buffers: Mapping[int, Tensor], kept: Views, slot: int, unit: int, size: int, dtype: torch.dtype
@@ -173,7 +174,7 @@ class Slots:
         found = kept.get((slot, unit))
         if found is None:
             flat = buffers[slot][:size].view(dtype)
-            found = kept[slot, unit] = self.memory.layout_of(unit).views(flat)
+            found = kept[slot, unit] = views_of(self.memory.layout_of(unit), flat)
         return found
 
     def encoded(self, slot: int, unit: int) -> Tensor:
@@ -185,7 +186,7 @@ class Slots:
 
     def leaves(self, slot: int, unit: int, track: bool) -> list[Tensor]:
         """Returns a block's leaves of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
-        found = self._leaves.get((slot, unit, track))
+        found = self.made_leaves.get((slot, unit, track))
         if found is not None:
             # what a block did to its weights, a hook or `requires_grad_`, is for that visit alone
             for leaf in found:
@@ -196,5 +197,5 @@ class Slots:
             memory = self.memory  # a weak proxy; a bound method would be a cycle
             scratch = (lambda shape, dtype: memory.scratch(shape, dtype)) if track else None
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit).leaves]
-            self._leaves[slot, unit, track] = found
+            self.made_leaves[slot, unit, track] = found
         return found

@@ -15,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, GradSlot, destination
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, destination
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
@@ -23,6 +23,7 @@ from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, check_graph, depends_again, sample
+from yafsdp_fn.runtime.memory import GradSlot
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.util.randomness import (
@@ -459,9 +460,10 @@ class Running:
                 leaves.append(slots.leaves(slot, unit, False))
                 continue
             fresh = list[Tensor]()
-            for shared in slots.leaves(slot, unit, True):
+            for shared in slots.made_leaves.get((slot, unit, True)) or slots.leaves(slot, unit, True):
                 leaf = shared.data  # not `detach`: see `weight_leaf`
-                if (found := destination(shared)) is not None:
+                found: Destination | None = getattr(shared, DESTINATION, None)
+                if found is not None:
                     setattr(leaf, DESTINATION, found)
                 fresh.append(leaf)
             leaves.append(fresh)
@@ -509,8 +511,9 @@ class Running:
             if op.carry_slot is not None:
                 carries, save = self.call.carry_length, session.slots.activations.save
                 saved = save(self.visit.id, op.carry_slot, tensors, carries, outs)
-        session.token, *outs = VisitNode.apply(self, outs, saved, session.token, *tensors)
-        return outs
+        results: list[Tensor]
+        session.token, *results = VisitNode.apply(self, outs, saved, session.token, *tensors)
+        return results
 
     def run(
         self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()
@@ -563,7 +566,7 @@ class Running:
             wanted += unit_leaves
         run = AutogradRun()
         self.target.open(grad_targets_of(trained), run)
-        found = run.gradients(outs, grads, wanted)
+        found = differentiated(run, outs, grads, wanted)
         self.target.close(found[len(inputs) :])
         return found[: len(inputs)]
 
@@ -603,6 +606,25 @@ class Running:
         """Ends the compute of the backward."""
         self.target = None  # the graph may outlive what is left for later
         self.session.end_compute()
+
+
+def differentiated(
+    run: AutogradRun, outs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
+) -> Outs:
+    """Differentiates, as `run`, the outputs that have a gradient; returns the gradients of `leaves`, None for those
+    that need or get none."""
+    roots: list[Tensor] = []
+    root_grads: list[Tensor] = []
+    for out, grad in zip(outs, grads, strict=True):
+        if grad is not None and out.requires_grad:
+            roots.append(out)
+            root_grads.append(grad)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not roots or not wanted:
+        return [None] * len(leaves)
+    run.begins_with(roots)
+    found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
 def _offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -> None:
