@@ -318,10 +318,9 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
             try:
                 mean, aux = returned(arguments.call(call.microbatch, session, track), has_aux)
             except Exception as error:
-                said = session.explained(error)
-                if said is error:
+                if session.explained(error) is error:  # under no name: a cycle through its traceback, and this frame
                     raise
-                raise said from error
+                raise session.explained(error) from error
         # what it has made, and what leaves for other segments
         left = session.leaving()
         has_loss = True
