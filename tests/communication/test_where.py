@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import threading
+
 import pytest
 
-from yafsdp_fn.communication.where import RankStatus, named, table
+from yafsdp_fn.communication.where import RankStatus, collective, line, named, table
 
 GATHER = RankStatus(9, "op 3 of 9, forward of b (step 1)", 31.2, waits="gather of b (step 1)", waited=31.0, program="p")
 
@@ -39,3 +42,33 @@ def test_ranks_with_other_programs_are_named() -> None:
     *_, advice, differ = table(posts, {}).splitlines()
     assert advice.startswith("  All wait, for each other")
     assert differ == "  ranks 0-1 and rank 2 run other programs."
+
+
+def test_the_line_of_a_thread_that_runs_meanwhile() -> None:
+    """Frames were walked one by one: under load a rank ended with a segmentation fault."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def deeper(depth: int) -> int:
+        return sum(deeper(depth - 1) for _ in range(2)) if depth else 0
+
+    def works() -> None:
+        begun.set()
+        while not ended.is_set():
+            deeper(6)
+
+    def waits() -> None:
+        ended.wait()
+
+    threads = [threading.Thread(target=function, daemon=True) for function in (works, waits)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    working, waiting = (thread.ident or 0 for thread in threads)
+    found = {line(working) for _ in range(300)}
+    here = re.compile(r"test_where\.py:\d+ in (works|deeper|<genexpr>)")
+    assert all(here.fullmatch(each) or not each for each in found), found
+    assert re.fullmatch(r"test_where\.py:\d+ in waits", line(waiting)) and collective(waiting) is None
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert line(waiting) == ""

@@ -16,10 +16,10 @@ from tests.cuda.days import MESHES
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Log, findings, without_each_wait
 from tests.harness.fake_cuda.ranks import rank_of
+from tests.harness.formats import loss, tree
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of
 from tests.optim.test_on_host import OPTIMIZERS, SCHEDULES, on_host
-from tests.steps.test_wire_formats import loss, tree
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.optim.on_host import HostStates
 

@@ -209,12 +209,17 @@ def schedules_for(mesh: Any) -> dict[str, ya.schedules.Schedule]:
     return found | ({"hpz": s.hpz(2 * LAYERS)} if "local" in (mesh.mesh_dim_names or ()) else {})
 
 
+WHERE = by_day(
+    ["1 shard", "2 shard", "3 shard", *(f"4 {mesh}" for mesh in MESHES)], "1 shard", "2 shard", "3 shard", "4 nodes"
+)
+"""Numbers of ranks, and meshes of so many."""
+
+
 def crossing(formats: Iterable[str]) -> Callable[[Any], Any]:
     """Parametrizes a test with meshes, kinds of `tree`, these formats, microbatches, and how gradients of weights come:
     written into slots, or by autograd."""
-    where = ["1 shard", "2 shard", "3 shard", *(f"4 {mesh}" for mesh in MESHES)]
     values = {
-        "where": by_day(where, "1 shard", "2 shard", "3 shard", "4 nodes"),
+        "where": WHERE,
         "kind": ["plain", "marked", "tied"],
         "formats": formats,
         "parts": [1, 3],

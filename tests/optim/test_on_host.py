@@ -12,13 +12,13 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness import small
+from tests.harness.formats import WHERE, loss, split_loss, tree
 from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare, joined, plain
 from tests.harness.pool import Pool
 from tests.harness.problems import V
 from tests.optim.test_on_ranks import F64, TXS
-from tests.steps.test_wire_formats import WHERE, loss, split_loss, tree
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.planner.costs import Costs
 
@@ -81,7 +81,7 @@ def same(mesh: Any, where: str, kind: str, optimizer: str, schedule: str, parts:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
-@pytest.mark.parametrize("where", by_day(WHERE, "1 shard", "2 shard", "3 shard", "4 nodes"))
+@pytest.mark.parametrize("where", WHERE)
 def test_steps_have_the_bits_of_states_on_the_device(
     pools: dict[int, Pool], where: str, kind: str, optimizer: str, schedule: str, parts: int
 ) -> None:

@@ -1,10 +1,12 @@
 """The places of ranks and their threads, in words."""
 
+import faulthandler
 import os
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from tempfile import TemporaryFile
 from typing import NamedTuple
 
 import torch
@@ -109,20 +111,18 @@ COLLECTIVES = TORCH + "distributed" + os.sep
 def line(thread: int) -> str:
     """Returns `model.py:41 in block`, the innermost frame outside this library, torch and the standard library; "" if
     none."""
-    for frame in _frames(thread):
-        file = frame.f_code.co_filename
+    for file, number, function in _calls(thread):
         if not file.startswith((OWN, TORCH, "<")) and not _standard(file):
-            return f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+            return f"{Path(file).name}:{number} in {function}"
     return ""
 
 
 def collective(thread: int) -> str | None:
     """Returns the function of torch.distributed that the thread is in, such as a barrier; "" if it waits in
     communication otherwise, for a stream of ours, say; None if it is in none."""
-    for depth, frame in enumerate(_frames(thread)):
-        file = frame.f_code.co_filename
+    for depth, (file, _, function) in enumerate(_calls(thread)):
         if file.startswith(COLLECTIVES):
-            return "" if depth else f"torch.distributed.{frame.f_code.co_name}"
+            return "" if depth else f"torch.distributed.{function}"
         if file.startswith(COMMUNICATION):
             return ""
         if not _standard(file):
@@ -130,12 +130,22 @@ def collective(thread: int) -> str | None:
     return None
 
 
-def _frames(thread: int) -> Iterator[FrameType]:
-    """Yields the thread's frames, the innermost first."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+CALL = re.compile(r'File "(.*)", line (.*) in (.*)')
+
+
+def _calls(thread: int) -> list[tuple[str, str, str]]:
+    """Returns file, line and function of the calls that the thread is in, the innermost first.
+
+    They are read in one piece, by faulthandler. A thread that goes on while another walks along its frames (`f_back`)
+    has ended the process by a segmentation fault, with Python 3.11.7.
+    """
+    # in memory, where it can be: a disk may be full
+    with os.fdopen(os.memfd_create("calls"), "w+b") if sys.platform == "linux" else TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode()
+    _, _, of_thread = text.partition(f"hread 0x{thread:016x} ")
+    return CALL.findall(of_thread.partition("\n\n")[0])
 
 
 def _standard(file: str) -> bool:

@@ -260,7 +260,8 @@ class Group:
             return self.layout.split(flat)
         shards = flat.view(ranks.ranks, -1, *flat.shape[1:])
         subgroups = ranks.subgroups(across=self.over)
-        parts = [self.layout.split(shards[members].flatten(0, 1)) for members in subgroups]
+        # not shards[members]: an index would be copied to a GPU, which the host would wait for
+        parts = [self.layout.split(torch.cat([shards[rank] for rank in members])) for members in subgroups]
         return [self.joined(number, pieces, flat.ndim - 1) for number, pieces in enumerate(zip(*parts, strict=True))]
 
     def joined(self, number: int, pieces: Sequence[Tensor], behind: int = 0) -> Tensor:
