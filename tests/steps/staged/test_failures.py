@@ -147,7 +147,7 @@ def test_a_stage_that_pauses_is_shown_with_call_flow_and_line(pool: Pool, tmp_pa
     )
     assert "what arrives for backward of segment 0 (microbatch 0, step 2), stage 0" in text, text
     assert re.search(r"  rank 2: op \d+ of \d+, forward of head \(visit 4, microbatch 0, step 2\), stage 2, ", text)
-    assert re.search(r"; test_failures.py:\d+ in pauses.*\n  Look at rank 2: it waits for no other.\n", text), text
+    assert re.search(r"; test_failures.py:\d+ in event.*\n  Look at rank 2: it waits for no other.\n", text), text
     assert "other programs" not in text
 
 
