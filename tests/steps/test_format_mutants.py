@@ -165,7 +165,7 @@ def some(*daily: tuple[int, int], each: int = 100) -> list[Any]:
     return [*((world, range(number)) for world, number in daily), *by_night]
 
 
-@pytest.mark.parametrize(("world", "numbers"), some((1, 40), (2, 20)))
+@pytest.mark.parametrize(("world", "numbers"), some((1, 15), (2, 20)))
 def test_no_wrong_program_is_accepted(pools: dict[int, Pool], world: int, numbers: range) -> None:
     found = pools[world].run(damaged_programs, numbers)
     print(f"\ndamaged programs: {dict(found[0])}")
@@ -404,7 +404,7 @@ def all_seen(of_ranks: Sequence[Sequence[Outcome]]) -> None:
     assert len(struck) > 1
 
 
-@pytest.mark.parametrize(("world", "numbers"), some((1, 40), (2, 20)))
+@pytest.mark.parametrize(("world", "numbers"), some((1, 15), (2, 20)))
 def test_every_fault_is_seen(pools: dict[int, Pool], world: int, numbers: range) -> None:
     all_seen(pools[world].run(damaged_executions, numbers))
 

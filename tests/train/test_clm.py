@@ -119,6 +119,7 @@ def test_a_run_leaves_what_it_should(unbroken: tuple[Path, list[Ended]]) -> None
     assert all(e.err == "" for e in ended)
 
 
+@pytest.mark.nightly  # by day a restart (running/test_runs.py) and a resumed program (running/test_own_schedules.py)
 def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
     tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
 ) -> None:
