@@ -165,7 +165,7 @@ def some(*daily: tuple[int, int], each: int = 100) -> list[Any]:
     return [*((world, range(number)) for world, number in daily), *by_night]
 
 
-@pytest.mark.parametrize(("world", "numbers"), some((1, 15), (2, 20)))
+@pytest.mark.parametrize(("world", "numbers"), some((1, 40), (2, 20)))
 def test_no_wrong_program_is_accepted(pools: dict[int, Pool], world: int, numbers: range) -> None:
     found = pools[world].run(damaged_programs, numbers)
     print(f"\ndamaged programs: {dict(found[0])}")
