@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication import agreement, flat, watchdog, where
+from yafsdp_fn.communication import agreement, flat, watchdog
 from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
@@ -387,10 +387,7 @@ class Communicators(Groups):
             self.steps.looks.pop()
 
     def under_way(self) -> PendingLabels:
-        """Lists the communication that this rank is in now, for the watchdog's thread. On the CPU a rank that computes
-        waits for nothing: its streams run ahead, such as the receive of another microbatch."""
-        if self.device.type == "cpu" and where.collective(self.steps.thread) is None:
-            return []
+        """Lists the communication that this rank's streams are in now, for the watchdog's thread."""
         found = [self._comparing, *(stream.doing for stream in list(self.streams.values()))]
         return [label for label in found if label is not None]
 

@@ -36,7 +36,7 @@ def register(comms: Communicators) -> None:
 def registering(
     groups: Callable[[], Sequence[ProcessGroup]], device: torch.device
 ) -> Callable[[], AbstractContextManager[None]]:
-    """Returns what makes a context that registers what this thread allocates on the device inside.
+    """Returns a factory of contexts: inside of one, NCCL registers what this thread allocates on the device.
 
     groups: returns those that there are. Pools live as long as what is returned, that is, as the communicators: they
         keep the memory of dropped states. Raises RuntimeError if a backend cannot register memory, saying why

@@ -124,9 +124,10 @@ def peak_of(program: Program) -> Peak:
                 grads.drop((m, name))
             if op.half == "inputs":
                 inner.put((m, visit), cost.between_bytes)
-    for op in () if program.has_updates else after_program(trace.trained, trace.lent):
-        if isinstance(op, Update):
-            update(len(program.ops), op.units)
+    if not program.has_updates:
+        for op in after_program(trace.trained, trace.lent):
+            if isinstance(op, Update):
+                update(len(program.ops), op.units)
     return max(peaks, key=lambda peak: sum(peak[1:]))
 
 

@@ -503,7 +503,6 @@ class Running:
     # ---- without a graph until the backward
 
     def _drop(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        outs: list[Tensor]
         session, saved = self.session, tensors
         with torch.no_grad():
             inputs = [tensor.detach() for tensor in tensors]
