@@ -79,13 +79,14 @@ class Calls:
         threading.setprofile(self._seen)
 
     def count(self, work: Callable[[], object]) -> None:
-        """`work`, with its calls counted."""
+        """Does `work`, with its calls counted. Threads that begin later are not seen."""
         self.counting = True
         sys.setprofile(self._seen)
         try:
             work()
         finally:
             sys.setprofile(None)
+            threading.setprofile(None)
             self.counting = False
 
     def _seen(self, frame: Any, event: str, _: Any) -> None:
