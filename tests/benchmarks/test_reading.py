@@ -54,7 +54,9 @@ def test_a_folder_over_its_budget_is_named(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_counts_a_step(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_counts_a_step(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(reading, "sizes", here)
     out = tmp_path / "reading.json"
     assert main(["reading", "--ranks", "1", "--save", str(out)]) == 0
