@@ -183,9 +183,7 @@ def test_a_plan_is_its_parts() -> None:
     assert made.step_s == simulate(made.program, SLOW).seconds and made.bound == "communication"
     assert made.work.comm_s <= made.step_s and 0 <= made.headroom < 1
     assert made.memory == predict_memory(made.program) and made.fits and made.check() is made
-    gains = made.sensitivity()
-    assert max(gains, key=gains.__getitem__) == "network_bandwidth" and min(gains.values()) >= 0
-    assert "bound by communication" in str(made) and "network_bandwidth" in str(made)
+    assert "bound by communication" in str(made)
 
 
 def test_a_plan_that_does_not_fit_is_a_plan() -> None:

@@ -228,7 +228,6 @@ def test_a_plan_has_its_stages() -> None:
     assert made.step_s == simulate(made.program, SLOW).seconds and made.work.seconds < made.step_s
     text = str(made)
     assert "2 stages, 4 microbatches: bubble" in text and "stage 1" in text and "memory of stage" in text
-    assert max(made.sensitivity().values()) > 0
     assert plan(*where, **arguments, stages=2).program == made.program
     with pytest.raises(TypeError, match="the mesh has 2 stages, and the schedule returned a Program of 1"):
         plan(*where, **arguments, stages=2, schedule=zero2())

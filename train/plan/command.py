@@ -170,7 +170,6 @@ class Result:
             "why_not": plan.memory.why_not(plan.budget),
             "memory": plan.memory.itemised(),
             "min_ckpt_layers": self.min_ckpt_layers,
-            "sensitivity": plan.sensitivity(),
         }
 
     def show(self, console: Console) -> None:

@@ -8,7 +8,7 @@ from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
-from yafsdp_fn.planner.simulate import Work, proved, run, sensitivity, tasks, work
+from yafsdp_fn.planner.simulate import Work, proved, run, tasks, work
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import in_notebook
@@ -129,12 +129,7 @@ class Plan(NamedTuple):
             raise DoesNotFit(self.memory.why_not(self.budget))
         return self
 
-    def sensitivity(self) -> dict[str, float]:
-        """Figure of the cluster -> percent by which the step shortens when it gets one percent better."""
-        return sensitivity(self.program, self.cluster)
-
     def __str__(self) -> str:
-        figure, gain = max(self.sensitivity().items(), key=lambda item: item[1])
         rate = self.tokens_per_s
         span = " to ".join(shown(seconds, 3) for seconds in self.range_s)
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
@@ -148,7 +143,6 @@ class Plan(NamedTuple):
             + ", ".join(f"{name} {shown(seconds, 4)}" for name, seconds in zip(PARTS, self.work, strict=True)),
             f"bound by {self.bound_in_words}; {self.headroom_in_words} of the step",
             self.least.against(self.step_s),
-            f"{figure} matters most: one percent better is {gain:.2f}% off the step",
             f"beside products and attention: {KERNELS[self.program.trace.kernels]}",
             *self._stages(),
             str(self.memory),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from yafsdp_fn.communication.streams import Scoreboard
-from yafsdp_fn.planner.cluster import COSTS, Cluster, Phase
+from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import EventTime, StageEvent, play
@@ -334,7 +334,7 @@ def crossings(program: Program, cluster: Cluster) -> tuple[StageTraffic, ...]:
     return tuple(found[ends] for ends in sorted(found))
 
 
-# ---- What bounds a simulated step: its work without any waiting, and how it answers to each figure of the hardware.
+# ---- What bounds a simulated step: its work without any waiting.
 
 
 class Work(NamedTuple):
@@ -376,15 +376,3 @@ def work(program: Program, todo: Iterable[OpTask], cluster: Cluster) -> Work:
         comm_s=max(others.values(), default=0.0),
         overhead_s=max(overhead(each.trace, cluster) for each in program.by_stage),
     )
-
-
-def sensitivity(program: Program, cluster: Cluster) -> dict[str, float]:
-    """Figure of the cluster -> percent by which the step shortens when that figure gets one percent better."""
-    base = simulate(program, cluster).seconds
-    found = {}
-    for figure, value in vars(cluster).items():
-        if figure in ("name", "gpus_per_node", "memory_bytes", "host_computes") or value in (0.0, math.inf):
-            continue
-        better = cluster.replace(**{figure: value * (0.99 if figure in COSTS else 1.01)})
-        found[figure] = 100 * (1 - simulate(program, better).seconds / base)
-    return found
