@@ -89,7 +89,7 @@ def emulate(cluster: str | Cluster, ranks: int = 64, rank: int = 0, *, move_byte
     follow each other. Results: other ranks hold this rank's data (`emulated.group`).
 
     On the CPU compute takes its real time, in the thread that issues: `simulate` such runs with
-    `cluster.replace(host_computes=True)` and durations of computes from `ya.timeline.record`.
+    `cluster.replace(host_computes=True)`.
 
     move_bytes: on CUDA, kernels also copy as many bytes through memory as travel, so that contention with compute is
         real; needs CUDA and triton. On the CPU only the contents are copied

@@ -170,18 +170,6 @@ def test_the_update_follows() -> None:
     assert sum(s.seconds for s in inside.on("compute")) == sum(s.seconds for s in timeline.on("compute"))
 
 
-def test_measured_durations_replace_costs() -> None:
-    program = zero3()(three_layers())
-    computes = {n: 5.0 for n, op in enumerate(program.ops) if type(op).__name__ in ("Forward", "Backward")}
-    assert [s.seconds for s in simulate(program, FREE, durations=computes).on("compute")] == [5.0] * 6
-
-
-@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
-def test_durations_that_no_op_can_have(seconds: float) -> None:
-    with pytest.raises(ValueError, match=rf"op 2 \(Forward\) takes {seconds} s"):
-        simulate(zero3()(three_layers()), FREE, durations={2: seconds})
-
-
 SCHEDULES: dict[str, Any] = {
     "zero3": zero3(),
     "prefetch 0": zero3(prefetch=0),
@@ -281,12 +269,3 @@ def test_refusals(change: Any, says: str) -> None:
 def test_a_cluster_checks_its_figures(field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=-1"):
         FREE.replace(**{field: -1})
-
-
-def test_other_ranks_than_the_program_s() -> None:
-    program = program_of("zero3", [3, 5, 2, 8])
-    schedule = SCHEDULES["zero3"]
-    more = schedule(program.trace.on((("shard", 16),)))
-    assert simulate(program, REAL, ranks=16).seconds == simulate(more, REAL).seconds
-    with pytest.raises(ValueError, match=r"simulate\(ranks=4\): the program's mesh is"):
-        simulate(program.with_trace(program.trace._replace(mesh=(("node", 2), ("local", 2)))), REAL, ranks=4)

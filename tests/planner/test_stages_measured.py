@@ -18,21 +18,35 @@ from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.space import Order
-from yafsdp_fn.program.ops import Backward
+from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.schedules import Forward, pipelines
+from yafsdp_fn.schedules import pipelines
 from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.timeline import Timeline
 
 FORWARD, MICROBATCHES, STEPS = float(os.environ.get("SLEEP", "0.015")), 4, 2
 ORDERS = {"one_f_one_b": 1, "interleaved": 2, "zero_bubble": 1}
 """Segments a stage."""
-FREE = cluster(1.0).replace(node_bandwidth=math.inf, network_bandwidth=math.inf, node_latency=0.0, network_latency=0.0)
+FREE = cluster(1.0).replace(
+    attention_flops=1e12,
+    memory_bandwidth=math.inf,
+    node_bandwidth=math.inf,
+    network_bandwidth=math.inf,
+    node_latency=0.0,
+    network_latency=0.0,
+)
 
 
 def built(order: str) -> Program:
-    """The pipeline of a step whose visits are six: an embedding, four layers, a head."""
+    """The pipeline of a step whose visits are six: an embedding, four layers, a head. The batch has no gradient, and
+    gradients of weights take none of the time."""
     trace = ya.planner.trace(Loss(), params(), batch(), microbatches=1, device="cpu", tx=ya.optim.sgd(1e-3))
+    forward = Cost(attention_flops=round(FORWARD * 1e12))
+    visits = []
+    for visit in trace.visits:
+        sleeps = forward._replace(bwd_attention_flops=2 * forward.attention_flops * (visit.id > 0))
+        visits.append(visit._replace(cost=sleeps._replace(arguments=visit.cost.arguments)))
+    trace = trace._replace(visits=tuple(visits))
     whole = Order(order, 2, ORDERS[order], MICROBATCHES).whole(trace, (("stage", 2), ("shard", 1)))
     return pipelines.FACTORIES[order](ya.schedules.zero1())(whole)
 
@@ -53,19 +67,6 @@ def timelines(mesh: Any, order: str) -> list[Timeline]:
     return list(recording.timelines)
 
 
-def sleeps(made: Program) -> list[dict[int, float]]:
-    """Op -> seconds, of each stage. The batch has no gradient, and gradients of weights take none."""
-    found: list[dict[int, float]] = []
-    for program in made.by_stage:
-        found.append({})
-        for number, op in enumerate(program.ops):
-            if isinstance(op, Forward):
-                found[-1][number] = FORWARD
-            elif isinstance(op, Backward):
-                found[-1][number] = 2 * FORWARD * (op.visit > 0 and op.half != "weights")
-    return found
-
-
 @pytest.mark.parametrize(
     "order",
     [
@@ -76,7 +77,7 @@ def sleeps(made: Program) -> list[dict[int, float]]:
 )
 def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: str) -> None:
     made = built(order)
-    simulated = simulate(made, FREE.replace(host_computes=True), durations=sleeps(made))
+    simulated = simulate(made, FREE.replace(host_computes=True))
     measured = pools[2].run(timelines, order)
     ratios = []
     for stages in zip(*measured, strict=True):

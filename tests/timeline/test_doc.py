@@ -25,9 +25,8 @@ def test_measured_and_beside_a_prediction(
     tx = ya.optim.adamw(1e-3)
     state, step = ya.init(small.model(), tx, mesh=small.one_rank()), ya.train_step(small.loss, tx)
     names: dict[str, Any] = {"state": state, "step": step, "batch": small.batch()}
+    predicted = simulate(step.lower(state, names["batch"]), CLUSTERS["a100-80g"])
     exec(MEASURED, names)
-    durations = {span.number: span.seconds for span in names["timeline"].spans}
-    predicted = simulate(step.program(names["state"]), CLUSTERS["a100-80g"], durations=durations)
     exec(BOTH, names | {"predicted": predicted, "measured": names["timeline"]})
     out = capsys.readouterr().out
     assert "measured, rank 0 of 1: " in out and "\npredicted over measured: step " in out

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from yafsdp_fn.communication.streams import Scoreboard
@@ -26,7 +26,7 @@ from yafsdp_fn.program.ops import (
 )
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
-from yafsdp_fn.program.trace import Trace, arguments
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
@@ -89,27 +89,23 @@ def play_tasks(todo: Sequence[OpTask], contention: float, link_contention: float
 # of the whole gradient, which the updates of every stage wait for.
 
 
-def tasks(program: Program, cluster: Cluster, durations: Sequence[Mapping[int, float]] = ()) -> list[OpTask]:
+def tasks(program: Program, cluster: Cluster) -> list[OpTask]:
     """Returns the ops with their waits and costs, one stage after the other.
-
-    durations: of each stage, op number -> seconds alone, in place of costs
 
     Raises ValueError for a step without costs, stages that do not lie evenly on nodes, a message without its other end.
     """
-    if program.trace.stage is None and not durations:
+    if program.trace.stage is None:
         check_costs(program.trace)
     if len(program.stages) == 1:
-        return _of_stage(program, 0, 0, cluster, durations[0] if durations else {})
+        return _of_stage(program, 0, 0, cluster)
     _check_places(program, cluster)
     out: list[OpTask] = []
     for stage, part in enumerate(program.by_stage):
-        out += _of_stage(part, stage, len(out), cluster, durations[stage] if durations else {})
+        out += _of_stage(part, stage, len(out), cluster)
     return _tied(out)
 
 
-def _of_stage(
-    program: Program, stage: int, first: int, cluster: Cluster, durations: Mapping[int, float]
-) -> list[OpTask]:
+def _of_stage(program: Program, stage: int, first: int, cluster: Cluster) -> list[OpTask]:
     """Returns the tasks of one stage, which are numbered from `first` on."""
     trace = program.trace
     costs = Costs(trace, cluster)
@@ -126,10 +122,7 @@ def _of_stage(
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
         cost: tuple[Phase, ...]
-        if number in durations:
-            resource = "compute" if op.stream == "compute" else "memory"
-            cost = (Phase(resource, durations[number]),)
-        elif isinstance(op, ComputeOp):
+        if isinstance(op, ComputeOp):
             of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
             if of not in known:
                 each = costs.collectives(op, recompute)
@@ -222,22 +215,10 @@ def _check_places(program: Program, cluster: Cluster) -> None:
 # critical path. For programs of the builders with gathers and reductions alone none has been seen; with all-reduces
 # beside them, or sums over several links, 12 in 80,000 random cases, of 1.4% at most.
 
-Durations = Mapping[int, float] | Sequence[Mapping[int, float]]
 
-
-def simulate(
-    program: Program,
-    cluster: str | Cluster,
-    *,
-    ranks: int | None = None,
-    durations: Durations = (),
-    title: str = "",
-) -> Timeline:
+def simulate(program: Program, cluster: str | Cluster, *, title: str = "") -> Timeline:
     """Returns the timeline of one step, of all stages on one time axis.
 
-    ranks: that the same ops run on, each with the same batch, instead of the program's; its mesh must have one axis
-    durations: op number -> seconds alone, measured, instead of what the cluster's figures say; of several stages, for
-        each
     Raises Refused for a program that `ya.verify` refuses, ValueError for an unknown cluster, ranks that do not fill its
     nodes, a trace without costs, and an op that takes forever or less than nothing.
 
@@ -250,8 +231,7 @@ def simulate(
         how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
         raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: {how}")
     program = proved(program)
-    program = program if ranks is None else _on(program, ranks)
-    return run(program, tasks(program, where, _of_stages(program, durations)), where, title)
+    return run(program, tasks(program, where), where, title)
 
 
 def proved(program: Program) -> Program:
@@ -259,25 +239,6 @@ def proved(program: Program) -> Program:
     library's copies: with some among the ops it is taken as it is."""
     ours = all(isinstance(op, OPS) for ops in program.stages for op in ops)
     return verify(program) if ours else program
-
-
-def _of_stages(program: Program, durations: Durations) -> Sequence[Mapping[int, float]]:
-    if not isinstance(durations, Mapping):
-        return durations
-    if len(program.stages) > 1:
-        raise TypeError("simulate: durations of several stages are a list, of a mapping for each stage")
-    return [durations] * bool(durations)
-
-
-def _on(program: Program, ranks: int) -> Program:
-    if len(program.stages) > 1:
-        raise TypeError("simulate: ranks is of a program without stages; build the pipeline on another mesh")
-    if len(program.trace.mesh) > 1 or ranks < 1:
-        raise ValueError(
-            f"simulate(ranks={ranks}): the program's mesh is ({arguments(dict(program.trace.mesh))}); expected one "
-            "axis, and ranks >= 1. For another mesh build the schedule's program on trace.on(mesh)"
-        )
-    return program.with_trace(program.trace.on(((program.trace.mesh[0][0], ranks),)))
 
 
 def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str = "") -> Timeline:
