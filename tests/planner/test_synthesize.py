@@ -14,7 +14,7 @@ from yafsdp_fn.planner import Found, Synthesized, predict_memory, search, simula
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.planner.space import Order, Point, arrangements
-from yafsdp_fn.planner.stage_config import Changes, Design, StageConfig, _several
+from yafsdp_fn.planner.stage_config import Changes, Design, StageConfig
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import verify
 
@@ -103,7 +103,7 @@ def test_a_step_without_stages() -> None:
     lines: list[str] = []
     made = written(report=lines.append)
     expect_right(made)
-    assert made.step_s < made.builder_s and made.differences and not made.early
+    assert made.step_s < made.builder_s and not made.early
     assert len(lines) >= 1 and all(line.startswith("move ") and "above the bound" in line for line in lines)
     more = made.more(20)
     expect_right(more)
@@ -132,12 +132,6 @@ def test_a_pipeline() -> None:
     assert found.stages is not None and found.stages.stages == 4 and len(made.design.configs) == 4
     same, more = pipeline(moves=8).synthesized, made.more(2)
     assert same is not None and (same.program, same.moves) == (more.program, more.moves)
-
-
-def test_runs_of_neighbours_are_named_by_their_ends() -> None:
-    names = [f"layers[{k}]" for k in range(20)]
-    assert _several({0, 1, 2, 3, 5, 7, 8}, names) == "layers[0] to layers[3], layers[5], layers[7], layers[8]"
-    assert _several(range(0, 20, 2), names).endswith("layers[10] and 4 more")
 
 
 def test_nothing_to_compare_where_nothing_was_written() -> None:

@@ -115,8 +115,9 @@ class Found:
         return bound(self.best.point.whole(self.trace), self.cluster, self.budget)
 
     def compared(self, tokens: int = 0) -> Comparison:
-        """Returns the best builder's step and what was written from it, in one table and one picture, with the
-        differences in words. tokens: of a step, over all ranks. Raises ValueError where nothing was written.
+        """Returns the best builder's step and what was written from it, in one table and one picture.
+
+        tokens: of a step, over all ranks. Raises ValueError where nothing was written.
 
         >>> both = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).compared()
         >>> both.timelines.keys()                                # both.save("written.png")

@@ -9,7 +9,7 @@ Changes       random changes of a configuration
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from yafsdp_fn.planner import footprint
@@ -131,59 +131,6 @@ def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], in
         first = max(slots.values(), default=-1) + 1
         slots |= {unit: first + slot for unit, slot in found.items() if unit in turns or first == 0}
     return slots
-
-
-# ---- What a configuration does otherwise than another one, in words.
-
-SETS = {
-    "recomputed": ("recomputes", "visits"),
-    "offloaded": ("offloads", "visits"),
-    "resident": ("gives slots of their own to", "units"),
-    "own_grads": ("gives gradient slots of their own to", "units"),
-    "deferred": ("reduces once a step", "units"),
-    "secondary": ("gathers again inside the node", "units"),
-}
-NUMBERS = {
-    "prefetch": "gathers {} computes ahead, not {}",
-    "width": "lets units take turns in {} slots, not {}",
-    "update": "updates inside of the program, before the next step's first gathers",
-    "by_size": "units of a size take turns among themselves",
-}
-
-
-def differences(ours: StageConfig, theirs: StageConfig, trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yields the fields in which two configurations differ, and what the first does otherwise."""
-    for field, (does, numbered) in SETS.items():
-        names = [each.name for each in getattr(trace, numbered)]
-        here = getattr(ours, field)
-        there = getattr(theirs, field)
-        said = []
-        if here - there:
-            said.append(f"{does} {_several(here - there, names)}")
-        if there - here:
-            said.append(f"no longer {does} {_several(there - here, names)}")
-        if said:
-            yield field, "; ".join(said)
-    for field, words in NUMBERS.items():
-        here = getattr(ours, field)
-        there = getattr(theirs, field)
-        if here != there:
-            yield field, words.format(here, there)
-
-
-def _several(numbers: Iterable[int], names: list[str]) -> str:
-    """Names; of three neighbours and more the first and the last."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    shown = []
-    for run in runs[:6]:
-        shown.append(f"{names[run[0]]} to {names[run[-1]]}" if len(run) > 2 else ", ".join(names[n] for n in run))
-    more = sum(map(len, runs[6:]))
-    return ", ".join(shown) + f" and {more} more" * (more > 0)
 
 
 class Changes:

@@ -32,7 +32,6 @@ from yafsdp_fn.planner.stage_config import (
     Design,
     Outcome,
     StageConfig,
-    differences,
     outcome_of,
     peaks_of,
 )
@@ -53,8 +52,7 @@ class Synthesized:
 
     program: proved; step_s, peak_bytes: as simulated and predicted; least: the bound of its step
     point, builder_s: the best builder, from which the search began, and the seconds of its step
-    differences: from that builder's program, and what each saves
-    design: its configurations and orders, as a schedule
+    design: its configurations and orders, as a schedule: `design.configs`, a field for each choice, and `design.rows`
     moves: changes that were tried; early: whether the time was over before all of them
 
     >>> written = ya.planner.search(trace, "a100-80g", synthesize=60, moves=4).synthesized
@@ -68,7 +66,6 @@ class Synthesized:
     least: Bound
     point: Point
     builder_s: float
-    differences: tuple[str, ...]
     moves: int
     early: bool
     design: Design
@@ -98,7 +95,6 @@ class Synthesized:
         lines = [
             f"written: {self.step_s:.4g} s a step, {self.peak_bytes / 2**30:.1f} GiB, {against}",
             f"  {self.least.against(self.step_s)}",
-            *(f"  {line}" for line in self.differences),
             f"  {counted(self.moves, 'move')}" + ", stopped early by its seconds" * self.early,
         ]
         return "\n".join(lines)
@@ -129,9 +125,9 @@ class Synthesis:
         """Tries one program more."""
         raise NotImplementedError
 
-    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        """Returns the best program, its outcome, and what it does otherwise than the best builder's."""
-        raise NotImplementedError
+    def result(self) -> tuple[Design, Outcome]:
+        """Returns the best program and its outcome."""
+        return self.best, self.outcome
 
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
@@ -150,7 +146,7 @@ class Synthesis:
                 gap = self.least.gap(now)
                 saved = 1 - now / self.builder.seconds
                 report(f"move {self.moves}: {now:.4g} s, {saved:+.1%} saved, {gap:.1%} above the bound")
-        design, found, said = self.result()
+        design, found = self.result()
         program = verify(design(design.point.whole(self.trace)))
         return Synthesized(
             program=program,
@@ -159,7 +155,6 @@ class Synthesis:
             least=bound(program.trace, self.cluster, self.budget),
             point=self.points[0],
             builder_s=self.builder.seconds,
-            differences=said,
             moves=self.moves,
             early=early,
             design=design,
@@ -205,25 +200,14 @@ class StepSynthesis(Synthesis):
             self.config = config
             self.outcome = found
 
-    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        """Returns the best program without changes that save nothing, and what the others save."""
+    def result(self) -> tuple[Design, Outcome]:
+        """Returns the best program without changes that save nothing."""
         best = self.config
         enough = self.outcome.seconds * (1 + 1e-5)
         for field in StageConfig._fields:
             without = best._replace(**{field: getattr(self.first, field)})
             best = without if self.measured(without).seconds <= enough else best
-        found = self.measured(best)
-        said = []
-        for field, words in differences(best, self.first, self.whole):
-            slower, peaks = self.measured(best._replace(**{field: getattr(self.first, field)}))
-            if slower < math.inf:
-                saves = f"saves {max(0.0, slower - found.seconds):.3g} s"
-            elif peaks:
-                saves = f"without it {(peaks[0] - self.budget) / 2**30:.2f} GiB would be missing"
-            else:
-                saves = "goes with the others"
-            said.append(f"{words}: {saves}")
-        return Design(self.points[0], (best,)), found, tuple(said)
+        return Design(self.points[0], (best,)), self.measured(best)
 
     def _fits(self, config: StageConfig) -> bool:
         try:
@@ -429,35 +413,6 @@ class PipelineSynthesis(Synthesis):
         update = configs[stage].update
         self._try(cut, tuple(config._replace(update=update) for config in configs), cut.design.rows)
 
-    def result(self) -> tuple[Design, Outcome, tuple[str, ...]]:
-        return self.best, self.outcome, tuple(self._differences() if self.best.configs else ())
-
-    def _differences(self) -> Iterator[str]:
-        first = self.points[0]
-        ours = self.best
-        shapes = _shape(ours.point), _shape(first)
-        if shapes[0] != shapes[1]:
-            yield f"{shapes[0]}, not {shapes[1]}"
-        again = [len(config.recomputed) for config in ours.configs]
-        if any(count != first.remat for count in again):
-            yield f"recomputes {', '.join(map(str, again))} layers of its stages, not {first.remat}"
-        program = ours(ours.point.whole(self.trace))
-        alike: dict[str, list[str]] = {}
-        for part, config in zip(program.by_stage, ours.configs, strict=True):
-            theirs = StageConfig.of(first, part.trace)._replace(recomputed=config.recomputed)
-            for _, words in differences(config, theirs, part.trace):
-                alike.setdefault(words, []).append(f"{part.trace.stage}")
-        for words, stages in alike.items():
-            where = "every stage" if len(stages) == len(again) else f"stage {', '.join(stages)}"
-            yield f"{where} {words}"
-        before = simulate(first.program(self.trace), self.cluster)
-        yield f"bubble {simulate(program, self.cluster).bubble:.1%}, not {before.bubble:.1%}"
-        kinds = {"forward": "F", "inputs": "I", "weights": "W", "backward": "B"}
-        for stage in (0, len(ours.rows) - 1):
-            row = ours.rows[stage]
-            words = " ".join(f"{kinds[kind]}{segment}.{microbatch}" for kind, segment, microbatch in row[:24])
-            yield f"stage {stage}: {words}{' ...' * (len(row) > 24)}"
-
 
 def _recomputing(
     configs: Sequence[StageConfig], layers: Sequence[Sequence[int]], counts: Sequence[int]
@@ -465,11 +420,3 @@ def _recomputing(
     """Returns the configurations with so many recomputed layers, the first ones."""
     each = zip(configs, layers, counts, strict=True)
     return tuple(config._replace(recomputed=frozenset(those[:count])) for config, those, count in each)
-
-
-def _shape(point: Point) -> str:
-    order = point.order
-    assert order is not None
-    if order.per_stage == 1:
-        return "1 segment a stage"
-    return f"{order.per_stage} segments a stage, {'V-shaped' if order.name in pipelines.V_SHAPED else 'in a loop'}"
