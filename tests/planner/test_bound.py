@@ -181,17 +181,6 @@ def test_it_meets_the_zero_bubble_order(stages: int) -> None:
     assert bound(program.trace, NO_LINKS, memory // 2).seconds > seconds + 0.4 * stages
 
 
-def test_it_meets_a_step_that_drains_a_long_head() -> None:
-    """A last stage whose forwards take 10 s: after its last gradient two stages go back, and the first has weights."""
-    trace = chain(3, 4)
-    head = trace.visits[2]._replace(cost=trace.visits[2].cost._replace(flops=10**13, bwd_flops=2 * 10**10))
-    trace = trace._replace(visits=(*trace.visits[:2], head))
-    program = verify(pipeline(trace, 3, pipelines.zero_bubble(zero1())))
-    found = bound(program.trace, NO_LINKS)
-    assert found.seconds == pytest.approx(simulate(program, NO_LINKS).seconds) == pytest.approx(2 + 4 * 10.02 + 3)
-    assert found.by == "drain of stage 2"
-
-
 def with_graphs(trace: Trace, nbytes: int) -> Trace:
     """With graphs of so many bytes, on a trace whose memory can be predicted."""
     visits = tuple(v._replace(cost=v.cost._replace(inner_bytes=nbytes, between_bytes=nbytes)) for v in trace.visits)

@@ -186,14 +186,12 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
     return holders
 
 
-def held_values(trace: Trace) -> tuple[int, int]:
-    """Returns the bytes of values that are held between the last forward of a microbatch and its first backward: those
-    that any choice of kept graphs holds, and those that all choices but an offload hold."""
-    always: dict[int, int] = {}
-    movable: dict[int, int] = {}
+def always_held(trace: Trace) -> int:
+    """Returns the bytes of values that every program holds between the last forward of a microbatch and its first
+    backward: neither in graphs that it may drop, nor carries that it may offload."""
+    held: dict[int, int] = {}
     for visit in trace.visits:
         for value in visit.cost.takes:
-            if value.number not in visit.cost.unsaved:
-                moves = value.number in visit.cost.carries and trace.split is None
-                (movable if moves else always)[value.number] = value.nbytes
-    return sum(always.values()), sum(nbytes for number, nbytes in movable.items() if number not in always)
+            if value.number not in visit.cost.unsaved and value.number not in visit.cost.carries:
+                held[value.number] = value.nbytes
+    return sum(held.values())

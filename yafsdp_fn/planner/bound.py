@@ -4,23 +4,23 @@ It holds for every program of the trace that `verify` accepts and that `predict_
 it. A step is at least as long as each of these, of each stage:
 
     compute          its forwards, backwards and updates, one after the other; what must end before the first begins,
-                     and what must follow the last; slower while communication must run beside it
+                     and what must follow the last
     communication    one gather and one reduction of each unit, and messages: on each stream, and on each link
     fill             before its first backward a stage runs only forwards, as many as memory has room for
-    drain            after its last backward of inputs the stages before it run theirs, and then those of weights
-    memory           what does not fit is recomputed, gathered again, reduced in parts, or moved to the host: the least
+    memory           without stages: what does not fit is recomputed, gathered again or reduced in parts: the least
                      seconds in which that can make enough room
 
-It assumes the costs of `Costs`, so that merging collectives saves only latency. Every visit may recompute, every unit
-may be freed between its forward and its backward, and every carry may be offloaded, in any fractions, which only lowers
-the bound. It counts the memory of the state, of weights and gradients in slots, and of kept graphs: no other buffers.
+It assumes the costs of `Costs`, so that merging collectives saves only latency. Every visit may recompute, and every
+unit may be freed between its forward and its backward, in any fractions; carries may wait on the host at no cost: that
+only lowers the bound. It counts the memory of the state, of weights and gradients in slots, and of kept graphs: no
+other buffers.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from yafsdp_fn.planner.activations import held_values
+from yafsdp_fn.planner.activations import always_held
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import Costs
@@ -76,13 +76,16 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     if trace.stage is None:
         check_costs(trace)
     budget = where.memory_bytes if memory is None else memory
-    path = _Path(trace, where)
+    split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
+    if trace.stage is not None:  # alone, it waits for nobody
+        split = split._replace(flows=())
+    earliest = _earliest(trace._replace(split=split), split, where)
     found: dict[str, float] = {}
     if trace.split is None or trace.stage is not None:
-        found = _StageBound(trace, trace.stage or 0, where, path, budget).terms()
+        found = _StageBound(trace, trace.stage or 0, where, split, earliest, budget).terms()
     else:
-        for stage in range(trace.split.stages):
-            for name, seconds in _StageBound(trace, stage, where, path, budget).terms().items():
+        for stage in range(split.stages):
+            for name, seconds in _StageBound(trace, stage, where, split, earliest, budget).terms().items():
                 found[f"{name} of stage {stage}"] = seconds
     terms = tuple(sorted(found.items(), key=lambda term: -term[1]))
     by, most = terms[0]
@@ -92,67 +95,31 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
 # ---- One microbatch alone: the longest paths through the calls of its segments.
 
 
-class _Path:
-    """The calls of one microbatch: forwards of segments, 0 to n - 1, and then their backwards of inputs, in reverse.
+class _Begins(NamedTuple):
+    """The earliest begins of each segment's forward, and of its backward."""
 
-    forward, inputs, weights: seconds of each segment's calls; seconds: of calls
-    edges: `(call, call that waits for it, seconds between)`, in the order of those that wait
-    begins, turns: segment -> the earliest begin of its forward, and of its backward
-    drains: segment -> the least from the end of its backward of inputs to that of all that waits for it
-    """
+    forwards: list[float]
+    backwards: list[float]
 
-    def __init__(self, trace: Trace, cluster: Cluster) -> None:
-        self.split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
-        if trace.stage is not None:  # alone, it waits for nobody
-            self.split = self.split._replace(flows=())
-        calls = CallGraph.of_step(trace._replace(split=self.split), cluster)
-        self.forward = calls.forward
-        self.inputs = calls.inputs
-        self.weights = calls.weights
-        count = len(self.forward)
-        self.seconds = [*self.forward, *reversed(self.inputs)]
-        self.edges = [(s, self._backward(s), 0.0) for s in range(count)]
-        costs = Costs(trace, cluster)
-        for number, flow in enumerate(self.split.flows):
-            there = back = 0.0
-            if self.split.crosses(Message(number)):
-                there = costs.seconds(Send(number, 0))
-                back = costs.seconds(Send(number, 0, back=True))
-            self.edges.append((flow.source, flow.target, there))
-            if flow.grad_bytes:
-                self.edges.append((self._backward(flow.target), self._backward(flow.source), back))
-        self.edges.sort(key=lambda edge: edge[1])
-        begins = self._begins([0.0] * count)
-        self.begins = begins[:count]
-        self.turns = begins[: count - 1 : -1]
-        self.drains = [self._drain(segment) for segment in range(count)]
 
-    def again(self, segment: int) -> float:
-        """Returns the least from the end of a segment's forward to the begin of its backward, in one microbatch."""
-        return self._after(segment)[self._backward(segment)]
+def _earliest(trace: Trace, split: Split, cluster: Cluster) -> _Begins:
+    calls = CallGraph.of_step(trace, cluster)
+    costs = Costs(trace, cluster)
 
-    def _drain(self, segment: int) -> float:
-        begins = self._after(self._backward(segment))
-        drains: list[float] = []
-        for s, (inputs, weights) in enumerate(zip(self.inputs, self.weights, strict=True)):
-            drains.append(begins[self._backward(s)] + (inputs + weights))
-        return max(drains)
+    def message(number: int, back: bool) -> float:
+        return costs.seconds(Send(number, 0, back=back)) if split.crosses(Message(number)) else 0.0
 
-    def _after(self, call: int) -> list[float]:
-        """Returns the begins of calls that wait for `call`, after its end."""
-        begins = [-math.inf] * len(self.seconds)
-        begins[call] = -self.seconds[call]
-        return self._begins(begins)
-
-    def _begins(self, begins: list[float]) -> list[float]:
-        """Returns the begins of all calls, from those of the first ones."""
-        begins = begins + [-math.inf] * (len(self.seconds) - len(begins))
-        for call, waits, between in self.edges:
-            begins[waits] = max(begins[waits], begins[call] + self.seconds[call] + between)
-        return begins
-
-    def _backward(self, segment: int) -> int:
-        return 2 * len(self.split.homes) - 1 - segment
+    flows = sorted(enumerate(split.flows), key=lambda each: each[1].target)
+    forwards = [0.0] * len(split.homes)
+    for number, flow in flows:
+        made = forwards[flow.source] + calls.forward[flow.source]
+        forwards[flow.target] = max(forwards[flow.target], made + message(number, back=False))
+    backwards = [begin + seconds for begin, seconds in zip(forwards, calls.forward, strict=True)]
+    for number, flow in sorted(flows, key=lambda each: -each[1].source):
+        if flow.grad_bytes:
+            made = backwards[flow.target] + calls.inputs[flow.target]
+            backwards[flow.source] = max(backwards[flow.source], made + message(number, back=True))
+    return _Begins(forwards, backwards)
 
 
 # ---- One stage.
@@ -164,7 +131,6 @@ class _VisitCost(NamedTuple):
     recompute: what a backward takes more that recomputes; inner: bytes that a kept graph holds beside a recomputed one
     """
 
-    id: int
     forward: float
     backward: float
     recompute: float
@@ -174,17 +140,22 @@ class _VisitCost(NamedTuple):
 class _StageBound:
     """The least that a stage's part of a step takes.
 
-    each: the costs of its visits; computes: seconds of all of them; calls: of the collectives in them
+    begin, turn: the earliest begins of its first forward and of its first backward
+    each: the costs of its visits; computes: seconds of all of them
     busy: seconds of the other streams, and of links; norm, update: seconds of the optimizer
     room: bytes beside the state
     """
 
-    def __init__(self, trace: Trace, stage: int, cluster: Cluster, path: _Path, budget: int) -> None:
+    def __init__(
+        self, trace: Trace, stage: int, cluster: Cluster, split: Split, earliest: _Begins, budget: int
+    ) -> None:
         self.cluster = cluster
-        self.path = path
+        self.split = split
         self.stage = stage
         self.microbatches = trace.microbatches
-        self.segments = path.split.of(stage)
+        self.segments = split.of(stage)
+        self.begin = min(earliest.forwards[segment] for segment in self.segments)
+        self.turn = min(earliest.backwards[segment] for segment in self.segments)
         self.trace = trace
         if trace.split is not None and trace.stage is None:
             kinds: list[Kind] = ["forward", "backward"] if trace.trains else ["forward"]
@@ -192,7 +163,7 @@ class _StageBound:
             self.trace = stage_trace(trace._replace(microbatches=1), stage, calls)
         part = self.trace
         self.costs = Costs(part, cluster)
-        self.visits = [part.visits[v] for segment in self.segments for v in path.split.visits(segment)]
+        self.visits = [part.visits[v] for segment in self.segments for v in split.visits(segment)]
         used = {unit for visit in self.visits for unit in visit.units}
         trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
         self.units = [part.units[unit] for unit in sorted(used)]
@@ -212,7 +183,7 @@ class _StageBound:
             backward = self.costs.seconds(Backward(visit.id, (), ()))
             recompute = self.costs.seconds(Backward(visit.id, (), ()), True) - backward
         inner = visit.cost.inner_bytes if recompute > 0 else 0
-        return _VisitCost(visit.id, forward, backward, recompute, inner)
+        return _VisitCost(forward, backward, recompute, inner)
 
     def _optimizer(self) -> None:
         part = self.trace
@@ -242,20 +213,18 @@ class _StageBound:
         collectives += [Reduce((unit.id,), (0,)) for unit in self.trained if unit.sum_bytes]
         collectives += [AllReduce((unit.id,)) for unit in self.trained if part.replicas > 1]
         messages: list[Op] = []
-        for number, flow in enumerate(self.path.split.flows):
+        for number, flow in enumerate(self.split.flows):
             for back in [False, True] if flow.grad_bytes and part.trains else [False]:
-                source, target = self.path.split.ends(number, back)
+                source, target = self.split.ends(number, back)
                 if source != target and self.stage in (source, target):
                     kind = Send if source == self.stage else Receive
                     messages.append(kind(number, 0, 0, back))
         self.busy: dict[str, float] = {"gather": 0.0, "reduce": 0.0, **dict.fromkeys(LINKS, 0.0)}
-        self.calls = 0.0
         for ops, times in (computes, m), (collectives, 1), (messages, m):
             for op in ops:
                 for resource, seconds in self.costs.phases(op):
                     if resource in LINKS:
                         self.busy[resource] += times * seconds
-                        self.calls += times * seconds * (op.stream == "compute")
                     if op.stream != "compute":
                         self.busy[op.stream] = self.busy.get(op.stream, 0.0) + times * seconds
 
@@ -265,10 +234,9 @@ class _StageBound:
         for name, seconds in self.busy.items():
             if seconds:
                 found[f"communication ({'link' if name in LINKS else 'stream'} {name})"] = seconds
-        if self.trace.trains and len(self.path.split.homes) > 1:
+        if self.trace.trains and len(self.split.homes) > 1:
             found["fill"] = self._fill()
-            found["drain"] = self._drain()
-        if self.trace.trains and self.room < math.inf:
+        if self.trace.trains and self.trace.split is None and self.room < math.inf:
             found["memory"] = self._with_room(max(found.values()))
         slowest = 1 + self.cluster.straggling(self.trace.world)
         after = overhead(self.trace, self.cluster)
@@ -276,53 +244,34 @@ class _StageBound:
 
     # ---- compute
 
-    @property
-    def _begin(self) -> float:
-        return min(self.path.begins[segment] for segment in self.segments)
-
     def _compute(self) -> float:
         """Returns the stream of computes, and what is before the first one and after the last."""
         part = self.trace
         # the gather for the first compute; with several stages others compute meanwhile
-        alone = self.first and self.path.split.stages == 1
+        alone = self.first and self.split.stages == 1
         gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
         after = [self._reduction(unit.id) for unit in self.trained]
         reduction = min(after, default=0.0)
         if part.split is None and part.trains:  # the last backward is known
             last = part.visits[part.order[-1].visit].trained
             reduction = max(map(self._reduction, last), default=0.0)
-        beside = max((seconds for name, seconds in self.busy.items() if name not in LINKS), default=0.0)
-        beside -= self.calls + self._begin + reduction
-        slower = self.cluster.contention / (1 + self.cluster.contention)
-        computes = self._begin + self.computes + self.norm
-        # the step before may have gathered it beside its last updates: these take longer then, or end before it
-        beside_updates = computes + self.update + slower * max(0.0, beside)
-        after_update = computes + self.first_update + gather + slower * max(0.0, beside - gather)
-        return max(beside_updates, after_update) + reduction
+        # the step before may have gathered it beside its last updates
+        end = max(self.update, self.first_update + gather)
+        return self.begin + self.computes + self.norm + end + reduction
 
     def _reduction(self, unit: int) -> float:
         replicas = self.costs.seconds(AllReduce((unit,))) if self.trace.replicas > 1 else 0.0
         return self.costs.seconds(Reduce((unit,), (0,))) + replicas
 
-    # ---- fill and drain
+    # ---- fill
 
     def _fill(self) -> float:
         """Until a stage can turn, it computes forwards alone; those whose graphs are not kept are done once more."""
         m = self.microbatches
-        turn = min(self.path.turns[segment] for segment in self.segments)
         graphs = [(m * each.forward, m * each.inner) for each in self.each]
         free = m * sum(max(0.0, each.forward - each.recompute) for each in self.each)
         most = min(self.forwards, _most(graphs, self._room_for_graphs()) + free)
-        return turn + self.computes - most + self.norm + self.update
-
-    def _drain(self) -> float:
-        """Until a stage has sent its last gradient, it computes all forwards and backwards of inputs; updates that wait
-        for the norm come when the stages before it are ready, too."""
-        path = self.path
-        own = [segment for segment in self.segments if path.inputs[segment] > 0]
-        each = self.microbatches * sum(path.forward[segment] + path.inputs[segment] for segment in own)
-        last = min((path.drains[segment] for segment in own), default=0.0)
-        return self._begin + each + last + self.update
+        return self.turn + self.computes - most + self.norm + self.update
 
     def _room_for_graphs(self) -> float:
         """Bytes beside the state and the fewest slots."""
@@ -339,7 +288,7 @@ class _StageBound:
 
     def _with_room(self, least: float) -> float:
         """Returns the least seconds in which enough room can be made; `least`: what the step takes anyway."""
-        lacks = self._lacks_on_stages() if self.trace.split is not None else self._lacks()
+        lacks = self._lacks()
         if lacks(least) <= 0:
             return least
         low = least
@@ -354,60 +303,35 @@ class _StageBound:
             low, high = (middle, high) if lacks(middle) > 0 else (low, middle)
         return low
 
-    def _lacks_on_stages(self) -> Callable[[float], float]:
-        """Seconds -> bytes times seconds that lack: a graph is kept until its microbatch can come back."""
-        m = self.microbatches
-        room = self._room_for_graphs()
-        whole = self._compute()
-        graphs = []
-        for segment in self.segments:
-            kept_s = self.path.again(segment)
-            visits = self.path.split.visits(segment)
-            graphs += [(each.inner * kept_s * m, each.recompute * m) for each in self.each if each.id in visits]
-        kept = sum(held for held, _ in graphs) * (1 - 1e-9)
-
-        def lacks(seconds: float) -> float:
-            return kept - room * (seconds - self._begin) - _most(graphs, seconds - whole)
-
-        return lacks
-
     def _lacks(self) -> Callable[[float], float]:
         """Seconds -> bytes that lack between the last forward and the first backward of each microbatch, with gradients
         that are held between microbatches."""
         part = self.trace
         m = self.microbatches
         whole = self._compute()
-        always, carries = held_values(part)
         head = part.visits[-1]
-        held = always + carries + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
+        held = always_held(part) + max(head.cost.peak_bytes, head.cost.bwd_peak_bytes)
         graphs = [(each.inner, each.recompute * m) for each in self.each[:-1]]  # all but the head's
         # what is gathered or reduced more often frees bytes, for seconds of each link
-        again: list[tuple[int, int, list[Op]]] = []
+        again: list[tuple[int, int, Op]] = []
         for unit in self._in_slots(self.units):
-            again.append((unit.gather_bytes, m, self._gathers(unit)))
+            nodes = part.local_ranks_of(unit) < part.ranks_of(unit)  # from a node, or from all ranks: over either link
+            again.append((unit.gather_bytes, 0 if nodes else m, Gather((unit.id,), (0,))))
         for unit in self._in_slots(self.trained) if m > 1 else ():
-            again.append((unit.reduce_bytes, m - 1, [Reduce((unit.id,), (0,))]))
+            again.append((unit.reduce_bytes, m - 1, Reduce((unit.id,), (0,))))
         links: dict[str, list[tuple[int, float]]] = {link: [] for link in LINKS}
-        for nbytes, times, ways in again:
+        for nbytes, times, op in again:
             for link, items in links.items():
-                items.append((nbytes, times * min(self._on(link, op) for op in ways)))
+                items.append((nbytes, times * self._on(link, op)))
         of_graphs = sum(nbytes for nbytes, _ in graphs)
         in_slots = sum(nbytes for nbytes, *_ in again)
         total = (held + of_graphs + in_slots) * (1 - 1e-9)
 
         def lacks(seconds: float) -> float:
-            offloaded = min(carries, seconds * self.cluster.host_bandwidth / (2 * m))
             moved = min(_most(items, seconds - self.busy[link]) for link, items in links.items())
-            recomputed = _most(graphs, seconds - whole)
-            return total - self.room - recomputed - moved - offloaded
+            return total - self.room - _most(graphs, seconds - whole) - moved
 
         return lacks
-
-    def _gathers(self, unit: UnitSpec) -> list[Op]:
-        """Returns the ways to gather a unit once more: from all ranks, and from the node where there is one."""
-        gather = Gather((unit.id,), (0,))
-        nodes = self.trace.local_ranks_of(unit) < self.trace.ranks_of(unit)
-        return [gather, gather._replace(source="node")] if nodes else [gather]
 
     def _on(self, link: str, op: Op) -> float:
         """Returns the seconds of a link that an op takes: its latency is saved where collectives are merged."""
