@@ -4,10 +4,9 @@
     print(found)                        # step, bound, idle time, bytes, memory, tokens/s
     found.save("compare.png")           # all on one time axis
 
-They are of one step: the same parameters, the same matrix products over all ranks. Stages, microbatches, meshes differ.
+They should be of one step: the same parameters, the same rows over all ranks. Stages, microbatches, meshes differ.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,15 +17,11 @@ from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.planner.simulate import proved
 from yafsdp_fn.program.ops import ComputeOp
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.trace import Trace, columns
-from yafsdp_fn.schedules import remat
+from yafsdp_fn.program.trace import columns
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown, unit_of
 from yafsdp_fn.timeline.timeline import Timeline
-
-SIZES = {"parameters": 0.01, "FLOPs of forward products": 0.01, "FLOPs of forward attention": 0.2}
-"""Figures that steps of one batch share, and how nearly: attention of parts of a sequence counts as a little more."""
 
 
 class ScheduleFigures(NamedTuple):
@@ -106,16 +101,6 @@ class Comparison(NamedTuple):
         order = sorted(rows, key=lambda name: (rows[name].fits is False, rows[name].step_s))
         return self._replace(timelines={name: self.timelines[name] for name in order})
 
-    def late(self, first: str, second: str) -> dict[int, float]:
-        """Op number -> seconds that it ends later in `first` than in `second`, of the ops that both have under it."""
-        theirs = self.timelines[second].by_number
-        late = {}
-        for ours in self.timelines[first].spans:
-            other = theirs.get(ours.number)
-            if other is not None and other.op == ours.op:
-                late[ours.number] = ours.end - other.end
-        return late
-
     def save(self, path: str | Path) -> None:
         """Draws all on one time axis, under one another: a row for each stage. To a .png, .svg or .pdf.
 
@@ -182,17 +167,17 @@ class Comparison(NamedTuple):
         """Says how two timelines of one program differ, op by op; nothing of two programs."""
         one = self.timelines[first]
         two = self.timelines[second]
-        late = self.late(first, second)
-        alone = [span for span in one.spans + two.spans if span.number not in late]
-        if not late or any(isinstance(span.op, ComputeOp) for span in alone):
+        late: dict[int, float] = {}  # op -> seconds that it ends later in the first
+        for span in one.spans:
+            other = two.by_number.get(span.number)
+            if other is not None and other.op == span.op:
+                late[span.number] = span.end - other.end
+        computes = {span.number for span in one.spans + two.spans if isinstance(span.op, ComputeOp)}
+        if not late or computes - late.keys():
             return
         parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
         most = max(late, key=lambda number: abs(late[number]))
         yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {shown(abs(late[most]))}"
-        numbers = sorted({span.number for span in alone})
-        if numbers:
-            some = ", ".join(map(str, numbers[:5])) + " ..." * (len(numbers) > 5)
-            yield f"in one of {first} and {second} alone: ops {some}"
 
     def __str__(self) -> str:
         """Returns the table, its units in a line of their own, the notes, and the words."""
@@ -227,10 +212,8 @@ def compare(
     tokens: of one step, over all ranks, where no plan says it; memory: bytes that a rank may fill, of programs, by
         default the cluster's
 
-    Raises Refused for a program that `ya.verify` refuses; TypeError for anything else; ValueError, by name, for what is
-    of another step than the first: other parameters, or another batch, which shows in the FLOPs of all ranks together.
-    A trace that a step has learnt while it ran, as measured ones may be, has no FLOPs: of those the parameters alone
-    are compared.
+    Raises Refused for a program that `ya.verify` refuses; TypeError for anything else; ValueError for plans of other
+    numbers of tokens.
 
     >>> both = {"zero2": ya.schedules.zero2()(trace), "zero3": ya.schedules.zero3()(trace)}
     >>> rows = ya.planner.compare(both, "a100-80g").rows
@@ -261,14 +244,6 @@ def compare(
         raise TypeError(
             "compare: a cluster and its memory are for programs, which it simulates; plans and timelines have their own"
         )
-    first = next(iter(timelines))
-    for name, timeline in timelines.items():
-        why = _differs(timeline.trace, timelines[first].trace)
-        if why:
-            raise ValueError(
-                f"compare: {name!r} is of another step than {first!r}: {why}. Compare steps of one model on one batch "
-                "(the rows of a rank, times the ranks that read rows of their own)"
-            )
     return Comparison(timelines, plans, *_batch(plans, tokens))
 
 
@@ -297,29 +272,3 @@ def _planned(name: str, program: Program, cluster: str | Cluster | None, memory:
         return Plan.of(program, cluster, memory)
     except ValueError as error:
         raise ValueError(f"compare: {name!r}: {error}") from error
-
-
-def _differs(trace: Trace, other: Trace) -> str:
-    """Says in what a step is another one; nothing where it is the same, as far as both have been measured: a trace that
-    was learnt from a real step has no costs."""
-    if trace.trains != other.trains:
-        return f"it {'trains' if trace.trains else 'only goes forward'}"
-    for (what, near), mine, theirs in zip(SIZES.items(), _size(trace), _size(other), strict=True):
-        if mine and theirs and not math.isclose(mine, theirs, rel_tol=near):
-            of = f", on stage {trace.stage} alone" * (trace.stage is not None)
-            return f"{mine:.4g} {what} over all ranks{of}, not {theirs:.4g}"
-    return ""
-
-
-def _size(trace: Trace) -> tuple[int, int, int]:
-    """Returns the parameters of a step, and the FLOPs of its layers' forwards on all ranks, in products and in
-    attention: no schedule changes them. A head's are left out: it makes its gradients in its forward, or its logits
-    twice."""
-    sizes = dict(trace.mesh)
-    parameters = sum(unit.numel * math.prod(sizes[axis] for axis in unit.over) for unit in trace.units)
-    layers = remat.layer_visits(trace) or range(len(trace.visits))
-    costs = [trace.visits[v].cost for v in layers]
-    calls = trace.microbatches * trace.stage_ranks
-    products = calls * sum(cost.flops for cost in costs)
-    attention = calls * sum(cost.attention_flops for cost in costs)
-    return parameters, products, attention
