@@ -2,7 +2,7 @@
 
     CallGraph            the seconds of each call, and the memory that a microbatch holds meanwhile
     evaluate         runs rows of calls: each begins as soon as its stage is free and its input has come
-    Search           lists calls greedily by rules, then moves calls on the critical path of the best rows
+    Search           lists calls greedily, then moves calls on the critical path of the best rows
 
 An evaluation takes a millisecond or two, since it knows calls and messages alone: programs are built, proved and
 simulated from the rows that come out of it (synthesize.py).
@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
@@ -209,28 +209,22 @@ class Simulator:
         return max(itertools.accumulate(self.takes[code] for code in row))
 
 
-# ---- Lists calls greedily: a free stage takes the call that its rules like best among those whose input has come.
+# ---- Lists calls greedily: a free stage takes the last line of those whose input has come, so backwards before
+# forwards. A backward of weights is put off where little else is to come.
+
+PATIENCE = 0.2
+"""The part of a backward of weights for which it is put off when something else comes meanwhile."""
+AHEAD = (2.0, 1.0, math.inf)
+"""Microbatches under way on a segment, of those of 1F1B: a list is written for each."""
 
 
-class _Rules(NamedTuple):
-    """Rules of a list.
-
-    caps: segment -> the most microbatches under way
-    patience: the part of a backward of weights for which it is put off when something else comes meanwhile
-    likes: line of forwards and backwards of inputs -> preference: the call that is liked best is next
-    """
-
-    caps: list[float]
-    patience: float
-    likes: list[float]
-
-
-def _listed(simulator: Simulator, rules: _Rules, memory: float) -> list[list[int]] | None:
-    """Lists rows by rules. Returns None where memory leaves no way on."""
+def _listed(simulator: Simulator, ahead: float, memory: float) -> list[list[int]] | None:
+    """Lists rows. Returns None where memory leaves no way on. ahead: as in `AHEAD`"""
     calls = simulator.calls
     m = simulator.calls.microbatches
     count = len(calls.homes)
     own = [calls.of(stage) for stage in range(calls.stages)]
+    caps = [max(1.0, ahead * (count - s) * calls.stages / count) for s in range(count)]  # microbatches under way
     done = [0] * (3 * count)  # calls of each line
     ends: dict[int, float] = {}
     used = [0.0] * calls.stages
@@ -242,12 +236,11 @@ def _listed(simulator: Simulator, rules: _Rules, memory: float) -> list[list[int
         if now < free[stage]:
             continue
         best = -1
-        liked = -math.inf
         soonest = math.inf
         blocked = False
         for s in own[stage]:
             under_way = done[s] - done[count + s]
-            forward = [s] if done[s] < m and under_way < rules.caps[s] else []
+            forward = [s] if done[s] < m and under_way < caps[s] else []
             backward = [count + s] if under_way else []
             for line in (*forward, *backward):
                 code = line * m + done[line]
@@ -257,13 +250,12 @@ def _listed(simulator: Simulator, rules: _Rules, memory: float) -> list[list[int
                     soonest = min(soonest, arrives)
                 elif used[stage] + simulator.takes[code] > memory:
                     blocked = True
-                elif rules.likes[line] > liked:
-                    best = line
-                    liked = rules.likes[line]
+                else:
+                    best = max(best, line)
         if best < 0:
             late = max(own[stage], key=lambda s: done[count + s] - done[2 * count + s])
             pending = done[count + late] > done[2 * count + late]
-            if pending and (blocked or soonest - now >= rules.patience * calls.weights[late]):
+            if pending and (blocked or soonest - now >= PATIENCE * calls.weights[late]):
                 best = 2 * count + late
         if best >= 0:
             code = best * m + done[best]
@@ -282,7 +274,7 @@ def _listed(simulator: Simulator, rules: _Rules, memory: float) -> list[list[int
     return rows if sum(done) == 3 * simulator.size else None
 
 
-# ---- Search: rules at first, then moves of calls on the critical path.
+# ---- Search: lists at first, then moves of calls on the critical path.
 
 
 class Search:
@@ -303,7 +295,7 @@ class Search:
         self._random = random.Random(seed)
         self._best: list[list[int]] = []
         self._path: list[tuple[int, int]] = []  # the critical one of these: stages and places
-        self._rules = self._all_rules()
+        self._ahead = iter(AHEAD)
         for rows in starts:
             self._offer([self._halved(row) for row in rows])
 
@@ -312,10 +304,10 @@ class Search:
         return [[self.simulator.call(code) for code in row] for row in self._best]
 
     def run(self, moves: int) -> None:
-        """Tries so many moves more: rows by each of the rules at first, then moves of calls."""
+        """Tries so many moves more: greedy lists at first, then moves of calls."""
         for _ in range(moves):
-            rules = next(self._rules, None)
-            rows = self._moved() if rules is None else _listed(self.simulator, rules, self.memory)
+            ahead = next(self._ahead, None)
+            rows = self._moved() if ahead is None else _listed(self.simulator, ahead, self.memory)
             if rows is not None:
                 self._offer(rows)
             self.moves += 1
@@ -345,20 +337,6 @@ class Search:
         """Returns the seconds of a row in the last run: what is searched for is the order whose longest row is
         shortest."""
         return self.simulator.ends[row[-1]]
-
-    def _all_rules(self) -> Iterator[_Rules]:
-        """Yields rules: the in-flight limit is that of 1F1B, twice that, or none; backwards of weights run soon or are
-        put off; the first or the last segments of a stage are preferred."""
-        calls = self.calls
-        count = len(self.calls.homes)
-        left = [(count - s) * calls.stages / count for s in range(count)]  # of the way to the loss, in stages
-        signs = (-1.0, 1.0) if count > calls.stages else (0.0,)
-        options = itertools.product((2.0, 1.0, math.inf), (0, 1), (0.2, 0.4), signs, signs)
-        for slope, more, patience, forward, backward in options:
-            caps = [max(1.0, slope * stages + more) for stages in left]
-            likes = [1.0 + forward * s / count for s in range(count)]
-            likes += [10.0 + backward * s / count for s in range(count)]
-            yield _Rules(caps, patience, likes)
 
     def _moved(self) -> list[list[int]] | None:
         """Returns the best rows with a call on the critical path in another place: a backward of weights later, into a
