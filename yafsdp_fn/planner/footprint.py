@@ -1,4 +1,4 @@
-"""Predicts the memory of one rank: the toolkit's buffers to the byte, the needs of blocks, an estimate for NCCL."""
+"""Predicts the memory of one rank: the toolkit's buffers to the byte, and the needs of blocks."""
 
 import dataclasses
 import math
@@ -8,55 +8,11 @@ from typing import NamedTuple
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
 from yafsdp_fn.planner.activations import peak_of, shard_numel, state_on_host
 from yafsdp_fn.planner.costs import NO_COSTS
-from yafsdp_fn.program.ops import AllReduce, Gather, MessageOp, Reduce
+from yafsdp_fn.program.ops import AllReduce, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.util.mesh_axes import SHARD
-
-# ---- What NCCL allocates for its communicators, beside torch's allocator: an estimate, of what tensors cannot have.
-#
-#     ring (gathers, reduce-scatters, all-reduces)            1 peer
-#     exchange of n ranks (`Precision.accumulate`)            n - 1 peers
-#     messages to other stages of a pipeline, or from them    as many peers as there are such stages
-#     an axis inside blocks                                   1 peer
-#     a peer                                                  CHANNELS x CHANNEL_BYTES
-
-CHANNELS = 32
-"""The most that NCCL opens; on slower links it opens fewer."""
-
-CHANNEL_BYTES = 14 << 20
-"""Per channel and peer: one buffer of 10 MiB and two of 2 MiB, as an exchange of eight H100 allocated (32 channels a
-peer, 3.3 GB in all; issue 1685 of NVIDIA/nccl)."""
-
-
-def communicator_bytes(program: Program, ranks: Ranks, exchanges: bool) -> int:
-    """Returns the bytes of all communicators that a step of `program` uses.
-
-    exchanges: whether reductions are exchanges and local sums
-    """
-    trace = program.trace
-    split = program.trace.split
-    stages: set[int | None] = set()
-    for op in program.ops:
-        if split is not None and isinstance(op, MessageOp):
-            stages.update(split.ends(op.flow, op.back))
-    peers = len(stages - {trace.stage})
-    sources = {op.source for op in program.ops if isinstance(op, Gather)}
-    for cut in dict.fromkeys([ranks, *(ranks.without(unit.over) for unit in trace.units)]):
-        if cut.ranks == 1:
-            continue
-        peers += len(sources - {"node"}) + ("node" in sources and cut.local_ranks > 1)
-        peers += 1  # reductions, or sums of norms and metrics
-        if exchanges and cut.nodes > 1 and cut.local_ranks > 1:
-            peers += cut.local_ranks - 1 + cut.nodes - 1
-        elif exchanges:
-            peers += cut.ranks - 2  # the ring's own is one of them
-    if ranks.replicas > 1:
-        peers += 1 + (ranks.replicas - 1 if exchanges else 1)  # metrics; gradients
-    peers += sum(size > 1 for _, size in trace.inside)
-    return peers * CHANNELS * CHANNEL_BYTES
-
 
 # ---- Memory at the op where it is most.
 #
@@ -102,8 +58,7 @@ class Memory:
     workspace: what any other visit has, or the optimizer, and gradients on their way between visits
     op: number of the op at the peak; at: that op in words
     ranks: of the shard group; aliased: slots that cost nothing, since one rank has all of a unit
-    host: bytes of the host's memory, pinned where the device is a GPU; communicators: what NCCL allocates beside torch,
-        an estimate. Neither is in any other figure
+    host: bytes of the host's memory, pinned where the device is a GPU; in no other figure
 
     >>> memory = ya.planner.predict_memory(program)
     >>> memory.master, memory.weight_slots, memory.at
@@ -129,7 +84,6 @@ class Memory:
     ranks: int
     aliased: int
     host: int
-    communicators: int
 
     @property
     def peak_bytes(self) -> int:
@@ -167,8 +121,8 @@ class Memory:
         peak = self.peak_bytes
         rows = [(words(name), size, f" {size / peak:>6.1%}") for name, size in self.itemised().items() if size]
         rows.append(("peak", peak, f"  at op {self.op}: {self.at}"))
-        beside = {"on the host": self.host, "beside it, NCCL": self.communicators}
-        rows += [(name, size, "") for name, size in beside.items() if size]
+        if self.host:
+            rows.append(("on the host", self.host, ""))
         return "\n".join(f"{name:<15} {_gib(size):>12}{more}" for name, size, more in rows)
 
 
@@ -180,7 +134,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     device: the type it runs on. Sums and products in two dtypes take scratch on the CPU, and none on a GPU with Triton
 
     Not counted: the waste of torch's allocator, the memory that kernels allocate for themselves (libraries'
-    workspaces; on the CPU, sums of two dtypes), and contexts.
+    workspaces; on the CPU, sums of two dtypes), NCCL's, and contexts.
 
     Raises ValueError for a trace without costs.
 
@@ -207,7 +161,6 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     grad_slots = sum(program.grad_slot_bytes(grads_alias).values())
     secondary = sum(nbytes for unit, nbytes in program.secondary_bytes().items() if unit not in alias)
     all_slots = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
-    exchanges = any(own.wide is not None for own in dtypes.values())
     return Memory(
         **state_bytes(trace),
         weight_slots=slots,
@@ -222,7 +175,6 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         ranks=ranks,
         aliased=all_slots - slots - grad_slots,
         host=sum(program.host_bytes().values()) + sum(state_on_host(trace, unit) for unit in trace.units),
-        communicators=communicator_bytes(program, comms, exchanges) if device == "cuda" else 0,
     )
 
 
