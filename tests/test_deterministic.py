@@ -42,7 +42,6 @@ TXS = {
         CLIP, ya.optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 2), ya.optim.sgd(0.1, 0.9)
     ),
     "schedule_free_adamw": ya.optim.contrib.schedule_free_adamw(0.05, 2, weight_decay=0.1),
-    "adafactor": ya.optim.contrib.adafactor(1e-2),
     "muon": ya.optim.muon(1e-2, others=ya.optim.adamw(1e-2)),
     "soap": ya.optim.contrib.soap(1e-2),
 }

@@ -139,7 +139,7 @@ OTHERS: list[tuple[Any, Any, str]] = [
     (TX, ya.optim.lion(1e-3), r"\(ScaleByAdamState, EmptyState, EmptyState\) is none of .*lion"),
     (TX, ya.optim.adamw(RATE), r"\(ScaleByAdamState, EmptyState, EmptyState\) is none of .*Scale\(by=<function"),
     (ya.optim.adamw(RATE), TX, r"\(ScaleByAdamState, EmptyState, ScaleByScheduleState\) is none of .*Scale\(by=-0"),
-    (ya.optim.contrib.multi_steps(TX, 2), TX, r"\(MultiStepsState\) is none of .*Adam\("),
+    (ya.optim.contrib.schedule_free(TX, 1e-3), TX, r"\(ScheduleFreeState\) is none of .*Adam\("),
     (TX, FOREIGN, r"\(ScaleByAdamState, EmptyState, EmptyState\) is none of .*<lambda>"),
     (
         ya.optim.partition({"a": TX}, lambda path, param: "a"),

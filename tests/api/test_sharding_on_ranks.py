@@ -167,9 +167,7 @@ OTHERS = {
     "clipping": ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3)),
     "a schedule": ya.optim.adamw(SLOW),
     "both, nested": ya.optim.chain(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(SLOW)), ya.optim.scale(0.5)),
-    "several gradients": ya.optim.contrib.multi_steps(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(1e-3)), 2),
     "hyperparameters": ya.optim.contrib.inject_hyperparams(ya.optim.adamw)(1e-3),
-    "finite": ya.optim.contrib.apply_if_finite(ya.optim.adamw(1e-3), 3),
 }
 
 

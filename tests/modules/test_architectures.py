@@ -312,13 +312,13 @@ def squares(out: Any) -> ya.Mean:
     return ya.Mean(found.double().square().sum() + found.double().sin().sum(), found.numel())
 
 
-def by_name(module: nn.Module, params: Any) -> dict[str, Tensor]:
+def by_name(module: nn.Module, params: Any, model: Any) -> dict[str, Tensor]:
     """Loads `params` into a copy of the module; returns its parameters by name."""
     made = copy.deepcopy(module)
     with torch.no_grad():
         for param in made.parameters():
             param.fill_(torch.nan)
-    ya.load_into(made, params)
+    ya.load_into(made, params, model=model)
     return {name: param.detach() for name, param in made.named_parameters()}
 
 
@@ -357,13 +357,13 @@ def as_the_module(mesh: Any, name: str) -> None:
     for how in ("in the first call", "in the second"):
         value, grads = gradients(state.params, own)
         compare(value.double(), expected, 1e-6, f"value {how}")
-        close(by_name(module, grads), wanted, case.tolerance, f"gradients {how}")
+        close(by_name(module, grads, model), wanted, case.tolerance, f"gradients {how}")
     step = ya.train_step(loss, sgd, schedule=ya.schedules.zero3(update=True))
     for _ in range(2):
         differentiated()
         theirs.step()
         state, _ = step(state, own)
-    ya.load_into(module, state.params)
+    ya.load_into(module, state.params, model=model)
     trained = {n: p.detach() for n, p in reference.named_parameters()}
     close({n: p.detach() for n, p in module.named_parameters()}, trained, case.tolerance, "two steps of SGD")
 

@@ -153,7 +153,7 @@ def trains_a_hybrid(mesh: Any, name: str) -> None:
         found.backward()  # float32 leaves add up in float32, others in bfloat16
         totals.append(found.detach() / weight)
     assert totals == values
-    got = by_name(module, grads)
+    got = by_name(module, grads, model)
     assert kept
     for path in kept:
         theirs = reference.get_parameter(path).grad

@@ -32,7 +32,7 @@ FILE = Path(__file__).with_name("optax_0_2_8.json")
 STEPS, SHOWN = 20, (1, 5, 20)
 
 SMALL = {"matrix": (5, 7), "stack": (3, 6, 7), "vector": (13,)}
-LARGE = SMALL | {"large": (130, 128), "layers": (2, 128, 131)}  # Adafactor's default factors what has 128 twice
+LARGE = SMALL | {"large": (130, 128), "layers": (2, 128, 131)}
 STACKS = ("layers", "stack")
 
 
@@ -103,11 +103,6 @@ def smaller_rate(state: Any, step: int) -> None:
         state.hyperparams["learning_rate"] = state.hyperparams["learning_rate"] * 0.25
 
 
-def broken(o: Any, whole: Callable[[Any], Any]) -> Any:
-    """Infinite updates at the counts that are not `whole`."""
-    return o.scale_by_schedule(lambda at: 1.0 / whole(at))
-
-
 def evaluated(o: Any, state: Any, params: Any) -> Any:
     return o.schedule_free_eval_params(state, params)
 
@@ -144,10 +139,6 @@ CASES: dict[str, Case] = {
     "schedule_free": Case(
         lambda o: o.schedule_free(o.sgd(ramp(o), momentum=0.5), ramp(o), b1=0.8, weight_lr_power=1.0)
     ),
-    "multi_steps": Case(lambda o: o.multi_steps(o.adamw(0.02, weight_decay=0.1), 3)),
-    "multi_steps clipped": Case(lambda o: o.multi_steps(o.chain(o.clip_by_global_norm(2.0), o.adam(ramp(o))), 3)),
-    "multi_steps at a rate": Case(lambda o: o.multi_steps(o.sgd(0.05, momentum=0.9), lambda at: 2 + 3 * (at >= 2))),
-    "multi_steps sum": Case(lambda o: o.multi_steps(o.sgd(0.05), 4, use_grad_mean=False)),
     "inject": Case(lambda o: o.inject_hyperparams(o.adamw)(learning_rate=0.01, b2=0.95, weight_decay=0.1)),
     "inject at a rate": Case(lambda o: o.inject_hyperparams(o.adamw)(ramp(o), b1=o.linear_schedule(0.5, 0.9, 10))),
     "clip": Case(lambda o: o.chain(o.clip(0.3), o.sgd(0.1))),
@@ -161,45 +152,8 @@ CASES: dict[str, Case] = {
     "exponential rate": Case(lambda o: o.sgd(o.exponential_decay(0.1, 4, 0.7, 3, end_value=0.03))),
     "exponential stairs, rate": Case(lambda o: o.sgd(o.exponential_decay(0.01, 4, 1.5, staircase=True))),
     "piecewise rate": Case(lambda o: o.sgd(o.piecewise_constant_schedule(0.1, {12: 3.0, 5: 0.25}))),
-    "lookahead": Case(lambda o: o.lookahead(o.adamw(0.02, weight_decay=0.1), 4, 0.3)),
-    "lookahead evaluated": Case(
-        lambda o: o.lookahead(o.sgd(0.05, momentum=0.9), 3, 0.5, reset_state=True),
-        read=lambda o, state, params: o.lookahead_eval_params(state, params),
-    ),
-    "finite": Case(lambda o: o.chain(broken(o, lambda at: at % 5 != 3), o.apply_if_finite(o.adam(0.01), 1))),
-    "finite, given up": Case(
-        lambda o: o.chain(
-            broken(o, lambda at: at % 8 < 4), o.apply_if_finite(o.chain(o.clip(0.3), o.sgd(0.05, momentum=0.9)), 2)
-        )
-    ),
     "inject changed": Case(lambda o: o.inject_hyperparams(o.sgd)(0.1, momentum=0.9), edit=smaller_rate),
     # over rows, columns, whole leaves
-    "adafactor": Case(lambda o: o.adafactor(0.02), LARGE),
-    "adafactor, layers apart": Case(lambda o: o.adafactor(0.02), LARGE, apart=True),
-    "adafactor momentum": Case(lambda o: o.adafactor(0.02, momentum=0.9), LARGE),
-    "adafactor momentum, layers apart": Case(lambda o: o.adafactor(0.02, momentum=0.9), LARGE, apart=True),
-    "adafactor factored": Case(lambda o: o.adafactor(0.02, min_dim_size_to_factor=2, weight_decay_rate=0.001)),
-    "adafactor factored, layers apart": Case(
-        lambda o: o.adafactor(0.02, min_dim_size_to_factor=2, weight_decay_rate=0.001), apart=True
-    ),
-    "adafactor at a rate, layers apart": Case(
-        lambda o: o.adafactor(
-            ramp(o), 2, decay_rate=0.7, multiply_by_parameter_scale=False, clipping_threshold=None, momentum=0.5
-        ),
-        apart=True,
-    ),
-    "factored_rms": Case(lambda o: o.chain(o.scale_by_factored_rms(), o.scale(-0.01)), LARGE),
-    "factored_rms factored": Case(lambda o: o.chain(o.scale_by_factored_rms(min_dim_size_to_factor=2), o.scale(-0.01))),
-    "factored_rms factored, layers apart": Case(
-        lambda o: o.chain(o.scale_by_factored_rms(min_dim_size_to_factor=2), o.scale(-0.01)), apart=True
-    ),
-    "lamb": Case(lambda o: o.lamb(0.02)),
-    "lamb, layers apart": Case(
-        lambda o: o.lamb(0.02, 0.8, 0.95, eps=1e-4, eps_root=1e-3, weight_decay=0.1, mask=MATRICES), apart=True
-    ),
-    "trust ratio": Case(lambda o: o.chain(o.scale_by_trust_ratio(5.0, 0.7, 0.1), o.scale(-0.1))),
-    "centralize": Case(lambda o: o.chain(o.centralize(), o.sgd(0.05, momentum=0.9))),
-    "centralize, layers apart": Case(lambda o: o.chain(o.centralize(), o.sgd(0.05, momentum=0.9)), apart=True),
     "muon": Case(lambda o: o.muon(0.02)),
     "muon, layers apart": Case(lambda o: o.muon(0.02), apart=True),
     "muon large, layers apart": Case(lambda o: o.muon(0.02, weight_decay=0.1, adam_weight_decay=0.05), LARGE, True),
@@ -220,27 +174,10 @@ def _not(mask: dict[str, bool]) -> dict[str, bool]:
 
 
 def optax_names() -> Any:
-    """Optax and its contrib in one, with `MultiSteps` as a transformation, and `lookahead` on the fast parameters, with
-    the slow ones in its state."""
+    """Optax and its contrib in one."""
     import optax
 
-    def multi_steps(tx: Any, every_k: Any, **options: Any) -> Any:
-        return optax.MultiSteps(tx, every_k, **options).gradient_transformation()
-
-    def lookahead(*args: Any, **options: Any) -> Any:
-        tx = optax.lookahead(*args, **options)
-
-        def init(params: Any) -> Any:
-            return tx.init(optax.LookaheadParams.init_synced(params)), params
-
-        def update(updates: Any, state: Any, params: Any) -> Any:
-            new, inner = tx.update(updates, state[0], optax.LookaheadParams(params, state[1]))
-            return new.fast, (inner, optax.apply_updates(state[1], new.slow))
-
-        return optax.GradientTransformation(init, update)
-
-    own = {"multi_steps": multi_steps, "lookahead": lookahead, "lookahead_eval_params": lambda state, params: state[1]}
-    return SimpleNamespace(**vars(optax.contrib) | vars(optax) | own)
+    return SimpleNamespace(**vars(optax.contrib) | vars(optax))
 
 
 def run(case: Case, dtype: str) -> dict[str, dict[str, list[float]]]:

@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
         o.muon(0.02, others=o.rmsprop(1e-2, momentum=0.9)),
         o.muon(0.02, others=o.on_host(o.rmsprop(1e-2, momentum=0.9))),
     ),
-    "inside": (o.contrib.multi_steps(RMSPROP, 2), o.contrib.multi_steps(o.on_host(RMSPROP), 2)),
+    "inside": (o.contrib.schedule_free(RMSPROP, 1e-2), o.contrib.schedule_free(o.on_host(RMSPROP), 1e-2)),
     "in a mask": (
         o.masked(o.lion(1e-3), lambda path, p: "up" not in path),
         o.masked(o.on_host(o.lion(1e-3)), lambda path, p: "up" not in path),
@@ -229,9 +229,12 @@ def test_checkpoints_of_both_kinds_are_one(pools: dict[int, Pool], tmp_path: Pat
 
 
 def test_what_needs_all_units_is_refused() -> None:
-    noise = o.chain(o.adam(1e-3), o.contrib.add_noise(0.01, 0.55, key=0))
+    foreign = o.chain(o.adam(1e-3), (lambda params: (), lambda updates, state, params=None: (updates, state)))
     late = o.chain(o.on_host(o.adam(1e-3)), o.clip_by_global_norm(1.0))
-    for tx, why in ((o.on_host(noise), "add_noise depends on where"), (late, "clip_by_global_norm is not the first")):
+    for tx, why in (
+        (o.on_host(foreign), "does not declare `elementwise`"),
+        (late, "clip_by_global_norm is not the first"),
+    ):
         state = ya.init(tree(Wire()), tx, mesh=small.one_rank())
         with pytest.raises(TypeError, match=rf"{why}.*states that are on the host are fetched unit by unit"):
             ya.train_step(loss, tx)(state, batch_of(0))

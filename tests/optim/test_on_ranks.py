@@ -12,11 +12,9 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
-from tests.harness.small import batch, loss, model, param
-from tests.optim.trees import clone
+from tests.harness.small import batch, loss, model
 from yafsdp_fn import optim
 from yafsdp_fn.optim import scaling
-from yafsdp_fn.params.sources import shards_of
 
 F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 5
@@ -32,15 +30,10 @@ TXS: dict[str, Any] = {
         optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 1),
         optim.sgd(lambda count: 0.1 / (count + 1), momentum=0.9),
     ),
-    "lookahead of clip, ema, rmsprop": optim.contrib.lookahead(
-        optim.chain(
-            optim.clip(0.05),
-            optim.ema(0.8),
-            optim.rmsprop(0.01, eps=1e-3, centered=True, momentum=0.5, bias_correction=True),
-        ),
-        sync_period=2,
-        slow_step_size=0.3,
-        reset_state=True,
+    "clip, ema, rmsprop": optim.chain(
+        optim.clip(0.05),
+        optim.ema(0.8),
+        optim.rmsprop(0.01, eps=1e-3, centered=True, momentum=0.5, bias_correction=True),
     ),
 }
 
@@ -63,53 +56,6 @@ def trained(mesh: Any, name: str) -> None:
 @pytest.mark.parametrize("name", TXS)
 def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Pool], world: int, name: str) -> None:
     pools[world].run(trained, name)
-
-
-def left_out(mesh: Any) -> None:
-    """Two steps in a row have one infinite element, which one rank holds: the first is left out, the second is not."""
-    tx = optim.contrib.apply_if_finite(optim.chain(optim.clip(1.0), optim.sgd(0.1, momentum=0.9)), 1)
-    state, expected = ya.init(model(), tx, mesh=mesh), ya.PlainState.create(model(), tx)
-    for number in range(4):
-        grads = ya.normal_like(number, expected.params)
-        if number in (1, 2):
-            grads.embed["weight"][10, 4] = torch.inf
-        before = clone(expected.params)
-        expected = expected.apply_gradients(grads, tx)
-        cut = shards_of(ya.params.without_markers(grads), state.params)
-        state = state.apply_gradients(cut, tx)
-        assert optree.tree_all(optree.tree_map(torch.equal, before, expected.params)) == (number == 1)
-        assert expected.opt_state[:3] == ((0, 1, 2, 0)[number], number not in (1, 2), (0, 1, 2, 2)[number])
-        compare(ya.unshard(state), ya.params.without_markers(expected.params), 1e-6, f"step {number}")
-        assert state.opt_state[:3] == expected.opt_state[:3]
-    assert optim.why_not_unitwise(tx) == "apply_if_finite looks at the updates of all units first"
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(left_out)
-
-
-def slow(mesh: Any) -> None:
-    """The slow parameters are evaluated, and frozen ones stay; one step of two leaves them where they began."""
-    params = {"layers": ya.Stacked({"w": param(3, 5, 7)}), "head": ya.frozen({"w": param(5, 7)})}
-    tx = optim.contrib.lookahead(optim.sgd(0.1), 2, 0.5)
-    state, other = ya.init(params, tx, mesh=mesh), ya.init(params, optim.sgd(0.1), mesh=mesh)
-    first = ya.unshard(state.params)
-    for number in range(2):
-        grads = ya.normal_like(number, state.params)
-        state, other = state.apply_gradients(grads, tx), other.apply_gradients(clone(grads), optim.sgd(0.1))
-        found = ya.unshard(optim.contrib.lookahead_eval_params(state.opt_state, state.params))
-        ahead = ya.unshard(other.params)
-        halfway = optree.tree_map(lambda a, b: (a + b) / 2, first, ahead)
-        compare(found, halfway if number else first, 1e-6, "slow parameters")
-        compare(ya.unshard(state.params), halfway if number else ahead, 1e-6, "fast parameters")
-    with pytest.raises(TypeError, match="expected a LookaheadState, got tuple; of a chain pass the part"):
-        optim.contrib.lookahead_eval_params((state.opt_state,), state.params)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_slow_parameters_are_evaluated(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(slow)
 
 
 RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)

@@ -36,5 +36,5 @@ def trains(mesh: Any) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_code_trains(pools: dict[int, Pool], world: int) -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     pools[world].run(trains)

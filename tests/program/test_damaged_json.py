@@ -124,10 +124,10 @@ def put(*path: Any) -> Callable[[Any], None]:
             put("stages", 0, 0, [["gather"]]),
             r"stages\[0\]\[0\]: expected a list that begins with an op's name, got \[\['gather'\]\]",
         ),
-        (put("stages", None), r"expected an object of a trace and a list of stages"),
-        (put("stages", []), r"expected an object of a trace and a list of stages"),
+        (put("stages", None), r"expected an object of a version, a trace and a list of stages"),
+        (put("stages", []), r"expected an object of a version, a trace and a list of stages"),
         (put("stages", 0, None), r"stages\[0\]: expected a list of ops, got None"),
-        (put("more", None), r"expected an object of a trace and a list of stages"),
+        (put("more", None), r"expected an object of a version, a trace and a list of stages"),
     ],
 )
 def test_the_place_of_what_is_wrong_is_named(change: Callable[[Any], Any], text: str) -> None:
@@ -168,7 +168,7 @@ def test_memory_is_in_proportion_to_the_text() -> None:
     Program.from_json(TEXT)  # imports, and what is read once
     right_one = factor(zero3()(model(50, 8)).to_json())
     hostile = [
-        factor(f'{{"trace": {{}}, "stages": [{item}{f", {item}" * (50_000 // len(item))}]}}')
+        factor(f'{{"version": 1, "trace": {{}}, "stages": [{item}{f", {item}" * (50_000 // len(item))}]}}')
         for item in ("[]", "{}", "0", '"a"', "[[[]]]", '{"a": {}}', "0.5")
     ]
     print(f"memory over text: a program {right_one:.1f}, hostile {max(hostile):.1f}")

@@ -43,7 +43,7 @@ def ours(scale: float = 1.0) -> Any:
     return o.chain(o.partition({"a": o.muon(0.1 * scale), "b": o.sgd(0.1)}, lambda path, p: "ab"[len(p.shape) % 2]))
 
 
-SAME: list[Callable[..., Any]] = [scheduled, injected, foreign, ours, lambda: o.contrib.multi_steps(o.lion(1e-3), 4)]
+SAME: list[Callable[..., Any]] = [scheduled, injected, foreign, ours, lambda: o.contrib.schedule_free(o.lion(1e-3), 4)]
 OTHERS: list[tuple[Any, Any]] = [
     *((scheduled(), scheduled(**{name: 3})) for name in ("peak", "clip", "decay", "least")),
     (scheduled(), scheduled(steps=200)),
@@ -53,7 +53,7 @@ OTHERS: list[tuple[Any, Any]] = [
     (injected(), injected(steps=200)),
     (foreign(), foreign(scale=2.0)),
     (ours(), ours(2.0)),
-    (o.contrib.multi_steps(o.lion(1e-3), 4), o.contrib.multi_steps(o.lion(1e-3), 5)),
+    (o.contrib.schedule_free(o.lion(1e-3), 4), o.contrib.schedule_free(o.lion(1e-3), 5)),
     (o.contrib.schedule_free_sgd(0.1), o.contrib.schedule_free_sgd(0.1, b1=0.8)),
 ]
 

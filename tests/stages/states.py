@@ -73,9 +73,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: ya.optim.adamw(1e-2),
     "clipped": lambda: ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2)),
     "muon": lambda: ya.optim.muon(1e-2),
-    "adafactor": lambda: ya.optim.contrib.adafactor(1e-2),
     "soap": lambda: ya.optim.contrib.soap(1e-2),
-    "noise": lambda: ya.optim.chain(ya.optim.contrib.add_noise(0.1, 0.5, 3), ya.optim.sgd(1e-2, momentum=0.9)),
+    "momentum": lambda: ya.optim.sgd(1e-2, momentum=0.9),
     "schedule-free": lambda: ya.optim.contrib.schedule_free_adamw(1e-2),
     "whole trees": negated_lion,
 }

@@ -205,7 +205,7 @@ def beside_others(mesh: Any) -> None:
         o.muon(0.02, dtype=F64, others=light),
         o.muon(0.02, dtype=F64, others=o.rmsprop(RATE)),
         o.partition({"up": light, "else": o.sgd(0.1, 0.9)}, lambda path, p: "up" if "up" in path else "else"),
-        o.contrib.multi_steps(light, 2),
+        o.contrib.schedule_free(light, RATE),
         o.chain(o.in_format(o.trace(0.9), ROOTS), o.clip_by_global_norm(0.5), o.scale(-0.1)),
         o.in_format(o.lion(1e-3, mu_dtype=torch.bfloat16), ROOTS),
     ):
@@ -315,18 +315,15 @@ def test_states_are_carried_over(pools: dict[int, Pool], world: int) -> None:
 
 def skipped(mesh: Any) -> None:
     """Steps that are not finite leave all bits as they are; copies, and what is not donated, have their own."""
-    tx, batch = ya.optim.contrib.apply_if_finite(adamw(ROOTS), 3), batch_of(mesh.get_rank())
-    for own, options in ((tx, {"skip_nonfinite": False}), (adamw(ROOTS), {})):
-        state, _ = ya.train_step(loss, own)(ya.init(tree(Wire()), own, mesh=mesh, precision=EXACT), batch)
-        before, broken = ya.checksum(state), state.copy()
-        with torch.no_grad():
-            broken.params["head"].leaves[0].fill_(float("inf"))
-        kept, _ = ya.train_step(loss, own, **options)(broken, batch)
-        assert all(
-            torch.equal(*pair) for pair in zip(shards_of(kept.opt_state), shards_of(state.opt_state), strict=True)
-        )
-        other, _ = ya.train_step(loss, own, donate=False)(state, batch)
-        assert ya.checksum(state) == before != ya.checksum(other)
+    tx, batch = adamw(ROOTS), batch_of(mesh.get_rank())
+    state, _ = ya.train_step(loss, tx)(ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT), batch)
+    before, broken = ya.checksum(state), state.copy()
+    with torch.no_grad():
+        broken.params["head"].leaves[0].fill_(float("inf"))
+    kept, _ = ya.train_step(loss, tx)(broken, batch)
+    assert all(torch.equal(*pair) for pair in zip(shards_of(kept.opt_state), shards_of(state.opt_state), strict=True))
+    other, _ = ya.train_step(loss, tx, donate=False)(state, batch)
+    assert ya.checksum(state) == before != ya.checksum(other)
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
@@ -341,7 +338,7 @@ def test_what_cannot_be_in_a_format_is_refused(tmp_path: Path) -> None:
     o, mesh = ya.optim, ya.mesh(device="cpu")
     with pytest.raises(TypeError, match=r"in_format: expected a ya.formats.Format"):
         o.in_format(o.adamw(1e-3), torch.int8)  # type: ignore[arg-type]
-    for tx in (o.muon(0.02), o.contrib.lookahead(o.sgd(0.1), 5, 0.5), o.masked(o.adam(1e-3), lambda path, p: True)):
+    for tx in (o.muon(0.02), o.contrib.schedule_free(o.sgd(0.1), 0.1), o.masked(o.adam(1e-3), lambda path, p: True)):
         with pytest.raises(TypeError, match=r"works on whole leaves; it takes elementwise optimizers.*put it inside"):
             o.in_format(tx, ROOTS)
     state = ya.init(tree(Wire()), adamw(ROOTS), mesh=mesh)

@@ -94,8 +94,8 @@ def shard(
 
     params: a tree of tensors or `Lazy` leaves; or a state, or all of its params, which are resharded: mesh, seed and
         precision default to the old state's. A state keeps its step, and of its optimizer's state each part that `tx`
-        has, too, wherever in its chain: clipping and schedules may come and go, and `multi_steps`, `apply_if_finite`
-        and `inject_hyperparams` be put around it. Parts of one kind are told apart by their order
+        has, too, wherever in its chain: clipping and schedules may come and go, and `inject_hyperparams` be put around
+        it. Parts of one kind are told apart by their order
     tx: None for a state that is only evaluated, such as a teacher
     like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
@@ -395,7 +395,7 @@ def _by_part(opt_state: Tree) -> dict[tuple[Any, ...], list[Any]]:
 def _is_around(entry: optree.PyTreeEntry) -> bool:
     """Returns whether a step of a path is a place in a chain, or the state inside one that is around it, for all
     leaves: of a mask or a partition it is for some of them."""
-    inside = getattr(entry, "field", "") in ("inner_state", "inner_opt_state")
+    inside = getattr(entry, "field", "") == "inner_state"
     return entry.type is tuple or (inside and entry.type is not MaskedState)
 
 

@@ -278,8 +278,8 @@ def _some(keys: Iterable[str], most: int = 6) -> str:
 # ---- `manifest.json`: all of a checkpoint but its tensors. It is untrusted: types are checked.
 
 MANIFEST = "manifest.json"
-FORMAT, PICKLED = 3, 2
-"""The format that is written, and that of earlier versions."""
+FORMAT = 3
+"""The format that is written and read. In that before, tensors were pickles."""
 DEEPEST = 100
 """Levels of lists and objects: messages to other ranks are pickled, which fails at some hundreds."""
 
@@ -338,11 +338,10 @@ def from_json(text: str, path: str) -> Manifest:
     if deeper_than(DEEPEST, values):
         raise CheckpointError(f"{path}: it is nested deeper than {DEEPEST} levels")
     version = values.pop("format", None) if isinstance(values, dict) else None
-    if version == PICKLED:
-        why = "its tensors lie in pickles, which this one does not open; go on with the version that wrote it"
-        raise CheckpointError(f"{path}: format {PICKLED}: {why}")
     if version != FORMAT:
-        raise CheckpointError(f"{path}: format {version!r:.40}, this version of yafsdp_fn reads format {FORMAT}")
+        raise CheckpointError(
+            f"{path}: format {version!r:.40}, expected {FORMAT}; go on with the version of yafsdp_fn that wrote it"
+        )
     try:
         found: Manifest = typed(Manifest, values)
     except ValueError as error:

@@ -30,8 +30,6 @@ from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.program.cut import cut
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.proof.errors import Refused
-from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
 
@@ -272,8 +270,7 @@ def _fill(
 
 
 def _program(text: str | None, memory: StateMemory, where: str) -> Program | None:
-    """Reads the program that was saved; None if it is of a state unlike that of `memory`, or cut otherwise, or a
-    pipeline that `verify` refuses, which has become stricter since earlier versions have saved some."""
+    """Reads the program that was saved; None if it is of a state unlike that of `memory`, or cut otherwise."""
     if text is None:
         return None
     try:
@@ -288,13 +285,6 @@ def _program(text: str | None, memory: StateMemory, where: str) -> Program | Non
         with suppress(ValueError):  # it cannot be cut so
             split = cut(trace._replace(split=None), memory.assignment).split
     if split != trace.split or (split is None and memory.comms.stages > 1):
-        return None
-    try:
-        if len(program.stages) > 1:
-            verify(program)
-    except Refused as refused:
-        why = str(refused).partition("\n")[0]
-        warnings.warn(f"{where}: its program is refused now, and a schedule makes another: {why}", stacklevel=4)
         return None
     return program
 

@@ -22,7 +22,6 @@ from yafsdp_fn.modules.tree import (
     Place,
     Places,
     copied,
-    form_of,
     hooks_below,
     placed,
     refuse_hooks,
@@ -67,7 +66,7 @@ def functionalize(
             logits = model(params, batch["tokens"], use_cache=False).logits
             return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
         state, metrics = ya.train_step(loss, tx)(state, batch)
-        ya.load_into(module, state.params)               # and back: gathered a layer at a time
+        ya.load_into(module, state.params, model=model)  # and back: gathered a layer at a time
 
     module: is read, not changed. Mode, buffers and settings are those of this moment: after `module.eval()` a second
         call gives the function for evaluation, of the same `params`
@@ -181,13 +180,11 @@ class Functionalized:
 
     def __call__(self, params: Mapping[str, Tree], *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward on `params`."""
-        if not isinstance(params, Mapping) or params.keys() != self._units:
-            found = sorted(params) if isinstance(params, Mapping) else type(params).__name__
-            raise TypeError(f"{self}: expected params with the units {sorted(self._units)}, got {found}")
+        self._check(params)
         stacks = self._places.stacks
         rows: dict[str, Tree] = {}  # the weights of a layer, or their placeholders in a visit
         for unit, layers in stacks.items():
-            rows |= zip(layers, _rows(params[unit], unit, len(layers)), strict=True)
+            rows |= zip(layers, _rows(params[unit]), strict=True)
         firsts = {layers[0] for layers in stacks.values()}
         called = set[int]()  # hooks that were given while the model ran
         root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
@@ -201,6 +198,16 @@ class Functionalized:
             for of in visited:
                 refuse_hooks(made.get_submodule(of.name), of.name, called)
         return out
+
+    def _check(self, params: Mapping[str, Tree]) -> None:
+        """Raises TypeError or ValueError unless `params` have the units of this module, with as many layers."""
+        if not isinstance(params, Mapping):
+            kind = type(params).__name__
+            raise TypeError(f"{self}: expected the params of ya.functionalize, got {kind}; a state has .params")
+        if params.keys() != self._units:
+            raise TypeError(f"{self}: expected params with the units {sorted(self._units)}, got {sorted(params)}")
+        for unit, layers in self._places.stacks.items():
+            _must_be_stack(params[unit], unit, len(layers))
 
     def name_of(self, name: str) -> str:
         """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names: a stack counts its own
@@ -290,12 +297,17 @@ def _visit(
     return output
 
 
-def _rows(stack: Tree, name: str, count: int) -> list[Tree]:
+def _rows(stack: Tree) -> list[Tree]:
     """Returns the weights of each layer, or their placeholders in a visit."""
+    return list[Tree](rows_of(stack)) if isinstance(stack, Sharded) else plain_layers(stack)
+
+
+def _must_be_stack(stack: Tree, name: str, count: int) -> None:
+    """Raises ValueError unless these are the weights of `count` layers."""
     if isinstance(stack, Sharded):
         if stack.entry.length != count:
             raise ValueError(f"{name}: the module has {count} layers, these params {stack.entry.length}")
-        return list[Tree](rows_of(stack))
+        return
     leaves = optree.tree_leaves(without_markers(stack))
     wrong = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,)]
     if wrong or not leaves:
@@ -303,7 +315,6 @@ def _rows(stack: Tree, name: str, count: int) -> list[Tree]:
             f"{name}: expected a sharded stack, or tensors with a leading axis of {count} layers, got "
             f"{shape_of(next(iter(wrong), None))}; tensors come from ya.materialize, a state from ya.shard"
         )
-    return plain_layers(stack)
 
 
 def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype, bool]:
@@ -337,13 +348,12 @@ def _check(tree: Tree, what: str) -> None:
 
 
 @torch.no_grad()
-def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functionalized | None = None) -> None:
+def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functionalized) -> None:
     """Writes `params` into the parameters of `module`, in their dtypes; adapters (`ya.lora`) are added to weights.
 
     module: the one that `functionalize` has read, or another of the same class and config
     params: of a state (every rank must call, and each writes into its own module), or plain tensors
-    model: the function that `functionalize` returned with these params. It knows which layers each stack is of: needed
-        where some layers of a list were frozen, and not its first or last ones alone
+    model: the function that `functionalize` returned with these params, which knows the layers of each stack
 
     Only one layer, or one module beside the layers, is whole at a time. Raises TypeError or ValueError, naming the
     parameter, if one is missing, of another shape, or without memory; before anything is gathered if names tell.
@@ -353,84 +363,36 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     >>> sgd = ya.optim.sgd(0.1)
     >>> step = ya.train_step(lambda params, x: model(params, x).square().mean(), sgd)
     >>> state, _ = step(ya.shard(tree, sgd, mesh=mesh), torch.ones(1, 4))
-    >>> ya.load_into(module, state.params)                     # what was trained is in the module
+    >>> ya.load_into(module, state.params, model=model)        # what was trained is in the module
     >>> torch.equal(module(torch.ones(4)), model(ya.unshard(state.params), torch.ones(4)))
     True
     """
+    model._check(params)
+    places = model._places
+    names = {join(part, key) for part, of_part in places.visits.items() for key in of_part}
     target = dict(module.named_parameters(remove_duplicate=False))
-    modules = dict(module.named_modules())
-    if not isinstance(params, Mapping):
-        raise TypeError(
-            f"load_into: expected the params of ya.functionalize, got {type(params).__name__}; a state has .params"
-        )
     if meta := next((name for name, param in target.items() if param.is_meta), None):
         raise ValueError(f"load_into: {meta} is on the meta device, where values are lost; module.to_empty(device=...)")
-    if odd := next((name for name in params if name not in modules and name not in target), None):
-        raise ValueError(f"load_into: the module has no {odd}; give the one that these params come from")
-    left = {id(param): name for name, param in target.items()}
-    counts = {name: count for name, unit in params.items() if (count := _length(name, unit, target)) is not None}
-    layers_of = _assigned(counts, params, module) if model is None else model._places.stacks
-    for name, count in counts.items():
-        names = layers_of.get(name, ())
-        if len(names) != count:
-            raise ValueError(
-                f"load_into: {name} is a stack of {count} layers, and of the module's these are known to be in it: "
-                f"{', '.join(names) or 'none'}. Layers that do not require grad are a stack apart; if some did not in "
-                "ya.functionalize, pass the function that it returned: load_into(module, params, model=model)"
-            )
+    if odd := sorted(names ^ target.keys()):
+        where = "the module" if odd[0] in target else "these params"
+        raise ValueError(
+            f"load_into: {odd[0]} is in {where} alone; give the module that these params come from, or one like it"
+        )
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
         for key, leaf in leaves.items():
             name, whole = join(prefix, key), leaf.merged() if is_low_rank(leaf) else leaf
-            there = target.get(name)
-            if there is None or there.shape != whole.shape:
-                what = "no parameter of the module" if there is None else f"there of shape {tuple(there.shape)}"
-                raise ValueError(f"load_into: {name}, of shape {tuple(whole.shape)}, is {what}")
+            there = target[name]
+            if there.shape != whole.shape:
+                raise ValueError(
+                    f"load_into: {name}, of shape {tuple(whole.shape)}, is there of shape {tuple(there.shape)}"
+                )
             there.copy_(whole)
-            left.pop(id(there), None)
 
     for name, unit in params.items():
-        if name in counts:
-            layers = iter(layers_of[name])
+        if name in places.stacks:
+            layers = iter(places.stacks[name])
             map_whole_layers(lambda weights, layers=layers: write(next(layers), weights), unit)
         else:
             write(name, without_markers(unshard(unit)))
-    if left:
-        raise ValueError(f"load_into: these params have no {next(iter(left.values()))}; give all of a state's params")
-
-
-def _length(name: str, unit: Tree, target: Mapping[str, Tensor]) -> int | None:
-    """Returns the number of layers of a stack; None for a unit that is none."""
-    if isinstance(unit, Sharded):
-        return unit.entry.length
-    if name in target:
-        return None
-    key, leaf = next(iter(without_markers(unit).items()))
-    there = target.get(join(name, key))
-    return leaf.shape[0] if there is None or len(leaf.shape) > there.ndim else None
-
-
-def _assigned(counts: Mapping[str, int], params: Mapping[str, Tree], module: nn.Module) -> dict[str, list[str]]:
-    """Assigns a module's layers to stacks: to each its first layer, which its name tells, and those of the same form up
-    to the first of another. What requires grad is not asked: it may be other layers than in `functionalize`, or all of
-    a new module."""
-    stack_of: dict[str, str] = {}  # by its first layer
-    for name in counts:
-        unit = params[name]
-        leaves = unit.entry.spec.entries() if isinstance(unit, Sharded) else without_markers(unit)
-        found = module.get_submodule(name)
-        names = [path for path, _ in found.named_parameters(remove_duplicate=False)]
-        in_list = names and next(iter(leaves)) not in names
-        stack_of[join(name, names[0].partition(".")[0]) if in_list else name] = name
-    assigned: dict[str, list[str]] = {name: [] for name in counts}
-    for holder in {first.rpartition(".")[0] for first in stack_of}:
-        latest: dict[Any, str] = {}  # the stack that has begun last, by the form of its layers
-        for key, layer in module.get_submodule(holder).named_children():
-            name, form = join(holder, key), form_of(layer)
-            if name in stack_of:
-                latest[form] = stack_of[name]
-            stack = latest.get(form)
-            if stack is not None and len(assigned[stack]) < counts[stack]:
-                assigned[stack].append(name)
-    return assigned

@@ -25,7 +25,6 @@ from yafsdp_fn.optim.base import (
     identity,
     needed,
     new_count,
-    tree_where,
 )
 from yafsdp_fn.optim.in_format import InFormatState, in_format
 from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
@@ -138,7 +137,6 @@ __all__ = [
     "sgd",
     "step_",
     "trace",
-    "tree_where",
     "warmup_constant_schedule",
     "warmup_cosine_decay_schedule",
     "warmup_linear_decay_schedule",

@@ -233,7 +233,7 @@ def checked_update(tx: GradientTransformation, updates: Tree, state: State, para
 def needed(by: str, params: Tree | None) -> Tree:
     """Returns `params`. Raises ValueError, naming the transformation that needs them, if there are none.
 
-    >>> ya.optim.needed("lamb", w)
+    >>> ya.optim.needed("decay", w)
     tensor([ 1., -2.])
     """
     if params is None:
@@ -395,19 +395,6 @@ def scaled(updates: Tree, factor: Any) -> Tree:
     return optree.tree_map(lambda u: (u * factor).to(u.dtype), updates)
 
 
-def tree_where(flag: Tensor, yes: Tree, no: Tree) -> Tree:
-    """Returns `yes` if `flag`, 0-dim, is true, else `no`, in the dtypes of `no`; the host reads nothing.
-
-    >>> ya.optim.tree_where(torch.tensor(False), {"w": w}, {"w": g})
-    {'w': tensor([ 3., -4.])}
-    """
-
-    def either(a: Any, b: Any) -> Any:
-        return torch.where(flag, a, b).to(b.dtype) if isinstance(b, Tensor) else b
-
-    return optree.tree_map(either, yes, no)
-
-
 def new_count(params: Tree) -> Tensor:
     """Returns a step counter on the parameters' device, since only the device knows about skipped steps.
 
@@ -428,14 +415,12 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     return optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
 
 
-# ---- The rule of transformations that wrap another one: averages of it, several gradients per step of it.
+# ---- The rule of transformations that wrap another one.
 
 
 @dataclasses.dataclass(frozen=True)
 class Around:
     """Rule: `inner`, with something elementwise before and after it. It needs of a tree whatever `inner` needs.
-
-    all_units: the reason why it needs all units at once beside that, or None
 
     >>> def damped(inner):
     ...     def update(updates, state, params=None):
@@ -447,7 +432,6 @@ class Around:
     """
 
     inner: GradientTransformation
-    all_units: str | None = None
 
 
 class OnHost(Around):

@@ -15,6 +15,8 @@ _WRAPPER = (
 _LOSS = "what a loss returns, ya.Mean(total, weight): the mean over all ranks and microbatches"
 _PRECISION = "ya.init(..., precision=ya.Precision(compute=torch.bfloat16)), on the mesh's device"
 _MODE = "_, answer = ya.functionalize(module.eval(), layers), another function of the same params"
+_MICROBATCHES = "ya.train_step(loss_fn, tx, microbatches=4)"
+_OWN = "a transformation of your own, in a few lines (docs/optimizers.md)"
 _LOAD = "ya.checkpoint.load(folder, like=state)"
 
 MEANT = {
@@ -72,7 +74,14 @@ MEANT = {
     "optim.CPUOffloadOptimizer": "ya.optim.on_host(ya.optim.adamw(learning_rate))",
     "optim.AdamW8bit": "ya.optim.in_format(ya.optim.adamw(learning_rate), ya.formats.Roots())",
     "optim.SGD": "ya.optim.sgd(learning_rate, momentum=0.9), a function that makes it",
-    "optim.MultiSteps": "ya.train_step(loss_fn, tx, microbatches=4), or ya.optim.contrib.multi_steps over steps",
+    "optim.MultiSteps": _MICROBATCHES,
+    "optim.multi_steps": _MICROBATCHES,
+    "optim.apply_if_finite": "ya.train_step(loss_fn, tx, skip_nonfinite=True), the default",
+    "optim.adafactor": "ya.optim.in_format(tx, ya.formats.Roots()) or ya.optim.on_host(tx), for its memory",
+    "optim.lamb": _OWN,
+    "optim.lookahead": _OWN,
+    "optim.add_noise": _OWN,
+    "optim.centralize": _OWN,
     "optim.multi_transform": "ya.optim.partition(transforms, labels)",
     "optim.lr_scheduler": "a function of the count: ya.optim.adamw(ya.optim.warmup_cosine_decay_schedule(...))",
     # checkpoints

@@ -1,6 +1,4 @@
-"""Averages of the parameters: schedule-free learning, and lookahead.
-
-Schedule-free learning, as in Optax's contrib (Defazio et al., 2024, arXiv 2405.15682). Three sequences:
+"""Schedule-free learning, as in Optax's contrib (Defazio et al., 2024, arXiv 2405.15682). Three sequences:
 
     y    the parameters, at which gradients are taken         y = (1 - b1) * z + b1 * x
     z    the state, which the base optimizer steps            z += base update

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import (
-    Around,
     GradientTransformation,
     OnWrite,
     Scalar,
@@ -94,8 +93,8 @@ def why_not_unitwise(tx: Any) -> str | None:
 
     >>> ya.optim.why_not_unitwise(tx) is None
     True
-    >>> ya.optim.why_not_unitwise(ya.optim.contrib.add_noise(0.01, 0.55, key=0))
-    'add_noise depends on where an element lies: it needs all units at once'
+    >>> ya.optim.why_not_unitwise(ya.optim.chain(tx, ya.optim.clip_by_global_norm(1.0)))
+    'clip_by_global_norm is not the first transformation: it needs the updates of all units at once'
     """
     return analysis(tx).whole
 
@@ -105,8 +104,6 @@ def _why_not(tx: GradientTransformation) -> str | None:
         return "clip_by_global_norm is not the first transformation: it needs the updates of all units at once"
     if isinstance(tx.rule, Leafwise):
         return None
-    if isinstance(tx.rule, Around) and tx.rule.all_units is not None:
-        return tx.rule.all_units
     inner = inside(tx.rule)
     for one in (one for part in inner for one, _ in stages(part)):
         if isinstance(one.rule, Leafwise):
