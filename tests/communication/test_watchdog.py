@@ -93,10 +93,11 @@ def test_a_rank_that_has_never_spoken_is_silent() -> None:
 def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     ranks = watched([(Work(), "a")], seconds=3600)
     ranks.watchdog._patience = 0.0
-    for after in ("before the first step", "after step 0"):
-        ranks.steps.after = after
-        until(lambda: ranks.watchdog._store.check([f"waited {after}"]))
-        ranks.watchdog.ask()
+    store = ranks.watchdog._store
+    until(lambda: store.check(["waited before the first step"]))
+    ranks.watchdog.ask()
+    ranks.steps.after = "after step 0"
+    until(lambda: store.check(["waited after step 0"]))
     ranks.watchdog.close()
     said = capsys.readouterr().err
     assert said.count("rank 3 has waited for ") == said.count("Where ranks are:") == 2, said
