@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +15,7 @@ import torch.distributed as dist
 from tests.harness.stalls import until
 from yafsdp_fn.communication import watchdog
 from yafsdp_fn.communication.cuda_streams import CudaStream
-from yafsdp_fn.communication.watchdog import PeerStatus, Steps, Watchdog
-from yafsdp_fn.communication.where import RankStatus
+from yafsdp_fn.communication.watchdog import Steps, Watchdog
 
 
 @dataclass
@@ -82,16 +80,24 @@ def test_it_ends_when_it_is_told() -> None:
     assert not any(thread.is_alive() for thread in ranks.watchdog._threads) and not ranks.said
 
 
-def test_a_rank_that_has_never_spoken_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    store.set("rank 0", json.dumps(RankStatus(5, "after step 1", 3.0)))
-    peers = PeerStatus(store, world=2, beat=1.0)
-    now[0] = 1.0
-    assert peers.read() == ""  # who is silent is not known yet
-    now[0] = 10.0
-    store.set("rank 0", json.dumps(RankStatus(14, "after step 1", 12.0)))
-    text = peers.read()
-    assert "rank 0: after step 1, 12 s\n" in text and "rank 1: no sign of life for 10 s: ended, or in a call" in text
-    assert text.endswith("Look at rank 1 first.")
+def test_a_rank_that_has_never_spoken_is_silent() -> None:
+    ranks = watched([(Work(), "a")], seconds=3600)
+    lines = ranks.watchdog.ask().splitlines()
+    ranks.watchdog.close()
+    assert lines[0].startswith(
+        "  ranks 0-2: no sign of life: ended, or in a call that holds Python's lock; before that "
+    )
+    assert lines[1].startswith("  rank 3: waiting ") and " s for a; before the first step" in lines[1], lines
+
+
+def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = watched([(Work(), "a")], seconds=3600)
+    ranks.watchdog._patience = 0.0
+    store = ranks.watchdog._store
+    until(lambda: store.check(["waited before the first step"]))
+    ranks.watchdog.ask()
+    ranks.steps.after = "after step 0"
+    until(lambda: store.check(["waited after step 0"]))
+    ranks.watchdog.close()
+    said = capsys.readouterr().err
+    assert said.count("rank 3 has waited for ") == said.count("Where ranks are:") == 2, said

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from yafsdp_fn.communication.where import RankStatus, collective, line, named, table
+from yafsdp_fn.communication.where import RankStatus, named, standing, table
 
-GATHER = RankStatus(9, "op 3 of 9, forward of b (step 1)", 31.2, waits="gather of b (step 1)", waited=31.0, program="p")
+GATHER = RankStatus(9, "forward of b (step 1), op 3 of 9 of program 3f2a91c0; model.py:9 in loss", "gather of b", 31.0)
 
 
 @pytest.mark.parametrize(
@@ -20,28 +20,21 @@ def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
     assert named(ranks) == text
 
 
-def test_what_is_alike_is_said_once_and_who_waits_for_nobody_is_named() -> None:
-    busy = RankStatus(7, "op 1 of 9, forward of a (step 1)", 33.4, program="p", line="model.py:41 in block")
+def test_what_is_alike_is_said_once_and_who_waits_for_nobody_comes_first() -> None:
+    busy = RankStatus(7, "forward of a (step 1), op 1 of 9 of program 3f2a91c0; model.py:41 in block")
     posts = {0: GATHER, 1: GATHER._replace(beat=5, waited=29.0), 2: busy, 3: GATHER}
-    assert table(posts, {}).splitlines() == [
-        "  ranks 0-1, 3: wait for gather of b (step 1), 29-31 s; op 3 of 9, forward of b (step 1)",
-        "  rank 2: op 1 of 9, forward of a (step 1), 33 s; model.py:41 in block",
-        "  Look at rank 2: it waits for no other.",
+    assert table(posts, []).splitlines() == [
+        f"  rank 2: {busy.where}",
+        f"  ranks 0-1, 3: waiting 29-31 s for gather of b; {GATHER.where}",
     ]
 
 
-def test_who_is_silent_is_looked_at_first() -> None:
-    lines = table({0: GATHER, 1: GATHER._replace(waits=""), 2: GATHER}, {2: 12.0}).splitlines()
-    assert lines[2].startswith("  rank 2: no sign of life for 12 s: ended, or in a call that holds Python's lock; ")
-    assert lines[2].endswith("before that: waits for gather of b (step 1), 31 s; op 3 of 9, forward of b (step 1)")
-    assert lines[3] == "  Look at rank 2 first."
-
-
-def test_ranks_with_other_programs_are_named() -> None:
-    posts = {0: GATHER, 1: GATHER, 2: GATHER._replace(program="q"), 3: GATHER._replace(program="")}
-    *_, advice, differ = table(posts, {}).splitlines()
-    assert advice.startswith("  All wait, for each other")
-    assert differ == "  ranks 0-1 and rank 2 run other programs."
+def test_who_is_silent_comes_before_all_others() -> None:
+    free = GATHER._replace(waits="", waited=0.0)
+    lines = table({0: GATHER, 1: free, 2: GATHER}, [2]).splitlines()
+    assert lines[0].startswith("  rank 2: no sign of life: ended, or in a call that holds Python's lock; before that ")
+    assert lines[0].endswith(f"waiting 31 s for gather of b; {GATHER.where}")
+    assert [line[:9] for line in lines[1:]] == ["  rank 1:", "  rank 0:"]
 
 
 def test_the_line_of_a_thread_that_runs_meanwhile() -> None:
@@ -64,11 +57,12 @@ def test_the_line_of_a_thread_that_runs_meanwhile() -> None:
         thread.start()
     begun.wait()
     working, waiting = (thread.ident or 0 for thread in threads)
-    found = {line(working) for _ in range(300)}
+    found = {standing(working)[0] for _ in range(300)}
     here = re.compile(r"test_where\.py:\d+ in (works|deeper|<genexpr>)")
     assert all(here.fullmatch(each) or not each for each in found), found
-    assert re.fullmatch(r"test_where\.py:\d+ in waits", line(waiting)) and collective(waiting) is None
+    line, communicates = standing(waiting)
+    assert re.fullmatch(r"test_where\.py:\d+ in waits", line) and not communicates
     ended.set()
     for thread in threads:
         thread.join()
-    assert line(waiting) == ""
+    assert standing(waiting) == ("", False)

@@ -1,7 +1,7 @@
 """Ranks that do not come, until another one has shown where all are.
 
 self.mesh = watchful(breakable())                 # on which tables are shown after PATIENCE
-with printed(fifo if rank == 0 else None) as said:    # ends the pause of another rank when it has shown the table
+with printed(fifo if rank != 2 else None) as said:    # ends the pause of rank 2 when it has shown the table
     step(now, batch)                                # that rank pauses in it: open(fifo).close()
 """
 
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.communication import watchdog
 from yafsdp_fn.communication.communicators import communicators
 
 PATIENCE = 3.0
@@ -37,8 +36,8 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def watchful(mesh: Any) -> Any:
     """The mesh, of a process that serves such tests alone."""
-    watchdog.SILENCE_S = SILENCE
-    communicators(mesh).watchdog._patience = PATIENCE
+    lookout: Any = communicators(mesh).watchdog
+    lookout._patience, lookout._silence = PATIENCE, SILENCE
     return mesh
 
 
@@ -64,11 +63,9 @@ class Printed(io.StringIO):
 
 @contextmanager
 def printed(pause: Path | None = None) -> Iterator[Printed]:
-    """What is printed in this block, which ends, after a table, when that rank has said that it goes on."""
+    """What is printed in this block."""
     sys.stderr, before = Printed(pause), sys.stderr
     try:
         yield sys.stderr
-        if pause is not None:
-            until(lambda: "goes on" in sys.stderr.getvalue())
     finally:
         sys.stderr = before

@@ -72,7 +72,7 @@ def alone(_: Any) -> str:
 def test_a_rank_that_calls_a_verb_of_all_ranks_alone_says_so(pools: dict[int, Pool]) -> None:
     text, _ = pools[2].run(alone)
     assert "rank 0: unshard, which all ranks call: " in text, text
-    assert "Look at rank 1: it waits for no other." in text, text
+    assert "Where ranks are:\n  rank 1: no sign of life" in text, text
 
 
 def swapped(_: Any, folder: Path, ranks: int, how: str, stages: bool) -> dict[str, tuple[str, str]]:

@@ -40,7 +40,7 @@ from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.communication.store import answers
 from yafsdp_fn.communication.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
-from yafsdp_fn.communication.watchdog import PendingLabels, RankPosition, Steps, Watchdog
+from yafsdp_fn.communication.watchdog import PendingLabels, Steps, Watchdog
 from yafsdp_fn.util.mesh_axes import ALIGN
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
@@ -349,11 +349,8 @@ class Communicators(Groups):
     def note_positions(self, error: BaseException) -> None:
         """Adds the positions of all ranks to `error`, a failed communication, as a note."""
         said = any(note.startswith(WHERE) for note in getattr(error, "__notes__", ()))
-        if self.watchdog is None or said:
-            return
-        found = self.watchdog.ask()
-        if found:
-            error.add_note(f"{WHERE}\n{found}")
+        if self.watchdog is not None and not said:
+            error.add_note(f"{WHERE}\n{self.watchdog.ask()}")
 
     # ---- health
 
@@ -366,21 +363,18 @@ class Communicators(Groups):
             )
 
     @contextmanager
-    def seen(self, look: Callable[[], RankPosition], after: str) -> Iterator[None]:
+    def seen(self, look: Callable[[], str], after: str) -> Iterator[None]:
         """Registers a step for the watchdog while it runs; steps may nest. The watchdog's thread calls `look` for the
-        position.
+        position, in words.
 
         after: this rank's position once the step has ended
         """
-        if not self.steps.looks:
-            self.steps.failed = False
         self.steps.thread = threading.get_ident()
         self.steps.looks.append(look)
         try:
             yield
         except BaseException as error:
             after = f"after {type(error).__name__} in {look()}"
-            self.steps.failed = True
             raise
         finally:
             self.steps.after = after

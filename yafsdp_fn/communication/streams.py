@@ -189,7 +189,8 @@ class HostEvent:
 class HostStream:
     """One worker thread. After an error all later work on the stream fails too: the order is lost.
 
-    doing: the label of the work running now, in a tuple made for it; None while it waits for other streams
+    doing: the label of the work running now, or that has failed, in a tuple made for it; None while it waits for other
+        streams
     """
 
     doing: tuple[str] | None = None
@@ -257,15 +258,16 @@ class HostStream:
                 if broken is None or label == "drain":
                     for wait in waits:
                         wait.wait()
+                    failed = self.doing
                     self.doing = (label,)
                     with torch.inference_mode():  # it may write to tensors that were made under it, and to all others
                         work()
+                    self.doing = failed
                 else:
                     event.error = failure(self._rank, f"{label}: not run, since {broken}")
             except BaseException as error:
                 broken = f"{label} failed ({type(error).__name__}: {error})"
                 event.error = failure(self._rank, broken)
                 event.error.__cause__ = error
-            self.doing = None
             event.complete()
             del job, work, waits, event

@@ -22,7 +22,6 @@ from yafsdp_fn.communication import flat, formats
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -175,9 +174,9 @@ class VisitRunner:
         if self._failure is not None:
             raise errors.after_failure(*self._failure) from self._failure[1]
 
-    def rank_position(self) -> RankPosition:
-        """Returns the position in the step, for the watchdog's thread."""
-        return RankPosition(self.position)
+    def rank_position(self) -> str:
+        """Describes the position in the step, for the watchdog's thread."""
+        return self.position
 
     def close(self) -> None:
         """Ends it, after success: its parameters are of no use any more."""
@@ -298,8 +297,9 @@ class Session(VisitRunner):
             else:
                 self.issue(op)
 
-    def rank_position(self) -> RankPosition:
-        return RankPosition(self.position, self._cursor, self.verified.all_stages)
+    def rank_position(self) -> str:
+        program = self.verified.all_stages.fingerprint()[:8]
+        return f"{self.position}, op {self._cursor} of {len(self._ops)} of program {program}"
 
     # ---- computes
 

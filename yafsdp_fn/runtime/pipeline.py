@@ -16,7 +16,6 @@ from torch import Tensor
 
 from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.communicators import Communicators
-from yafsdp_fn.communication.watchdog import RankPosition
 from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
@@ -196,8 +195,8 @@ class StageSession(Session):
                 later.write(super().target(op, visit))
             self.end_compute()
 
-    def rank_position(self) -> RankPosition:
-        return super().rank_position()._replace(stage=self.memory.comms.stage)
+    def rank_position(self) -> str:
+        return f"{super().rank_position()}, stage {self.memory.comms.stage}"
 
 
 # ---- One call of the loss: its visits, here and elsewhere.

@@ -46,7 +46,7 @@ if where == "meeting":
     meet = meshes.rendezvous_store
     meshes.rendezvous_store = lambda timeout: (meet(timeout), stops())[0]
 if where == "groups":
-    before(groups, "_group")
+    before(groups, "new_group")
 fault = Fault()
 # of busy machines ranks come late, but not to a step
 mesh = ya.mesh(device="cpu", timeout=timedelta(seconds=12 if first and where != "step" else 100))
