@@ -21,8 +21,7 @@ from yafsdp_fn.nn.linear import weight_leaf
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, views_of
-from yafsdp_fn.runtime.visit import address_of
+from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, address_of, views_of
 
 Views = dict[tuple[int, int], UnitViews]
 """Views of a unit in a slot, by (slot, unit)."""

@@ -311,11 +311,6 @@ class BlockCall(TensorCall):
 # ---- memory of tensors
 
 
-def address_of(tensor: Tensor) -> int:
-    """Returns the address of the tensor's memory; 0 where it has none."""
-    return tensor.untyped_storage().data_ptr()
-
-
 def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
     """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
     a copy can free.
