@@ -47,9 +47,10 @@ from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
+from yafsdp_fn.runtime.recompute import RecomputedVisit
 from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
 from yafsdp_fn.runtime.updates import StepUpdates
-from yafsdp_fn.runtime.visit import BlockCall, Running, ToSlots
+from yafsdp_fn.runtime.visit import BlockCall, KeptVisit, ToSlots
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -304,8 +305,12 @@ class Session(VisitRunner):
     # ---- computes
 
     def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
-        op = self.begin_compute("forward", visit, self.microbatch)
-        outs = Running(self, call, visit).forward(op)
+        op: Any = self.begin_compute("forward", visit, self.microbatch)
+        if self.differentiates:
+            kind = KeptVisit if op.keep else RecomputedVisit
+            outs = kind(self, call, visit).forward(op)
+        else:
+            outs = RecomputedVisit(self, call, visit).outputs(op, call.tensors)
         self.end_compute()
         return outs
 
