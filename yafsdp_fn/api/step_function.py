@@ -133,7 +133,8 @@ class StepFunction:
         # around the first run, what ranks must have alike is compared
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
-            consistency.compare(comms, self.fun, self._tx)
+            if self._tx is not None and not comms.alone:
+                comms.must_agree("the optimizer", consistency.optimizer(self._tx))
             self._agreed.add(comms)
             comms.named.clear()
         ran = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
@@ -142,7 +143,7 @@ class StepFunction:
             trace = ran.program.trace
             visited = {unit for visit in trace.visits for unit in visit.units}
             split = {name for unit in visited for name in trace.units[unit].over}
-            consistency.warn_of_batches(comms, split, arguments.rest, batch_axes(memory.mesh))
+            consistency.warn_of_ranks(comms, split, arguments.rest, batch_axes(memory.mesh))
         return ran
 
     # ---- in a session
