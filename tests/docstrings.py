@@ -29,7 +29,7 @@ ONE_MEANING = {
     "parts": "program/trace.py program/program.py",
     "place": "program/split.py",
     "use": "communication/streams.py proof/errors.py",
-    "uses": "program/ops.py runtime/execute.py",
+    "uses": "program/ops.py runtime/works.py",
     "walk": "params/layout.py",
     "keep": "program/ops.py runtime/visit.py",
     "carries": "program/measured.py runtime/visit.py",

@@ -4,7 +4,8 @@
     PYTHONPATH=optax-site python -m tests.optim.make_optax_numbers
 
 A case is made by `make(o)`, where `o` has Optax's names: Optax and its `contrib`, or this library, which
-`test_reference` runs on the same inputs. Importing this file needs no Optax.
+`test_reference` runs on the same inputs; and `of_leaf`, which makes masks or labels of what is said of each
+leaf. Importing this file needs no Optax.
 
     numbers[dtype][case][step][leaf] = [three elements, total]
 
@@ -114,16 +115,21 @@ CASES: dict[str, Case] = {
     "nesterov": Case(lambda o: o.sgd(ramp(o), momentum=0.9, nesterov=True)),
     "adam": Case(lambda o: o.adam(0.01)),
     "adamw": Case(lambda o: o.adamw(0.01, 0.8, 0.95, 1e-6, weight_decay=0.1)),
-    "adamw at a rate": Case(lambda o: o.adamw(ramp(o), weight_decay=0.1, mask=MATRICES)),
+    "adamw at a rate": Case(lambda o: o.adamw(ramp(o), weight_decay=0.1, mask=o.of_leaf(MATRICES))),
     "chain": Case(
         lambda o: o.chain(
-            o.clip_by_global_norm(3.0), o.add_decayed_weights(0.1, mask=MATRICES), o.scale_by_adam(), o.scale(-0.01)
+            o.clip_by_global_norm(3.0),
+            o.add_decayed_weights(0.1, mask=o.of_leaf(MATRICES)),
+            o.scale_by_adam(),
+            o.scale(-0.01),
         )
     ),
-    "masked": Case(lambda o: o.chain(o.masked(o.adam(0.01), MATRICES), o.masked(o.sgd(0.1), _not(MATRICES)))),
+    "masked": Case(
+        lambda o: o.chain(o.masked(o.adam(0.01), o.of_leaf(MATRICES)), o.masked(o.sgd(0.1), o.of_leaf(_not(MATRICES))))
+    ),
     # elementwise
     "lion": Case(lambda o: o.lion(0.01)),
-    "lion at a rate": Case(lambda o: o.lion(ramp(o), b1=0.8, b2=0.9, weight_decay=0.1, mask=MATRICES)),
+    "lion at a rate": Case(lambda o: o.lion(ramp(o), b1=0.8, b2=0.9, weight_decay=0.1, mask=o.of_leaf(MATRICES))),
     "lion smooth": Case(lambda o: o.chain(o.scale_by_lion(mode="smooth", smooth_beta=3.0), o.scale(-0.01))),
     "lion refined": Case(lambda o: o.chain(o.scale(4.0), o.scale_by_lion(mode="refined"), o.scale(-0.01))),
     "rms": Case(lambda o: o.chain(o.scale_by_rms(initial_scale=0.1), o.scale(-0.01))),
@@ -159,11 +165,13 @@ CASES: dict[str, Case] = {
     "muon large, layers apart": Case(lambda o: o.muon(0.02, weight_decay=0.1, adam_weight_decay=0.05), LARGE, True),
     "muon plain, layers apart": Case(lambda o: o.muon(ramp(o), beta=0.9, nesterov=False, ns_steps=3), apart=True),
     "muon adaptive, layers apart": Case(lambda o: o.muon(0.02, adaptive=True, consistent_rms=0.2), apart=True),
-    "partition": Case(lambda o: o.partition({"adam": o.adam(0.01), "sgd": o.sgd(0.1, momentum=0.9)}, LABELS)),
+    "partition": Case(
+        lambda o: o.partition({"adam": o.adam(0.01), "sgd": o.sgd(0.1, momentum=0.9)}, o.of_leaf(LABELS))
+    ),
     "partition clipped": Case(
         lambda o: o.partition(
             {"adam": o.chain(o.clip_by_global_norm(1.0), o.adamw(0.01, weight_decay=0.1)), "sgd": o.sgd(ramp(o))},
-            LABELS,
+            o.of_leaf(LABELS),
         )
     ),
 }
@@ -177,7 +185,7 @@ def optax_names() -> Any:
     """Optax and its contrib in one."""
     import optax
 
-    return SimpleNamespace(**vars(optax.contrib) | vars(optax))
+    return SimpleNamespace(**vars(optax.contrib) | vars(optax) | {"of_leaf": lambda said: said})
 
 
 def run(case: Case, dtype: str) -> dict[str, dict[str, list[float]]]:

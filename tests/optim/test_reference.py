@@ -79,6 +79,7 @@ def test_equals_clip_grad_norm() -> None:
 
 
 ALL = SimpleNamespace(**{name: getattr(of, name) for of in (optim, optim.contrib) for name in of.__all__})
+ALL.of_leaf = lambda said: lambda path, param: said[path.partition(".")[0]]
 OURS = {name: case for name, case in OPTAX.items() if name not in ELSEWHERE}
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 """Relative to the largest element of a leaf, and of a total to the leaf's norm."""

@@ -26,6 +26,7 @@ from yafsdp_fn.program.ops import (
     Op,
     ReadsWeights,
     Receive,
+    Reduce,
     Send,
     Stash,
     Update,
@@ -35,9 +36,9 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.runtime.execute import WORKS, Session
-from yafsdp_fn.runtime.slots import fills_of
+from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.stage_io import MessageBuffers
+from yafsdp_fn.runtime.works import WORKS, fills_of
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 
 WHOLE = cut(on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes", "after norm"), (0, 1))
@@ -52,12 +53,12 @@ def test_every_op_has_a_row_everywhere(op: Op) -> None:
             check_form(Program(TRACE, (op._replace(**{field: object()}),)))
     with pytest.raises(Refused):  # no program ends with one op of two; AttributeError: not in proof/execution.py
         verify(Program(TRACE, (op, Forward(0, (0,), True))))
-    by_the_session = isinstance(op, Forward | Backward | Norm | Update)
+    by_the_session = isinstance(op, Forward | Backward | Reduce | Norm | Update)
     by_a_lever = isinstance(op, Offload | Fetch) and type(op) in HostActivationBuffers.works(
         object.__new__(HostActivationBuffers)
     )
     by_a_stage = isinstance(op, Send | Receive) and type(op) in MessageBuffers.works(object.__new__(MessageBuffers))
-    assert by_the_session or by_a_lever or by_a_stage or type(op) in WORKS, "no work: runtime/execute.py"
+    assert by_the_session or by_a_lever or by_a_stage or type(op) in WORKS, "no work: runtime/works.py"
     Costs(TRACE, A100).phases(op)  # AttributeError: no cost in planner/costs.py
 
 

@@ -1,8 +1,7 @@
-"""What ranks compare before the first step: optimizers and losses in words, environments."""
+"""What ranks compare before the first step: optimizers in words, environments; and what they are warned of."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import re
@@ -75,45 +74,23 @@ def test_memory_names_of_files_and_numbers_of_devices_do_not_count() -> None:
     assert not re.search(r"0x|/data|cuda:", str(mine))
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    smoothing: float = 0.1
-    rank: int = 0
+def recursive(rate: float) -> Any:
+    def schedule(count: int) -> float:
+        return schedule(count - 1) if count else rate
 
-
-def with_options(options: Options, log: list[str]) -> Callable[..., Any]:
-    def of(params: Any, batch: Any, *, scale: float = 1.0) -> Any:
-        log.append(str(options.rank))
-        return loss(params, batch) * options.smoothing * scale
-
-    return of
-
-
-def test_a_loss_may_know_its_rank() -> None:
-    mine = consistency.function(with_options(Options(), []))
-    assert mine == consistency.function(with_options(Options(rank=1), []))
-    assert mine != consistency.function(with_options(Options(smoothing=0.2), []))
-    assert mine != consistency.function(functools.partial(with_options(Options(), []), scale=2.0))
-    assert consistency.function(loss) != consistency.function(lambda params, batch: 0)
+    return o.chain(o.scale_by_schedule(schedule))
 
 
 def test_a_function_that_closes_over_itself_has_an_end() -> None:
-    def again(count: int) -> int:
-        return again(count - 1) if count else 0
-
-    assert "again=..." in consistency.function(again)
+    assert "schedule=..." in str(consistency.optimizer(recursive(0.1)))
+    assert consistency.optimizer(recursive(0.1)) != consistency.optimizer(recursive(0.2))
 
 
 def test_words_do_not_depend_on_the_hashes_of_a_process() -> None:
     """Which differ between processes, and with them the order of sets of texts."""
     words = [f"word {number}" for number in range(9)]
-    in_code = eval(f"lambda x: x in {{{', '.join(map(repr, words))}}}")  # a frozenset among its constants
-    for text in (
-        consistency.code_text(in_code.__code__),
-        consistency.function(functools.partial(loss, frozenset(words))),
-    ):
-        assert re.findall(r"word \d", text) in (words, [])
-    assert "word 3" in consistency.code_text(in_code.__code__)
+    tx = o.masked(o.sgd(0.1), functools.partial(lambda chosen, path, p: path in chosen, frozenset(words)))
+    assert re.findall(r"word \d", str(consistency.optimizer(tx))) == words
 
 
 # ---- on ranks
@@ -174,10 +151,10 @@ def test_another_environment_is_refused_and_named(pools: dict[int, Pool]) -> Non
 
 
 def warned(mesh: Any) -> list[list[str]]:
-    """What is warned of by a loss with another constant, another number of threads, and by equal ranks; twice each."""
+    """What is warned of by another number of threads, and by equal ones; twice each."""
     rank, tx, found = mesh.get_local_rank(), o.sgd(0.1), []
-    for smoothing, threads in ((0.1 + 0.1 * rank, 1), (0.1, 1 + rank), (0.1, 1)):
-        step, now = ya.train_step(with_options(Options(smoothing, rank), []), tx), state(mesh, tx)
+    for threads in (1 + rank, 1):
+        step, now = ya.train_step(loss, tx), state(mesh, tx)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         with warnings.catch_warnings(record=True) as caught:
@@ -185,12 +162,11 @@ def warned(mesh: Any) -> list[list[str]]:
             for _ in range(2):
                 now, _ = step(now, batch(rank))
         torch.set_num_threads(before)
-        found.append([str(each.message) for each in caught if "ranks disagree" in str(each.message)])
+        found.append([str(each.message) for each in caught if "numbers of threads" in str(each.message)])
     return found
 
 
-def test_another_loss_and_other_threads_are_warned_of_once(pools: dict[int, Pool]) -> None:
-    for of_loss, of_threads, of_nothing in pools[2].run(warned):
-        assert len(of_loss) == len(of_threads) == 1 and not of_nothing
-        assert "the function differs" in of_loss[0] and "smoothing=0.1" in of_loss[0] and "smoothing=0.2" in of_loss[0]
-        assert "torch.get_num_threads() differs:\n    rank 0: 1\n    rank 1: 2" in of_threads[0]
+def test_other_threads_are_warned_of_once(pools: dict[int, Pool]) -> None:
+    for of_threads, of_nothing in pools[2].run(warned):
+        assert len(of_threads) == 1 and not of_nothing
+        assert "other numbers of threads, [1, 2]" in of_threads[0]

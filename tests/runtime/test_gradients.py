@@ -17,7 +17,8 @@ from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, P
 from yafsdp_fn.nn.linear import AutogradRun, weight_leaf
 from yafsdp_fn.runtime.memory import GradSlot, UnitViews
 from yafsdp_fn.runtime.pipeline import Later
-from yafsdp_fn.runtime.visit import ToSlots, differentiated, grad_targets_of
+from yafsdp_fn.runtime.recompute import differentiated
+from yafsdp_fn.runtime.visit import ToSlots, grad_targets_of
 
 ROWS = 6
 Block = Callable[[Tensor, Layer], Tensor]

@@ -1,6 +1,6 @@
 """A user's loss with its programs and its calls in a step: shared by train_step, value_and_grad, grad and eval_step.
 
-    results, observer = StepFunction(loss, ...).run(arguments, memory, shards, seed)
+    ran = StepFunction(loss, ...).run(arguments, memory, shards, seed)
 
     for call in calls:                 # of a plain step: forward and backward of each microbatch in turn
         forward                        out = fun(own parameters, the microbatch's part of the batch)
@@ -64,6 +64,14 @@ def default_schedule(trace: Trace) -> Program:
     return (zero3() if trace.split is None else one_f_one_b())(trace)
 
 
+class FunctionRun(NamedTuple):
+    """A run of a function: its results; on a sharded state also its observer, if there is one, and its program."""
+
+    results: Results
+    observer: StepObserver | None = None
+    program: Program | None = None
+
+
 FIRST = Call("forward", 0, 0)
 """The call that is recorded."""
 
@@ -107,13 +115,13 @@ class StepFunction:
         shards: Shards | None,
         seed: Seed,
         updates: StepUpdates | None = None,
-    ) -> tuple[Results, StepObserver | None]:
-        """Returns the function's results, and the observer of the run, if any."""
+    ) -> FunctionRun:
+        """Runs the function, and the optimizer with it."""
         context = copy_context()  # ends the counter of visits, wherever an interrupt comes
         if memory is None:
             if self._graphs:
                 raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
-            return context.run(run_plain, arguments, seed, self.has_aux, self.track), None
+            return FunctionRun(context.run(run_plain, arguments, seed, self.has_aux, self.track))
         # what this mesh cannot do
         comms = memory.comms
         if self._graphs and comms.axes:
@@ -125,17 +133,18 @@ class StepFunction:
         # around the first run, what ranks must have alike is compared
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
-            consistency.compare(comms, self.fun, self._tx)
+            if self._tx is not None and not comms.alone:
+                comms.must_agree("the optimizer", consistency.optimizer(self._tx))
             self._agreed.add(comms)
             comms.named.clear()
-        found = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
+        ran = context.run(self._run_sharded, arguments, memory, shards, seed, updates)
         if first and not comms.alone and (comms.axes or self._tx is not None):
-            verified = self.programs.peek(memory, arguments.microbatches)
-            assert verified is not None
-            visited = {unit for visit in verified.all_stages.trace.visits for unit in visit.units}
-            split = {name for unit in visited for name in verified.all_stages.trace.units[unit].over}
-            consistency.warn_of_batches(comms, split, arguments.rest, batch_axes(memory.mesh))
-        return found
+            assert ran.program is not None
+            trace = ran.program.trace
+            visited = {unit for visit in trace.visits for unit in visit.units}
+            split = {name for unit in visited for name in trace.units[unit].over}
+            consistency.warn_of_ranks(comms, split, arguments.rest, batch_axes(memory.mesh))
+        return ran
 
     # ---- in a session
 
@@ -146,7 +155,7 @@ class StepFunction:
         shards: Shards | None,
         seed: Seed,
         updates: StepUpdates | None,
-    ) -> tuple[Results, StepObserver | None]:
+    ) -> FunctionRun:
         """Runs in a session on `memory`; gradients of sharded leaves go to `shards`, None if none is differentiated.
 
         Before the first run its program is built, from a recorded call of the function; across stages, from a trace on
@@ -198,7 +207,7 @@ class StepFunction:
             verified.ran = True
         if observer is not None:
             observer.finish(verified.program.trace, f"rank {comms.world_rank} of {comms.world}")
-        return results, observer
+        return FunctionRun(results, observer, verified.all_stages)
 
     # ---- the first run: a call is recorded, unless a program is known
 
@@ -206,10 +215,13 @@ class StepFunction:
         """Returns the program to run, and learns it before the first run."""
         comms = memory.comms
         batch = None if comms.stages == 1 else shapes(arguments.rest)
-        if (found := self.programs.get(memory, arguments.microbatches, batch)) is not None:
+        known, key = self.programs.known, (memory.key, arguments.microbatches, batch)
+        if key in known:
+            found = known[key] = known.pop(key)  # the last to run
             return found
         if comms.stages == 1:
-            return self._recorded(arguments, memory, shards is not None, seed)
+            given = self.programs.given_first(memory, arguments.microbatches)
+            return given or self._recorded(arguments, memory, shards is not None, seed)
         must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
         return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)

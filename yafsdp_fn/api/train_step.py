@@ -64,16 +64,15 @@ class TrainStep:
                 "train_step: a plain tensor is among the state's params, all of which are shards: ya.shard them"
             )
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
-        self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
+        ran = self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
         new, metrics = updates.finish()
-        ran = self._function.programs.peek(memory, arguments.microbatches)
-        return dataclasses.replace(new, program=None if ran is None else ran.all_stages), metrics
+        return dataclasses.replace(new, program=ran.program), metrics
 
     # ---- one step
 
     def _plain(self, state: PlainState, batch: Tree) -> tuple[PlainState, Metrics]:
         arguments = self._function.arguments((state.params, batch), {})
-        results, _ = self._function.run(arguments, None, None, Seed(state.seed, state.step, state.rank))
+        results = self._function.run(arguments, None, None, Seed(state.seed, state.step, state.rank)).results
         squares = squared_norm([grad for grad in results.grads if grad is not None])
         metrics, weight, skipped = self._measure(results.losses, results.aux, squares, None, "")
         if skipped is not None and bool(skipped):

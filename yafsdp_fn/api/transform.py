@@ -123,7 +123,7 @@ def value_and_grad(
         given = found or arguments.constants  # under plain adapters, weights that are not differentiated
         memory, seed = memory_of(given) if given else None, _seed(given)
         shards = memory.new_grads() if memory is not None and found else None
-        results, record = function.run(arguments, memory, shards, seed)
+        results, record, _ = function.run(arguments, memory, shards, seed)
         comms = None if memory is None else memory.comms
         with nullcontext() if comms is None else comms.guarded(f"the gradients of step {seed.step}"):
             (total, weight), aux = combined(results.losses, results.aux, comms, own=states_of(given))
@@ -221,7 +221,7 @@ def eval_step(
         found = handles(params)
         seed = Seed(state.seed, state.step, state.rank) if isinstance(state, PlainState) else _seed(found)
         memory = memory_of(found) if found else None
-        results, _ = function.run(function.arguments((params, batch), {}), memory, None, seed)
+        results = function.run(function.arguments((params, batch), {}), memory, None, seed).results
         comms = None if memory is None else memory.comms
         with nullcontext() if comms is None else comms.guarded("the metrics of an evaluation"):
             (total, weight), aux = combined(results.losses, results.aux, comms, own=states_of(found))

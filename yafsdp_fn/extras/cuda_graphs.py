@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.tracer import not_compiled
-from yafsdp_fn.runtime.visit import BlockCall, address_of
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.randomness import seeded
 
 # ---- Computes keys of functions: functions with equal keys run the same code on the same values they close over.

@@ -19,9 +19,9 @@ from torch import Tensor
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.program.ops import Fetch, Offload
 from yafsdp_fn.program.split import in_carry_slot
-from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.memory import StateMemory, address_of
 from yafsdp_fn.runtime.protocols import Works
-from yafsdp_fn.runtime.visit import address_of, movable
+from yafsdp_fn.runtime.visit import movable
 
 
 class CarrySlice(NamedTuple):

@@ -20,9 +20,9 @@ from yafsdp_fn.optim.base import (
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.optim.on_host import on_host
-from yafsdp_fn.params.leaf_mask import LeafRule, as_rule, by_leaf, leaf_mask, must_fit, nearest, plain_param
+from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask, must_be_rule, plain_param
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
+from yafsdp_fn.params.tree import Param, Tree, dotted
 
 # ---- Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`.
 
@@ -50,25 +50,25 @@ class Masked:
     mask: LeafRule
 
 
-def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
+def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
     """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
 
     `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
-    mask: a rule, or a tree of bools like the parameters
+    mask: `(path, per-layer Param) -> bool`
 
     >>> tx = ya.optim.masked(ya.optim.scale(0.0), lambda path, p: path == "frozen")
     >>> tree = {"frozen": g, "trained": g}
     >>> tx.update(tree, tx.init(tree))[0]
     {'frozen': tensor([0., -0.]), 'trained': tensor([ 3., -4.])}
     """
-    tx, rule_of = as_transformation(inner), as_rule(mask)
+    must_be_rule(mask, "mask")
+    tx = as_transformation(inner)
 
     def init(params: Tree) -> State:
-        must_fit(rule_of, params)
         return MaskedState(tx.init(params))
 
     def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
-        chosen = leaf_mask(rule_of, updates if params is None else params)
+        chosen = leaf_mask(mask, updates if params is None else params)
 
         def inside(tree: Tree) -> Tree:
             return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
@@ -78,13 +78,13 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
         )
         return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
 
-    rule: object = Masked(tx, rule_of)
+    rule: object = Masked(tx, mask)
     if isinstance(tx.rule, Decay) and tx.rule.mask is None:
-        rule = Decay(tx.rule.weight_decay, rule_of)
+        rule = Decay(tx.rule.weight_decay, mask)
     return GradientTransformation(init, update, tx.elementwise, rule)
 
 
-def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
+def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> GradientTransformation:
     """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises TypeError
     for a schedule: `contrib.inject_hyperparams` takes one.
 
@@ -124,11 +124,10 @@ class Partition:
     parts: Mapping[str, tuple[GradientTransformation, LeafRule]]
 
 
-def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientTransformation:
+def partition(transforms: Mapping[str, Any], labels: Labels) -> GradientTransformation:
     """Applies `transforms[label]` to the leaves of that label.
 
-    labels: a function `(path, per-layer Param) -> label`, or a tree of labels like the parameters, where a label may
-        cover a whole subtree
+    labels: `(path, per-layer Param) -> label`
 
     Each transformation sees only its part of the tree: a norm inside one is the norm of that part. Its state has that
     part only, unit by unit: if leaves of several labels share a unit, the states of all of them span the unit, with
@@ -143,11 +142,11 @@ def partition(transforms: Mapping[str, Any], labels: Labels | Tree) -> GradientT
     >>> tx.update(tree, tx.init(tree), tree)[0]
     {'body': tensor([-0.3000,  0.4000]), 'head': tensor([-3.,  4.])}
     """
-    label_of = labels if callable(labels) else _of_tree(labels)
+    must_be_rule(labels, "labels")
     parts = {
         label: (_restricted_to(as_transformation(tx), rule), rule)
         for label, tx in transforms.items()
-        for rule in [_Chosen(label_of, label, tuple(transforms))]
+        for rule in [_Chosen(labels, label, tuple(transforms))]
     }
 
     def init(params: Tree) -> State:
@@ -182,18 +181,6 @@ class _Chosen:
         if label not in self.known:
             raise ValueError(f"partition: {path} has the label {label!r}; there are transformations for {self.known}")
         return label == self.label
-
-
-def _of_tree(labels: Tree) -> Labels:
-    said = dict(named_leaves(labels))
-
-    def label(path: str, param: Param) -> str:
-        found = nearest(said, path)
-        if not isinstance(found, str):
-            raise ValueError(f"partition: the tree of labels has no label for {path}; it has {', '.join(said)}")
-        return found
-
-    return label
 
 
 def _restricted_to(tx: GradientTransformation, rule: LeafRule) -> GradientTransformation:

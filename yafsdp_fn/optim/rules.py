@@ -100,11 +100,11 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: LeafRule | Tree | None = None,
+    mask: LeafRule | None = None,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    mask: `(path, per-layer Param) -> bool`, or a tree of bools: the leaves that decay; default all. Usual:
+    mask: `(path, per-layer Param) -> bool`: the leaves that decay; default all. Usual:
         `lambda path, p: len(p.shape) > 1`
     learning_rate, b1, b2, eps: as for `adam`; weight_decay: part of a parameter, times the learning rate
 
@@ -390,7 +390,7 @@ def lion(
     b2: float = 0.99,
     mu_dtype: torch.dtype | None = None,
     weight_decay: float = 1e-3,
-    mask: LeafRule | Tree | None = None,
+    mask: LeafRule | None = None,
 ) -> GradientTransformation:
     """Lion with decoupled weight decay. Beside AdamW it usually takes a learning rate 3 to 10 times smaller, and a
     decay as much larger. It keeps one moment; Adam keeps two.

@@ -208,6 +208,12 @@ def _ops(ops: Sequence[Op]) -> list[list[Any]]:
     return [[type(op).__name__.lower(), *op] for op in ops]
 
 
+def _stage(where: str, ops: Any) -> tuple[Op, ...]:
+    if not isinstance(ops, list):
+        raise ValueError(f"{where}: expected a list of ops, got {reprlib.repr(ops)}")
+    return tuple([_op(f"{where}[{at}]", item) for at, item in enumerate(ops)])
+
+
 def _op(where: str, item: Any) -> Op:
     if not (isinstance(item, list) and item and isinstance(item[0], str) and item[0] in NAMES):
         raise ValueError(f"{where}: expected a list that begins with an op's name, got {reprlib.repr(item)}")

@@ -86,7 +86,7 @@ def of_units(kind: str, units: tuple[int, ...]) -> list[Buffer]:
 #     here                      its class, in `Op`, with annotations of `slot_fields`. Its form, words, JSON and kind in
 #                               a timeline follow, and the slots that a program carries over
 #     proof/execution.py        its moment, for rules, and its execution on symbols
-#     runtime/execute.py        its work; None where slots are the shards
+#     runtime/works.py          its work; None where slots are the shards
 #     planner/costs.py          its cost
 #     schedules/__init__.py     its name, for users
 #

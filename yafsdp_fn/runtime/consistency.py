@@ -27,7 +27,6 @@ from yafsdp_fn.util.mesh_axes import EXPERT
 # agree.
 #
 #   optimizer(tx)    {"transformation 0": "Adam(b1=0.9, b2=0.999, eps=1e-08)", "transformation 1": "Scale(by=-0.001)"}
-#   function(loss)   "loss_fn #1f0c22a4 (smoothing=0.1)": a digest of its code, and the constants that it closes over
 #   environment()    versions of Python, torch and this library, flags of torch and variables that must not differ
 #
 # When in doubt a part is left out: memory, names of files, numbers of devices, objects of unknown classes.
@@ -68,46 +67,33 @@ def _version() -> str:
 def optimizer(tx: Any) -> dict[str, str]:
     """Describes a transformation, or a foreign pair, by the parts of its chain."""
     parts = [part for part, _ in stages(tx)]
-    return {f"transformation {number}": _text(part, strict=True) for number, part in enumerate(parts)}
+    return {f"transformation {number}": _text(part) for number, part in enumerate(parts)}
 
 
-def function(fun: Callable[..., Any]) -> str:
-    """Describes a function that may know its rank: of the numbers it closes over, only those that are not integers."""
-    return _text(fun, strict=False)
+# ---- What may differ, but is seldom meant.
 
 
-# ---- What ranks compare before the first step of a function.
-
-
-def compare(comms: Communicators, fun: Callable[..., Any], tx: Any = None) -> None:
-    """Compares settings before the first step of `fun` and `tx` on a mesh. All ranks call it.
-
-    Raises RanksDisagree for another optimizer: nothing would show it, and replicas and shards would drift apart. Warns
-    of another function, and of settings that may differ: each rank's part of a loss counts as it is.
-    """
-    if comms.alone:
-        return
-    if tx is not None:
-        comms.must_agree("the optimizer", optimizer(tx))
-    # threads may differ, but slow all ranks down to the slowest, or change last bits
-    may = {"the function": function(fun), "torch.get_num_threads()": str(torch.get_num_threads())}
-    if (differs := comms.difference("what they run", may)) is not None:
-        warnings.warn(f"{differs}\nSteps go on: is that meant?", stacklevel=2)
-
-
-def warn_of_batches(comms: Communicators, split: Collection[str], batch: Any, batch_axes: Collection[str]) -> None:
-    """Warns, after the first step of a function on a mesh, of ranks that all have the same rows, of axes inside blocks
-    that it has not named, and of ranks that compute parts of a layer on other batches. All ranks call it.
+def warn_of_ranks(comms: Communicators, split: Collection[str], batch: Any, batch_axes: Collection[str]) -> None:
+    """Warns, after the first step of a function on a mesh, of ranks that have other numbers of threads, of ranks that
+    all have the same rows, of axes inside blocks that it has not named, and of ranks that compute parts of a layer on
+    other batches. All ranks call it.
 
     split: axes that leaves in visits are split over; batch: all arguments that are not differentiated
     batch_axes: axes that batches have been cut along
     """
-    # each rank says what batch it has, and which axes it has named
+    # each rank says how many threads and what batch it has, and which axes it has named
     axes = [name for name, axis in comms.axes.items() if axis.size > 1]
     told = [name in comms.named for name in axes]
+    threads = torch.get_num_threads()
     mine = digest(batch)
     whole = sum(getattr(leaf, OF_A_RANK, 0) for leaf in tensors_in(batch))
-    every = comms.numbers_of_all(torch.tensor([mine, whole, *told]), "comparing batches")
+    every = comms.numbers_of_all(torch.tensor([mine, whole, *told, threads]), "comparing batches")
+    if (every[:, -1] != threads).any():
+        warnings.warn(
+            f"ranks compute with other numbers of threads, {every[:, -1].tolist()}: all wait for the slowest, and last "
+            "bits may differ. Call torch.set_num_threads alike on all, or set OMP_NUM_THREADS",
+            stacklevel=2,
+        )
     if comms.batch_ranks > 1 and mine and (every[:, 0] == mine).all():
         warnings.warn(
             "all ranks have the same batch, so that each row counts once for every rank. Give each its own rows: "
@@ -161,17 +147,14 @@ def digest(batch: Any) -> int:
     return found
 
 
-# ---- Values and functions in texts.
+# ---- Values in texts; a function with what it closes over.
 
 
-def _text(value: Any, *, strict: bool, above: tuple[int, ...] = ()) -> str:
-    """Describes `value`. strict: with integers, bools and texts that functions close over, which may differ by rank"""
+def _text(value: Any, above: tuple[int, ...] = ()) -> str:
     if id(value) in above or len(above) > DEEP:
         return "..."
-    inner = functools.partial(_text, strict=strict, above=(*above, id(value)))
+    inner = functools.partial(_text, above=(*above, id(value)))
     match value:
-        case bool() | int() | str() if above and not strict:
-            return type(value).__name__
         case str():
             return "a path" if os.sep in value else repr(re.sub(r"^(\w+):\d+$", r"\1", value))  # cuda:1
         case enum.Enum():
@@ -219,7 +202,7 @@ def _of_function(value: types.FunctionType, inner: Callable[[Any], str]) -> str:
     named = [f"{name}={_of_cell(cell, inner)}" for name, cell in closed]
     named += [inner(default) for default in value.__defaults__ or ()]
     named += [f"{name}={inner(default)}" for name, default in sorted((value.__kwdefaults__ or {}).items())]
-    return f"{value.__qualname__} #{zlib.crc32(code_text(value.__code__).encode()):08x} ({', '.join(named)})"
+    return f"{value.__qualname__}({', '.join(named)})"
 
 
 def _of_cell(cell: types.CellType, inner: Callable[[Any], str]) -> str:
@@ -227,9 +210,3 @@ def _of_cell(cell: types.CellType, inner: Callable[[Any], str]) -> str:
         return inner(cell.cell_contents)
     except ValueError:
         return "nothing yet"
-
-
-def code_text(code: types.CodeType) -> str:
-    """Returns bytecode, constants and names, without file and lines. Ranks with the same source have the same ones."""
-    consts = [code_text(c) if isinstance(c, types.CodeType) else _text(c, strict=True) for c in code.co_consts]
-    return repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, consts))

@@ -9,34 +9,27 @@ Visits without grad in a training step are in no program: they take the pure pat
 is recorded (recording.py). What stages add is in pipeline.py.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
-from yafsdp_fn.communication import flat, formats
+from yafsdp_fn.communication import flat
 from yafsdp_fn.communication.communicators import Communicators
-from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
-    Buffer,
     ComputeOp,
-    Exchange,
     Forward,
     Gather,
     Norm,
     Op,
-    Receive,
     Reduce,
-    Send,
-    Stash,
     Update,
     kind_of,
 )
@@ -46,9 +39,11 @@ from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
-from yafsdp_fn.runtime.slots import PreparedOp, acquire, fills_of
+from yafsdp_fn.runtime.recompute import RecomputedVisit
+from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.runtime.updates import StepUpdates
-from yafsdp_fn.runtime.visit import BlockCall, Running, ToSlots
+from yafsdp_fn.runtime.visit import BlockCall, KeptVisit, ToSlots
+from yafsdp_fn.runtime.works import WORKS, prepare
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -304,8 +299,12 @@ class Session(VisitRunner):
     # ---- computes
 
     def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
-        op = self.begin_compute("forward", visit, self.microbatch)
-        outs = Running(self, call, visit).forward(op)
+        op: Any = self.begin_compute("forward", visit, self.microbatch)
+        if self.differentiates:
+            kind = KeptVisit if op.keep else RecomputedVisit
+            outs = kind(self, call, visit).forward(op)
+        else:
+            outs = RecomputedVisit(self, call, visit).outputs(op, call.tensors)
         self.end_compute()
         return outs
 
@@ -328,7 +327,7 @@ class Session(VisitRunner):
                 f"{self.position}: runs on another CUDA stream than the step began on; visit on one stream"
             )
         # in its place among the uses of buffers
-        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op, visit)
+        prepared = self.slots.prepared.get((type(op), op)) or prepare(self, op, visit)
         run = None if self.observer is None else self.observer.issue(op)
         if self.collectives is not None:
             self.collectives.begin(kind_of(op), visit.id, run)
@@ -368,16 +367,19 @@ class Session(VisitRunner):
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
-        pairs = zip(trained, op.early, strict=True)
-        return [GradSlot(self.slots.grad(slot, unit, self.grads), False) for unit, slot in pairs]
+        slots, out = self.slots, list[GradSlot]()
+        for unit, slot in zip(trained, op.early, strict=True):
+            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, self.grads)
+            out.append(GradSlot(views, False))
+        return out
 
-    # ---- issued ops: a table maps each kind to the function that returns its work, so that a new kind is one more row
+    # ---- issued ops
 
     def issue(self, op: Op, why: str = "", number: int | None = None) -> None:
         """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
         run = None if self.observer is None else self.observer.issue(op, number)
-        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
-        work = prepared.work if prepared.stream == "gather" else self._work(op)
+        prepared = self.slots.prepared.get((type(op), op)) or prepare(self, op)
+        work = prepared.work if prepared.stream == "gather" else self.work(op)
         # what slots hold from here on
         for unit, slot, source in prepared.fills:
             if source is None:
@@ -406,63 +408,12 @@ class Session(VisitRunner):
             work = run.timed(work)
         stream.submit(work, waits, event, label)
 
-    def prepare(self, op: Op, visit: Visit | None = None) -> PreparedOp:
-        """Collects, once, all that is known of `op` in these slots. visit: of a compute"""
-        memory = self.memory
-        # uses
-        reads, writes = op.uses(self.slots.number)
-        if isinstance(op, Forward | Backward) and visit is not None:
-            # the session itself copies what travels between segments; slots may be the shards
-            reads, writes = op._replace(takes=(), gives=()).uses(self.slots.number)
-            pairs = zip(visit.units, op.slots, strict=False)  # a half of a backward may read none
-            reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
-            pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
-            writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
-        # words
-        what = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
-        if isinstance(op, Send | Receive):
-            what = self.slots.activations.named(op)
-        elif not what:
-            what = f"visit {op[0]}"
-        name = f"{type(op).__name__.lower()} of {what}"
-        work = self._work(op) if op.stream == "gather" else None  # depends on these slots alone
-        found = PreparedOp(name, op.stream, reads, writes, work, fills_of(op))
-        self.slots.prepared[type(op), op] = found
-        return found
-
-    def _work(self, op: Op) -> Work | None:
+    def work(self, op: Op) -> Work | None:
+        """Returns the work of an op; None where there is none, since slots are the shards, say."""
+        if isinstance(op, Reduce):
+            return self._reduce(op)
         kind: type[Any] = type(op)
         return self._works[kind](op) if kind in self._works else WORKS[kind](self, op)
-
-    def _gather(self, op: Gather) -> Work | None:
-        memory, slots = self.memory, self.slots
-        in_node = op.source == "node"
-        units: list[int] = []
-        wholes: list[Tensor] = []
-        shards: list[Tensor] = []
-        decoded: list[tuple[Format, Tensor, Tensor]] = []
-        for unit, slot in zip(op.units, op.slots, strict=True):
-            if unit in memory.weights_alias:
-                continue
-            whole = slots.weight(slot, unit).flat
-            format = memory.gathered_in.get(unit)
-            if format is not None and not in_node:  # secondary shards are decoded
-                encoded = slots.encoded(slot, unit)
-                decoded.append((format, encoded, whole))
-                whole = encoded
-            units.append(unit)
-            wholes.append(whole)
-            shards.append(slots.secondary(unit) if in_node else memory.working.rows[unit])
-        work = self._by_ranks(units, flat.gather_local_into if in_node else flat.gather_into, wholes, shards)
-        if work is None or not decoded:
-            return work
-
-        def gather_and_decode() -> None:
-            work()
-            for each in decoded:
-                formats.decode(*each)
-
-        return gather_and_decode
 
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
@@ -486,9 +437,9 @@ class Session(VisitRunner):
         receive = memory.nothing if straight else memory.receive()
 
         reduce = partial(flat.reduce_into, receive=receive)
-        return self._by_ranks(units, reduce, shards, wholes, adds, sums, own)
+        return self.by_ranks(units, reduce, shards, wholes, adds, sums, own)
 
-    def _by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
+    def by_ranks(self, units: Sequence[int], work: Callable[..., None], *columns: Sequence[Any]) -> Work | None:
         """Returns `work(comms, *columns)`, once for all units that are cut over the same ranks; None without units."""
         ranks_of = self.memory.ranks_of
         together: dict[Communicators, list[int]] = {}
@@ -506,45 +457,6 @@ class Session(VisitRunner):
                 job()
 
         return in_turn
-
-    # ---- of ops that a plain `zero3` does not have
-
-    def _stash(self, op: Stash) -> Work | None:
-        jobs: list[tuple[Tensor, Tensor]] = []
-        for unit, slot in zip(op.units, op.slots, strict=True):
-            if unit not in self.memory.weights_alias:
-                whole = self.slots.weight(slot, unit).flat
-                jobs.append((self.slots.secondary(unit), flat.node_slice(self.memory.ranks_of[unit], whole)))
-        if not jobs:
-            return None
-
-        def work() -> None:
-            for kept, part in jobs:
-                kept.copy_(part)
-
-        return work
-
-    def _all_reduce(self, op: AllReduce) -> Work | None:
-        memory, grads = self.memory, self.grads
-        assert grads is not None
-        comms = memory.comms
-        if op.over == "stages":
-            (unit,) = op.units
-            return partial(comms.sharing(memory.holders[unit]).all_reduce, grads.rows[unit], ReduceOp.SUM)
-        if comms.replicas == 1:
-            return None
-        staging = memory.staging()
-        rows = [(grads.rows[unit], memory.wire_dtype(unit), memory.sums[unit]) for unit in op.units]
-
-        def work() -> None:
-            for shard, wire, wide in rows:
-                flat.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
-
-        return work
-
-    def _exchange(self, op: Exchange) -> Work | None:
-        assert self.updates is not None, "only an optimizer exchanges"
-        return None if self.memory.comms.ranks == 1 else self.updates.exchange(op.units)
 
     # ---- the calls of the loss, and the end of the step: those of a pipeline in pipeline.py
 
@@ -609,7 +521,7 @@ class Session(VisitRunner):
         assert updates is not None, "norms and updates are of steps that have an optimizer"
         self.position = f"the {'metrics' if isinstance(op, Norm) else 'update'} of step {self.number}"
         run = None if self.observer is None else self.observer.issue(op)
-        prepared = self.slots.prepared.get((type(op), op)) or self.prepare(op)
+        prepared = self.slots.prepared.get((type(op), op)) or prepare(self, op)
         with self.memory.using(prepared.reads, prepared.writes, run), torch.no_grad():
             self.zero_untouched(op.units)
             if isinstance(op, Norm):
@@ -629,23 +541,3 @@ class Session(VisitRunner):
         """Ends a successful step. After an error slots are dropped, not given back: what they hold is of no use."""
         super().close()
         self.slots.release()
-
-
-def _aliased(
-    uses: list[Buffer], slot: str, shard: str, pairs: Iterable[tuple[int, int]], alias: Collection[int]
-) -> list[Buffer]:
-    """Returns `uses` with shards in place of slots. pairs: `(unit, slot)`; alias: units whose slots are their shards"""
-    found = {number: unit for unit, number in pairs if unit in alias}
-    kept = [use for use in uses if use[0] != slot or use[2] not in found]
-    return [*kept, *((shard, unit) for unit in found.values())]
-
-
-WORKS: dict[type[Any], Callable[[Session, Any], Work | None]] = {
-    Gather: Session._gather,
-    Reduce: Session._reduce,
-    Stash: Session._stash,
-    AllReduce: Session._all_reduce,
-    Exchange: Session._exchange,
-}
-"""Kind of op -> its work. Unbound functions: a cycle through the session would keep a step's memory until the
-garbage collector runs."""

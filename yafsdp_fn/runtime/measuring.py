@@ -18,7 +18,8 @@ from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.visit import BlockCall, differentiated
+from yafsdp_fn.runtime.recompute import differentiated
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.torch_private import memory_key
 

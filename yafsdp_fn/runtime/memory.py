@@ -20,14 +20,18 @@ from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
 from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
-from yafsdp_fn.params.sharded import Precision
+from yafsdp_fn.params.sharded import Origin, Precision, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.util.torch_private import memory_key
 
-# ---- Views of a unit.
+# ---- Memory of tensors, and views of a unit.
+
+
+def address_of(tensor: Tensor) -> int:
+    """Returns the address of the tensor's memory; 0 where it has none."""
+    return tensor.untyped_storage().data_ptr()
 
 
 class UnitViews(NamedTuple):
@@ -169,7 +173,9 @@ class StateMemory(Placement[Communicators]):
 
     def owns(self, number: int, leaf: object) -> bool:
         own: Any = self.master.tensors[number]
-        return leaf is own or (isinstance(leaf, Tensor) and memory_key(leaf) == memory_key(own))  # or a view of it
+        if leaf is own or not isinstance(leaf, Tensor):
+            return leaf is own
+        return address_of(leaf) == address_of(own) != 0  # a view of it
 
     def why_gone(self) -> str:
         if self._half_written:
@@ -180,7 +186,7 @@ class StateMemory(Placement[Communicators]):
 
     def params(self, seed: int, step: int) -> Tree:
         """Returns the user's container with a handle per entry on the masters."""
-        return self.handles(self.master.tensors, seed, step)
+        return placed(self.layout, self.master.tensors, Origin(self, self.generation, seed, step))
 
     def masters(self) -> list[Tensor]:
         """This rank's shards, by group."""

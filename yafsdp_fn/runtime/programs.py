@@ -1,9 +1,9 @@
 """The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
-    found = programs.get(memory, microbatches)          None before the first step
-    found = programs.learn(memory, trace)               before it, from what has been recorded or traced
+    found = programs.known.get((memory.key, microbatches, shapes))      None before the first step
+    found = programs.learn(memory, trace)                               from what has been recorded or traced
 
-A program is built and agreed on once for each kind of state, and cached. `.lower` builds one without ranks.
+A program is built and agreed on once for each kind of state, and kept. `.lower` builds one without ranks.
 """
 
 import itertools
@@ -64,6 +64,8 @@ class Verified:
 class Programs:
     """The programs of one function, built and agreed on once for each kind of state.
 
+    known: those that have run, by `Placement.key`, microbatches and shapes of the batch, for which alone a step is cut
+        into stages (None without stages); the last to run is the last of them
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
     tx: the optimizer of its step; skips: it may leave an update out; trains: whether the function is differentiated
     """
@@ -85,39 +87,34 @@ class Programs:
         self._schedule, self._tx, self._skips, self.trains = schedule, tx, skips, trains
         self._update_when: UpdateWhen = "never" if tx is None else "after norm"
         self._not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
-        # by `Placement.key`, microbatches and shapes of the batch
-        self._cached: dict[tuple[Hashable, int, Hashable], Verified] = {}
-        self._last: dict[Hashable, Verified] = {}  # by the first two
+        self.known: dict[tuple[Hashable, int, Hashable], Verified] = {}
 
     # ---- kept
 
-    def get(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Verified | None:
-        """The program for `memory`, None before its first step. All ranks ask alike.
+    def given_first(self, memory: StateMemory, microbatches: int) -> Verified | None:
+        """Returns the program that stands in the place of a schedule, before its first step, and keeps it. All ranks
+        ask alike."""
+        found = self.given(memory, microbatches)
+        if found is not None:
+            self._remember(found, memory)
+        return found
 
-        shapes: of the batch, for which alone a step is cut into stages; None without stages
-        """
-        key = memory.key, microbatches, shapes
-        if key not in self._cached and (found := self.given(memory, microbatches)) is not None:
-            self._cache(found, memory, shapes)
-        if key in self._cached:
-            self._last[key[:2]] = self._cached[key] = self._cached.pop(key)  # the newest
-        return self._cached.get(key)
-
-    def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable = None) -> Verified | None:
+    def _peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
         """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
         word between ranks: one rank may ask alone."""
         if shapes is not None:
-            return self._cached.get((memory.key, microbatches, shapes))
-        return self._last.get((memory.key, microbatches)) or self.given(memory, microbatches)
+            return self.known.get((memory.key, microbatches, shapes))
+        ran = [found for key, found in self.known.items() if key[:2] == (memory.key, microbatches)]
+        return ran[-1] if ran else self.given(memory, microbatches)
 
     def learn(self, memory: StateMemory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
         """Builds the program for a complete trace, before its first step; across stages with `crossing`, on a batch of
         these `shapes`."""
         found = self.build(trace, memory.comms.stage, crossing)
-        self._cache(found, memory, shapes)
+        self._remember(found, memory, shapes)
         return found
 
-    def _cache(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
+    def _remember(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
         comms, ops = memory.comms, [*found.ops, *found.tail]
         agree(found.all_stages, comms)
         # what it communicates is connected before its first step: see `Communicators.connect`
@@ -126,17 +123,16 @@ class Programs:
                 ranks.connect("gather_local", "all-gather")
         if any(isinstance(op, Exchange) for op in ops):
             comms.connect("reduce", "exchange")
-        key = memory.key, found.all_stages.trace.microbatches
-        self._cached[*key, shapes] = self._last[key] = found
+        self.known[memory.key, found.all_stages.trace.microbatches, shapes] = found
         # all ranks ask and keep alike, and so forget alike
-        by_shapes = [each for each in self._cached if each[2] is not None]
+        by_shapes = [each for each in self.known if each[2] is not None]
         for oldest in by_shapes[:-KEPT_SHAPES]:
-            del self._cached[oldest]
+            del self.known[oldest]
 
     def in_use(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Program | None:
-        """Returns the program that `peek` finds, of all stages. Across stages what the optimizer costs is added to its
+        """Returns the program that `_peek` finds, of all stages. Across stages what the optimizer costs is added to its
         trace first: all other costs are there from the first step on."""
-        found = self.peek(memory, microbatches, shapes)
+        found = self._peek(memory, microbatches, shapes)
         if found is None:
             return None
         trace = found.all_stages.trace

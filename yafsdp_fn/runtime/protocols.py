@@ -66,7 +66,7 @@ observer by hand."""
 
 
 class Replays(Protocol):
-    """Runs recomputed visits. Of what they write, only slots outlive them. visit: as in visit.py"""
+    """Runs recomputed visits. Of what they write, only slots outlive them. visit: as in recompute.py"""
 
     def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns `visit.outputs(op, tensors)`."""

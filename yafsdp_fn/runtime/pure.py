@@ -15,7 +15,9 @@ from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import TensorWatch
-from yafsdp_fn.runtime.visit import BlockCall, address_of, differentiated
+from yafsdp_fn.runtime.memory import address_of
+from yafsdp_fn.runtime.recompute import differentiated
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active

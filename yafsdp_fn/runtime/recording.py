@@ -24,7 +24,8 @@ from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import content
-from yafsdp_fn.runtime.visit import BlockCall, Running, VisitNode
+from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import function_mode, without_function_mode
 
 # ---- A call before the first step.
@@ -56,7 +57,7 @@ class CallRecording(VisitRunner):
         outs = [out.clone() for out in self.without_grad(call, visit)]
         if self.differentiates:
             # through which no backward goes
-            self.token, *outs = VisitNode.apply(Running(self, call, visit), outs, (), self.token, *arguments)
+            self.token, *outs = VisitNode.apply(RecomputedVisit(self, call, visit), outs, (), self.token, *arguments)
         return outs
 
     def compare(self, total: Tensor, result: str, plain: Sequence[Tensor]) -> None:

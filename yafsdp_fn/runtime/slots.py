@@ -11,45 +11,19 @@ alias the shard, and nothing is copied.
 
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.nn.linear import weight_leaf
-from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, views_of
-from yafsdp_fn.runtime.visit import address_of
+from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, address_of, views_of
+from yafsdp_fn.runtime.works import PreparedOp
 
 Views = dict[tuple[int, int], UnitViews]
 """Views of a unit in a slot, by (slot, unit)."""
-
-
-# ---- What a session knows of an op before it runs.
-
-
-class PreparedOp(NamedTuple):
-    """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; `(unit, slot, source)`
-    of the weights that it puts into slots, where source is the slot that it has them from, None where it gathers
-    them."""
-
-    name: str
-    stream: str
-    reads: list[Buffer]
-    writes: list[Buffer]
-    work: Work | None
-    fills: tuple[tuple[int, int, int | None], ...]
-
-
-def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
-    """`PreparedOp.fills` of an op."""
-    filled = ops.filled(op)
-    read = ops.weight_slots(op, "reads") if filled else []
-    sources = {unit: slot for slots in read for (unit, _), slot in zip(filled, slots, strict=True)}
-    return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
 
 
 def acquire(memory: StateMemory) -> "Slots":

@@ -19,13 +19,11 @@ from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, destinati
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.graph_walks import Asked, alike, check_graph, depends_again, sample
+from yafsdp_fn.runtime.graph_walks import check_graph
 from yafsdp_fn.runtime.memory import GradSlot
-from yafsdp_fn.runtime.protocols import Outs, Replays
-from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.util.randomness import (
     States,
     Unnumbered,
@@ -311,11 +309,6 @@ class BlockCall(TensorCall):
 # ---- memory of tensors
 
 
-def address_of(tensor: Tensor) -> int:
-    """Returns the address of the tensor's memory; 0 where it has none."""
-    return tensor.untyped_storage().data_ptr()
-
-
 def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
     """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
     a copy can free.
@@ -414,41 +407,83 @@ class ToSlots:
 #     token, arguments --> _Open --> block on its weights --> _Close --> token, outputs
 #
 # Weights and arguments are outputs of _Open, so that its backward comes when all their gradients are there, and ends
-# the visit's; the backward of _Close begins it. A visit that recomputes is one node, with a graph of its own while its
-# backward runs.
+# the visit's; the backward of _Close begins it. A visit that recomputes is one node (recompute.py).
 
 
 class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
 
-    targets: where the gradients of a kept graph's weights go
-    target: takes them there while its backward runs: `ToSlots`, or what keeps them for the later half
+    target: takes the gradients of the weights while its backward runs: `ToSlots`, or what keeps them for the later half
     """
 
     def __init__(self, session: Any, call: BlockCall, visit: Visit) -> None:
         self.session, self.call, self.visit, self.microbatch = session, call, visit, session.microbatch
-        self.asked: Asked | None = None
-        self.targets: GradTargets = ()
         self.target: Any = None
         self._done = False
-        self._seen: list[Tensor] | None = None  # of the outputs, for a recomputation in a first step
 
     # ---- forward
 
     def forward(self, op: Any) -> list[Tensor]:
-        """Runs the block, and returns its outputs: in the graph of the loss, in a step with a backward."""
+        """Runs the block, in a step with a backward; returns its outputs, in the graph of the loss."""
         call = self.call
-        if not self.session.differentiates:
-            return self.outputs(op, call.tensors)
         tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
         versions = [tensor._version for tensor in tensors]
-        outs = self._keep(op, tensors) if op.keep else self._drop(op, tensors)
+        outs = self.outputs_in_graph(op, tensors)
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:
                 raise errors.argument_written(self.visit.name, tensor)
         return outs
 
-    def _keep(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def outputs_in_graph(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the outputs of the block on `tensors`, in the graph of the loss."""
+        raise NotImplementedError
+
+    def check(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+        """Raises if the block has written to its weights; in a first step, also if tensors reach it from outside."""
+        for unit_leaves in leaves:
+            for leaf in unit_leaves:
+                if leaf._version:
+                    raise errors.weight_written(self.visit.name)
+        if self.session.watch and torch.is_grad_enabled():
+            known = [*inputs, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
+            check_graph(outs, known, self.visit.name, lambda: self._once_more(leaves, inputs), self)
+
+    def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+        if self.session.collectives is not None:
+            self.session.collectives.again("forward")
+        return self.call.run_on(leaves, inputs)
+
+    # ---- backward
+
+    def begin_backward(self) -> Backward:
+        """Begins the compute of the backward, and learns where gradients of the weights go. Raises where it is not the
+        step's own, or comes twice."""
+        session = self.session
+        # is it the step's own?
+        if self._done:
+            raise errors.second_backward(self.visit.name)
+        if not session.differentiating:
+            raise errors.backward_inside(self.visit.name)
+        if torch.is_grad_enabled():
+            raise errors.second_order(self.visit.name)
+        self._done = True
+        op = session.begin_compute("backward", self.visit, self.microbatch)
+        assert isinstance(op, Backward)
+        self.target = session.target(op, self.visit)
+        return op
+
+    def end_backward(self) -> None:
+        """Ends the compute of the backward."""
+        self.target = None  # the graph may outlive what is left for later
+        self.session.end_compute()
+
+
+class KeptVisit(Running):
+    """A visit that keeps its graph. targets: where the gradients of its weights go"""
+
+    targets: GradTargets = ()
+
+    def outputs_in_graph(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, visit = self.session, self.visit
         slots, trained = session.slots, visit.trained
         # leaves of the weights: trained ones are this visit's own
@@ -470,163 +505,20 @@ class Running:
             own.append(fresh)
             weights += fresh
         if op.early:
-            _offer(own, session.early_grad_slots(op, trained))
+            offer(own, session.early_grad_slots(op, trained))
         # the block, between the two nodes
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
         inputs = opened[: len(tensors)]
         outs = self.call.run_on(leaves, inputs)
-        self._check(leaves, inputs, outs)
+        self.check(leaves, inputs, outs)
         self.targets = grad_targets_of(own)
         self.call.refuse_views(outs, slots.storages)
         results: list[Tensor]
         session.token, *results = _Close.apply(self, token, *outs)
         return results
 
-    def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        return [leaves[self.visit.units.index(unit)] for unit in self.visit.trained]
 
-    def _check(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Raises if the block has written to its weights; in a first step, also if tensors reach it from outside."""
-        for unit_leaves in leaves:
-            for leaf in unit_leaves:
-                if leaf._version:
-                    raise errors.weight_written(self.visit.name)
-        if self.session.watch and torch.is_grad_enabled():
-            known = [*inputs, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
-            check_graph(outs, known, self.visit.name, lambda: self._once_more(leaves, inputs), self)
-
-    def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
-        if self.session.collectives is not None:
-            self.session.collectives.again("forward")
-        return self.call.run_on(leaves, inputs)
-
-    # ---- without a graph until the backward
-
-    def _drop(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        session, saved = self.session, tensors
-        with torch.no_grad():
-            inputs = [tensor.detach() for tensor in tensors]
-            outs = self.outputs(op, inputs) if session.replays is None else session.replays.outputs(self, op, inputs)
-            if op.carry_slot is not None:
-                carries, save = self.call.carry_length, session.slots.activations.save
-                saved = save(self.visit.id, op.carry_slot, tensors, carries, outs)
-        results: list[Tensor]
-        session.token, *results = VisitNode.apply(self, outs, saved, session.token, *tensors)
-        return results
-
-    def run(
-        self, op: ComputeOp, tensors: Sequence[Tensor], track: bool, early: Sequence[GradSlot] = ()
-    ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Runs the block; with `track`, under a graph of its own. Returns the leaves of each unit, and the outputs.
-
-        early: gradient slots of its trained units, if they may be written before its backward begins
-        """
-        session, visit = self.session, self.visit
-        leaves = [
-            session.slots.leaves(slot, unit, track and unit in visit.trained)
-            for unit, slot in zip(visit.units, op.slots, strict=True)
-        ]
-        _offer(self._trained(leaves), early)
-        with torch.set_grad_enabled(track):
-            outs = self.call.run_on(leaves, tensors)
-            self._check(leaves, tensors, outs)
-        return leaves, outs
-
-    def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the outputs of the block, keeping nothing."""
-        _, outs = self.run(op, tensors, track=False)
-        self.call.refuse_views(outs, self.session.slots.storages)
-        if self.session.watch:
-            self._seen = sample(outs)
-        return outs
-
-    def gradients(
-        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Outs:
-        """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
-        need none. Those of the weights go to their gradient slots, directly or by a copy, or are left for later."""
-        # forward, for its graph
-        inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
-        calls = self.session.collectives
-        if calls is not None:
-            calls.again("forward")
-        leaves, outs = self.run(op, inputs, track=True, early=self.target.grad_slots)
-        if calls is not None:
-            calls.end()
-            calls.again("backward")
-        if self._seen is not None and not alike(self._seen, sample(outs)):
-            raise errors.other_outputs(self.visit.name)
-        if self.asked is not None and depends_again(self.asked, inputs, outs):
-            raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
-        # backward, of arguments and weights
-        trained = self._trained(leaves)
-        wanted = list(inputs)
-        for unit_leaves in trained:
-            wanted += unit_leaves
-        run = AutogradRun()
-        self.target.open(grad_targets_of(trained), run)
-        found = differentiated(run, outs, grads, wanted)
-        self.target.close(found[len(inputs) :])
-        return found[: len(inputs)]
-
-    # ---- backward
-
-    def begin_backward(self) -> Backward:
-        """Begins the compute of the backward, and learns where gradients of the weights go. Raises where it is not the
-        step's own, or comes twice."""
-        session = self.session
-        # is it the step's own?
-        if self._done:
-            raise errors.second_backward(self.visit.name)
-        if not session.differentiating:
-            raise errors.backward_inside(self.visit.name)
-        if torch.is_grad_enabled():
-            raise errors.second_order(self.visit.name)
-        self._done = True
-        op = session.begin_compute("backward", self.visit, self.microbatch)
-        assert isinstance(op, Backward)
-        self.target = session.target(op, self.visit)
-        return op
-
-    def recomputed(
-        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Outs:
-        """Runs the whole backward of a visit that recomputes; returns the arguments' gradients."""
-        if op.carry_slot is not None:
-            tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
-        if not self.visit.trained and not any(needs):
-            return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
-        replays: Replays | None = self.session.replays
-        if replays is not None and isinstance(self.target, ToSlots):
-            return replays.gradients(self, op, tensors, needs, grads)
-        return self.gradients(op, tensors, needs, grads)
-
-    def end_backward(self) -> None:
-        """Ends the compute of the backward."""
-        self.target = None  # the graph may outlive what is left for later
-        self.session.end_compute()
-
-
-def differentiated(
-    run: AutogradRun, outs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
-) -> Outs:
-    """Differentiates, as `run`, the outputs that have a gradient; returns the gradients of `leaves`, None for those
-    that need or get none."""
-    roots: list[Tensor] = []
-    root_grads: list[Tensor] = []
-    for out, grad in zip(outs, grads, strict=True):
-        if grad is not None and out.requires_grad:
-            roots.append(out)
-            root_grads.append(grad)
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    if not roots or not wanted:
-        return [None] * len(leaves)
-    run.begins_with(roots)
-    found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True))
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
-
-
-def _offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -> None:
+def offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -> None:
     """Lets blocks write gradients of `leaves`, by unit, before their backward begins, in slots that are empty."""
     for unit_leaves, grad_slot in zip(leaves, grad_slots, strict=False):
         if not grad_slot.add:
@@ -635,10 +527,10 @@ def _offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -
                     found.offer(view)
 
 
-# ---- The autograd nodes of a visit: two where it keeps its graph, one where it recomputes.
+# ---- The autograd nodes of a visit that keeps its graph.
 
 
-def _passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], depends: bool | None = None) -> list[Tensor]:
+def passed_on(ctx: Any, token: Tensor, tensors: Sequence[Tensor], depends: bool | None = None) -> list[Tensor]:
     """Returns the token and tensors as the outputs of a node. Its backward gets None for those that the loss does not
     use.
 
@@ -663,14 +555,14 @@ class _Open(SingleLevelFunction):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, running: Running, weights: list[Tensor], token: Tensor, *arguments: Tensor
+        ctx: Any, running: KeptVisit, weights: list[Tensor], token: Tensor, *arguments: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.opens, ctx.arguments = running, len(arguments)
-        return *_passed_on(ctx, token, arguments), *weights
+        return *passed_on(ctx, token, arguments), *weights
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: Running = ctx.opens
+        running: KeptVisit = ctx.opens
         running.target.close(grads[ctx.arguments :])
         running.end_backward()
         return None, None, None, *grads[: ctx.arguments]
@@ -680,39 +572,15 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     """Passes on the token and outputs of a visit that keeps its graph; its backward begins the visit's."""
 
     @staticmethod
-    def forward(ctx: Any, running: Running, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, running: KeptVisit, token: Tensor, *outs: Tensor) -> tuple[Tensor, ...]:
         ctx.closes = running
-        return tuple(_passed_on(ctx, token, outs))
+        return tuple(passed_on(ctx, token, outs))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: Running = ctx.closes
+        running: KeptVisit = ctx.closes
         running.begin_backward()
         run = AutogradRun()
         run.number = graph_task_id()
         running.target.open(running.targets, run)
         return None, None, *grads
-
-
-class VisitNode(SingleLevelFunction):  # type: ignore[misc]
-    """A visit that has run beside the graph of the loss, and keeps no graph; its backward runs the block again.
-
-    saved: its arguments, or what is left of them where the carry goes to the host
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, running: Running, outs: list[Tensor], saved: Sequence[Tensor], token: Tensor, *arguments: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.running = running
-        ctx.save_for_backward(*saved)
-        depends = bool(running.visit.trained) or any(ctx.needs_input_grad[4:])
-        return tuple(_passed_on(ctx, token, outs, depends))
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        running: Running = ctx.running
-        op = running.begin_backward()
-        input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
-        running.end_backward()
-        return None, None, None, None, *input_grads

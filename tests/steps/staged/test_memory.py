@@ -91,11 +91,11 @@ def test_shapes_of_batches_are_forgotten(_: Any) -> None:
             state, metrics = step(state, torch.ones(rows, E))
             losses.append(float(metrics["loss"]))
             if rows == 2:
-                first = weakref.ref(next(iter(step._function.programs._cached.values())))
+                first = weakref.ref(next(iter(step._function.programs.known.values())))
         gc.collect()
         there = first() is not None
         state, metrics = step(state, torch.ones(2, E))
-    kept = len(step._function.programs._cached)
+    kept = len(step._function.programs.known)
     losses = [*losses, float(metrics["loss"])]
     assert not there and kept == 2 and losses[0] == losses[-1]
 
