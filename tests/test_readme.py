@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness import readme
+from tests.harness import forked, readme
 from tests.harness.marks import nightly
 from tests.harness.readme import README
 from train.__main__ import main
@@ -37,12 +35,14 @@ def test_the_code_runs_and_the_program_is_as_shown() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, ["1", "2"]), nightly(1, ["1"])])
-def test_the_whole_code_starts_no_more_ranks_than_there_are_gpus(gpus: int, expected: list[str]) -> None:
-    code = f"import torch\ntorch.cuda.device_count = lambda: {gpus}\n{readme.FIRST}"
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert re.findall(r"^(\d) ranks: [4-6]\.\d{4}$", ran.stdout, re.M) == expected and "program of" in ran.stdout
+def test_the_whole_code_starts_no_more_ranks_than_there_are_gpus(
+    gpus: int, expected: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "first.py"
+    script.write_text(f"import torch\ntorch.cuda.device_count = lambda: {gpus}\n{readme.FIRST}")
+    status, said = forked.script(script, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, cwd=ROOT)
+    assert status == 0, said
+    assert re.findall(r"^(\d) ranks: [4-6]\.\d{4}$", said, re.M) == expected and "program of" in said
 
 
 def test_it_is_short() -> None:

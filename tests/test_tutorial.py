@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness import forked
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -24,10 +24,10 @@ def test_its_blocks_print_what_is_shown(tmp_path: Path) -> None:
     assert len(blocks) == PAGE.count("```python\n") > 10
     script = tmp_path / "tutorial.py"
     script.write_text("".join(f"{code}\nprint({MARK!r}, flush=True)\n" for code, _ in blocks))
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    printed = ran.stdout.split(f"{MARK}\n")[:-1]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    status, said = forked.script(script, env=env, cwd=tmp_path)
+    assert status == 0, said
+    printed = said.split(f"{MARK}\n")[:-1]
     assert len(printed) == len(blocks)
     for (code, shown), said in zip(blocks, printed, strict=True):
         lines = [line.strip() for line in shown.splitlines()]

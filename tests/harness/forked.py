@@ -94,6 +94,11 @@ def run(args: Sequence[str], *, env: Mapping[str, str], cwd: Path, timeout: floa
             process.kill()
 
 
+def script(path: Path, *, env: Mapping[str, str], cwd: Path) -> tuple[int, str]:
+    """The same of `[python, path]`."""
+    return run([sys.executable, "-m", "tests.harness.script", str(path)], env=env, cwd=cwd)
+
+
 def _begin(
     args: list[str], env: dict[str, str], sinks: tuple[str, str | None], cwd: str, start_new_session: bool
 ) -> None:

@@ -11,6 +11,7 @@ Functions travel by name, so they live at the top of a test module.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -29,6 +30,7 @@ from typing import Any
 import pytest
 
 from tests.harness import forked
+from yafsdp_fn.util import local_ranks
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TIMEOUT = timedelta(seconds=60)
@@ -85,6 +87,7 @@ class Pool:
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[bool, Any]]:
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # the answer will show it
                 pipe.send((function, args))
@@ -101,7 +104,16 @@ class Pool:
                 )
         if any(not process.is_alive() for process in self._processes):
             self.stop()
+        self._signal(signal.SIGSTOP)
         return outcomes
+
+    def _signal(self, number: int) -> None:
+        """Ranks stand still between two calls: else threads of gloo, the store and watchdogs look for news there, which
+        in some twenty processes is a good part of a core. Only Linux ends those that stand still with this process."""
+        if sys.platform == "linux":
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def _end(self, rank: int) -> str:
         """How the process of a rank ended, if it did, and its last words: the stack of a crash, or where it hangs."""
@@ -112,6 +124,7 @@ class Pool:
 
     def _start(self) -> None:
         context = forked.context()
+        atexit.register(self.stop)  # before Python's own end of children, whose signal does not reach who stands still
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -156,6 +169,7 @@ def _on_this_rank(mesh: Any, test: Any, arguments: dict[str, Any]) -> None:
 def _serve(pipe: Any, rank: int, world: int, port: int, said: str) -> None:
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
     sys.path.insert(0, ROOT)
+    local_ranks.dies_with(os.getppid())()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     faulthandler.enable()  # the stack of a process that a signal ends
     faulthandler.register(signal.SIGUSR1, all_threads=True)

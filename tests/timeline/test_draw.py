@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,12 +219,6 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'yafsdp_fn\[plan\]'"):
         simulated(2).save(tmp_path / "x.png")
-
-
-def test_nothing_is_imported_before_it_is_needed() -> None:
-    code = "import sys, yafsdp_fn.timeline; print([name for name in sys.modules if name.startswith('matplotlib')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_colours_of_layers_differ_and_weights_are_lighter_than_gradients() -> None:

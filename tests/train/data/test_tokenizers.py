@@ -7,12 +7,11 @@ import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import forked
 from train import tokenizer
 from train.config import ConfigError, Sources
 from train.data import conversations
@@ -93,9 +92,10 @@ def test_a_path_that_is_not_there_is_refused_at_once(named: str, monkeypatch: py
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path) -> None:
-    code = "from train.data.tokenizer import load; load('runs/nope')"
+    script = tmp_path / "script.py"
+    script.write_text("from train.data.tokenizer import load; load('runs/nope')")
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert "ConfigError: data.tokenizer: 'runs/nope' cannot be read: " in found.stderr
-    assert "there is no such file or folder, the hub does not answer" in found.stderr
-    assert "Retrying" not in found.stderr  # six times each, for a minute or two
+    _, said = forked.script(script, env=env, cwd=ROOT)
+    assert "ConfigError: data.tokenizer: 'runs/nope' cannot be read: " in said
+    assert "there is no such file or folder, the hub does not answer" in said
+    assert "Retrying" not in said  # six times each, for a minute or two
