@@ -198,12 +198,6 @@ def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
     return {"version": VERSION, "trace": trace._asdict(), "stages": [_ops(ops) for ops in stages]}
 
 
-def _stage(where: str, ops: Any) -> tuple[Op, ...]:
-    if not isinstance(ops, list):
-        raise ValueError(f"{where}: expected a list of ops, got {reprlib.repr(ops)}")
-    return tuple(_op(f"{where}[{at}]", item) for at, item in enumerate(ops))
-
-
 def _ops(ops: Sequence[Op]) -> list[list[Any]]:
     return [[type(op).__name__.lower(), *op] for op in ops]
 
