@@ -16,7 +16,7 @@ from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.planner.space import Order, Point, arrangements
 from yafsdp_fn.planner.stage_config import Changes, Design, StageConfig
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.schedules import verify
+from yafsdp_fn.schedules import remat, verify
 
 
 def test_configurations_of_builders_are_their_programs() -> None:
@@ -56,10 +56,10 @@ def test_changes_of_any_stage_can_be_built() -> None:
     point = Point("zero3", (("stage", order.stages), ("shard", 2)), order=order)
     rng, units = random.Random(0), frozenset(range(len(traced().units)))
     for part in point.program(traced()).by_stage:
-        changes, config = Changes(part.trace, SLOW, rng), StageConfig.of(point, part.trace)
+        changes, config = Changes(part.trace, rng), StageConfig.of(point, part.trace)
         for _ in range(50):
             config = changes.of(config)
-            assert config.recomputed <= set(changes.layers) and config.resident | config.own_grads <= units
+            assert config.recomputed <= set(remat.layer_visits(part.trace)) and config.resident <= units
         assert config.program(part.trace)
 
 

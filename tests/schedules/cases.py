@@ -62,7 +62,6 @@ SCHEDULES: dict[str, tuple[Schedule, str, str]] = {
     "hsdp, update after norm": (hsdp(update=True), "replicas", "after norm"),
     "fsdp2": (fsdp2(), "ranks", "never"),
     "fsdp2, each unit, prefetched": (fsdp2(wrap="all", prefetch=2, remat="all"), "replicas", "after norm"),
-    "fsdp2, kept in the node": (fsdp2(reshard_after_forward=2, wrap="all"), "nodes", "never"),
     "fsdp2, held, deferred": (fsdp2(reshard_after_forward=False, defer=True), "ranks", "never"),
     "hpz": (hpz(9), "nodes", "never"),
     "hpz, update after norm": (hpz(9, update=True), "replicas and nodes", "after norm"),

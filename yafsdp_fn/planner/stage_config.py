@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
-from yafsdp_fn.program.ops import Backward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import pipelines, remat
-from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
+from yafsdp_fn.schedules.build import alternating_slots, build
 from yafsdp_fn.schedules.messages import UNIT, Pace
 
 Numbers = frozenset[int]
@@ -35,18 +33,15 @@ class StageConfig(NamedTuple):
     """Arguments of `build` for a stage, with a set where builders have a number.
 
     recomputed: visits; offloaded: those of them whose carries wait on the host
-    resident: units with a weight slot of their own; others take turns in `width` slots, those of one size together if
-        `by_size`
-    own_grads: units with a gradient slot of their own, beside those that are `deferred`: reduced once a step
+    resident: units with a weight slot of their own; others take turns in `width` slots
+    deferred: units that are reduced once a step: these have gradient slots of their own, as units outside stacks do
     secondary: units that are gathered from the node after their first gather
     """
 
     recomputed: Numbers
     resident: Numbers
-    own_grads: Numbers
     offloaded: Numbers = frozenset()
     width: int = 2
-    by_size: bool = False
     deferred: Numbers = frozenset()
     secondary: Numbers = frozenset()
     prefetch: int = 1
@@ -61,12 +56,11 @@ class StageConfig(NamedTuple):
         others = units.difference(layers)
         recomputed = remat.first(point.remat)(trace)
         if point.builder == "ddp":
-            return StageConfig(recomputed, units, units, deferred=units, prefetch=0)
+            return StageConfig(recomputed, units, deferred=units, prefetch=0)
         hpz = point.builder == "hpz"
         return StageConfig(
             recomputed,
             others if hpz else others.union(layers[len(layers) - point.kept :]),
-            others,
             width=max(2, point.prefetch + 1),
             deferred=units if point.defer else frozenset(),
             secondary=frozenset(layers[: point.kept] if hpz else ()),
@@ -79,12 +73,13 @@ class StageConfig(NamedTuple):
         def recomputed(_: Trace) -> Numbers:
             return self.recomputed
 
+        outside = frozenset(unit.id for unit in trace.units if unit.stack is None)
         offloaded = self.offloaded & self.recomputed
         offload = remat.offload(lambda _: offloaded, recompute=recomputed)
         return build(
             trace,
-            _slots(trace, self.resident, self.width, lambda unit: unit.gather_bytes * self.by_size),
-            _slots(trace, self.own_grads | self.deferred, 2, lambda unit: unit.reduce_bytes * self.by_size),
+            _slots(trace, self.resident, self.width),
+            _slots(trace, outside | self.deferred, 2),
             prefetch=self.prefetch,
             remat=offload if offloaded else recomputed,
             defer=self.deferred,
@@ -118,50 +113,32 @@ class Design(NamedTuple):
         return pipelines.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
 
 
-def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:
-    """Returns unit -> slot: units of equal `size` that have no slot of their own take turns in `width` slots."""
-    sharing = [unit for unit in trace.units if unit.id not in own]
-    if not sharing:
-        return own_slots(trace.units)
-    slots: dict[int, int] = {}
-    for nbytes in sorted(set(map(size, sharing))):
-        turns = {unit.id for unit in sharing if size(unit) == nbytes}
-        units = [unit._replace(stack="turns" if unit.id in turns else None) for unit in trace.units]
-        found = alternating_slots(trace.visits, tuple(units), width=width)
-        first = max(slots.values(), default=-1) + 1
-        slots |= {unit: first + slot for unit, slot in found.items() if unit in turns or first == 0}
-    return slots
+def _slots(trace: Trace, own: Numbers, width: int) -> dict[int, int]:
+    """Returns unit -> slot: units that have no slot of their own take turns in `width` slots."""
+    units = [unit._replace(stack=None if unit.id in own else "turns") for unit in trace.units]
+    return alternating_slots(trace.visits, tuple(units), width=width)
 
 
 class Changes:
     """Random changes of configurations for `trace`, a whole step or a stage's part of one.
 
-    layers: visits that may recompute, those that free most memory for their seconds first; units: that visits use
-    fields: what may change -> the numbers that may be in its set, none where it is a number or a switch
+    sets: fields -> the numbers that may be in them; fields: these and others that may change
     """
 
-    def __init__(self, trace: Trace, cluster: Cluster, rng: random.Random) -> None:
+    def __init__(self, trace: Trace, rng: random.Random) -> None:
         self.rng = rng
-        costs = Costs(trace, cluster)
         layers = remat.layer_visits(trace)
-        price: dict[int, float] = {}
-        for v in layers:
-            backward = Backward(v, (), ())
-            again = costs.seconds(backward, recompute=True) - costs.seconds(backward)
-            price[v] = again / max(trace.visits[v].cost.inner_bytes, 1)
-        self.layers = sorted(layers, key=price.__getitem__)
-        self.units = sorted({unit for visit in trace.visits for unit in visit.units})
-        sets = {"resident": self.units, "own_grads": self.units, "recomputed": layers}
+        units = sorted({unit for visit in trace.visits for unit in visit.units})
+        self.sets = {"resident": units}
+        if layers:
+            self.sets["recomputed"] = layers
         if trace.microbatches > 1:
-            sets["deferred"] = self.units
-        if "local" in dict(trace.mesh):
-            sets["secondary"] = self.units
-        if trace.split is None:
-            sets["offloaded"] = layers
-        self.fields: dict[str, list[int]] = {field: numbers for field, numbers in sets.items() if numbers}
-        self.fields |= {"prefetch": [], "width": [], "by_size": []}
+            self.sets["deferred"] = units
+        if trace.split is None and layers:
+            self.sets["offloaded"] = layers
+        self.fields = [*self.sets, "prefetch", "width"]
         if trace.update_when != "never":
-            self.fields["update"] = []
+            self.fields.append("update")
 
     def of(self, config: StageConfig) -> StageConfig:
         """Makes one to three changes; a change that takes memory is often paid for by one that frees some."""
@@ -170,24 +147,16 @@ class Changes:
         return config
 
     def _changed(self, config: StageConfig) -> StageConfig:
-        field = self.rng.choice([*self.fields])
+        field = self.rng.choice(self.fields)
         value = getattr(config, field)
         changed: Any
-        if self.fields[field]:
-            changed = self._of_set(value, self.fields[field])
+        if field in self.sets:
+            changed = value ^ {self.rng.choice(self.sets[field])}
         elif isinstance(value, bool):
             changed = not value
         else:
             changed = max(int(field == "width"), value + self.rng.choice([-1, 1]))
         return config._replace(**{field: changed})
-
-    def _of_set(self, chosen: Numbers, members: list[int]) -> Numbers:
-        """Adds or removes a number, or puts one in the place of another."""
-        one = {self.rng.choice(members)}
-        others = sorted(chosen.intersection(members) - one)
-        if others and self.rng.random() < 0.4:
-            return chosen - {self.rng.choice(others)} | one
-        return chosen ^ one
 
 
 # ---- What a program comes to.

@@ -13,12 +13,10 @@ The same seed and number of moves write the same program; seconds only stop it e
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 import random
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from yafsdp_fn.planner.bound import Bound, bound
@@ -176,18 +174,17 @@ class StepSynthesis(Synthesis):
 
     def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int) -> None:
         super().__init__(trace, points, cluster, budget, seed)
-        self.changes = Changes(self.whole, cluster, self.rng)
+        self.changes = Changes(self.whole, self.rng)
         self.measured = functools.cache(
             lambda config: outcome_of(lambda: config.program(self.whole), cluster, budget),
         )
         self.config = self.now = self.first = StageConfig.of(points[0], self.whole)
         self.outcome = self.measured(self.first)
         self.now_s = self.outcome.seconds
-        self.starts = self._starts()
 
     def move(self) -> None:
         """Measures one configuration more. A slower one may be the next to be changed, the less the longer it goes."""
-        config = next(self.starts, None) or self.changes.of(self.now)
+        config = self.changes.of(self.now)
         found = self.measured(config)
         seconds = found.seconds
         heat = 0.003 * self.outcome.seconds * math.exp(-(self.moves + 1) / 500)
@@ -208,55 +205,6 @@ class StepSynthesis(Synthesis):
             without = best._replace(**{field: getattr(self.first, field)})
             best = without if self.measured(without).seconds <= enough else best
         return Design(self.points[0], (best,)), self.measured(best)
-
-    def _fits(self, config: StageConfig) -> bool:
-        try:
-            return max(peaks_of(config.program(self.whole))) <= self.budget
-        except ValueError:
-            return False
-
-    def _starts(self) -> Iterator[StageConfig]:
-        """Yields configurations: for several numbers of recomputed visits, those first that free most for their
-        seconds. The rest goes to gradients that are reduced once, and then to weights that stay; or the other way
-        round."""
-        layers = self.changes.layers
-        others = frozenset(unit.id for unit in self.whole.units if unit.stack is None)
-        orders: list[tuple[str, ...]] = [("deferred", "resident"), ("resident", "deferred")]
-        if self.whole.microbatches == 1:
-            orders = [("resident",)]
-        turns = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 4))
-        for own, by_size, (prefetch, width) in itertools.product((others, frozenset[int]()), (False, True), turns):
-            plain = self.first._replace(
-                resident=own,
-                own_grads=own,
-                deferred=frozenset(),
-                width=width,
-                by_size=by_size,
-                prefetch=prefetch,
-            )
-            most = len(layers)
-            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(most + 1)]
-            if not self._fits(lists[most]):
-                continue
-            few = bisect_left(lists, True, hi=most, key=self._fits)
-            counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
-            for count, fields in itertools.product(sorted(counts.intersection(range(most + 1))), orders):
-                config = lists[count]
-                for field in fields:
-                    config = self._filled(config, field)
-                    yield config
-
-    def _filled(self, config: StageConfig, field: str) -> StageConfig:
-        """Adds as many units to a set as fit, small and late ones first."""
-        size = "gather_bytes" if field == "resident" else "reduce_bytes"
-        rest = [*reversed(self.changes.units)]
-        rest.sort(key=lambda unit: getattr(self.whole.units[unit], size))
-        filled = [config]
-        for unit in rest:
-            chosen = getattr(filled[-1], field)
-            if unit not in chosen:
-                filled.append(filled[-1]._replace(**{field: chosen | {unit}}))
-        return filled[bisect_left(filled, True, lo=1, key=lambda each: not self._fits(each)) - 1]
 
 
 # ---- A pipeline.
@@ -338,7 +286,7 @@ class PipelineSynthesis(Synthesis):
             configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         except ValueError:
             return
-        cut = CutCandidate(Design(point), whole, [Changes(part, self.cluster, self.rng) for part in parts])
+        cut = CutCandidate(Design(point), whole, [Changes(part, self.rng) for part in parts])
         layers = [remat.layer_visits(part) for part in parts]
         few = [-1] * len(parts)
         enough = [*map(len, layers)]

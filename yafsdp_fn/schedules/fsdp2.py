@@ -11,7 +11,7 @@ import dataclasses
 import re
 from typing import Literal, NamedTuple
 
-from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce, Stash
+from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace, reads_of, writes_of
 from yafsdp_fn.schedules.build import alternating_slots, op_of, own_slots, sums_over_stages
@@ -23,11 +23,11 @@ from yafsdp_fn.util.words import shown
 class WrappedUnits(NamedTuple):
     """Units that are gathered and reduced together.
 
-    reshard: whether they are freed after their forward; a number: kept by as many ranks, and gathered from these
+    reshard: whether they are freed after their forward
     """
 
     units: tuple[int, ...]
-    reshard: bool | int = True
+    reshard: bool = True
 
 
 # ---- The schedule.
@@ -36,7 +36,7 @@ class WrappedUnits(NamedTuple):
 @shown
 def fsdp2(
     *,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool = True,
     wrap: Literal["layers", "all"] = "layers",
     prefetch: int | None = None,
     remat: Remat | str = "none",
@@ -48,8 +48,8 @@ def fsdp2(
     forward M (L + U); with `defer` (M + 1) L + U, or L + U. Reductions: M (L + U), with `defer` L + U, of r (R - 1) / R
     each.
 
-    reshard_after_forward: free layers after their forward. A number, as torch takes it: keep them in the ranks of a
-        node, as many as that, and gather them from there; the mesh has axes `node` and `local`
+    reshard_after_forward: free layers after their forward. Torch's number, of ranks that keep them meanwhile, there is
+        not: `hpz` gathers layers again inside the node
     wrap: "layers": `fully_shard` was called with each layer and with the whole, which has all other units as one group,
         held from the first forward of a microbatch to its last backward. "all": with every other unit, too; the last
         one visited is held, as torchtitan does, which knows that its backward comes next
@@ -67,10 +67,10 @@ def fsdp2(
     (10, 6)
     """
     counted = prefetch is None or (type(prefetch) is int and prefetch >= 0)
-    if type(reshard_after_forward) not in (bool, int) or not counted:
+    if type(reshard_after_forward) is not bool or not counted:
         raise ValueError(
-            f"fsdp2(reshard_after_forward={reshard_after_forward!r}, prefetch={prefetch!r}): expected True, False or a "
-            "number of ranks, and a number of groups of at least 0"
+            f"fsdp2(reshard_after_forward={reshard_after_forward!r}, prefetch={prefetch!r}): expected True or False "
+            "(inside a node ya.schedules.hpz gathers again), and a number of groups of at least 0"
         )
     if wrap not in ("layers", "all"):
         raise ValueError(f"fsdp2(wrap={wrap!r}): expected 'layers' or 'all'")
@@ -89,7 +89,7 @@ PART = re.compile(r"\.(split|compute|reduce)\([^)]*\)")
 has."""
 
 
-def groups_of(trace: Trace, reshard: bool | int, wrap: str = "layers") -> list[WrappedUnits]:
+def groups_of(trace: Trace, reshard: bool, wrap: str = "layers") -> list[WrappedUnits]:
     """Returns the groups that settings make of a trace's units, in the order of their visits."""
     modules: dict[str, list[int]] = {}  # such parts are units of the same module
     for unit in dict.fromkeys(unit for visit in trace.visits for unit in visit.units):
@@ -120,12 +120,6 @@ def program_of(
     if isinstance(remat, Offloading):
         raise ValueError(
             "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
-        )
-    kept = next((group.reshard for group in groups if type(group.reshard) is int), trace.local_ranks)
-    if kept != trace.local_ranks or (kept != trace.ranks and "local" not in dict(trace.mesh)):
-        raise ValueError(
-            f"fsdp2: {kept} ranks keep weights after forward, on the mesh {dict(trace.mesh)}: build the state on "
-            f"ya.mesh(local={kept})"
         )
     recompute = remat(trace)
     dry = _Fsdp2Builder(trace, groups, prefetch, defer, hold)
@@ -165,7 +159,7 @@ class _Fsdp2Builder:
         for units, reshard in self.groups:
             visits = [visit.units for visit in trace.visits if not {*units}.isdisjoint(visit.units)]
             if all({*units} <= {*each} for each in visits):
-                turns += [units] * bool(reshard)
+                turns += [units] * reshard
                 once += [units] * (len(visits) == 1)
         self.turns = {unit for units in turns for unit in units}
         self.most = 0
@@ -174,7 +168,6 @@ class _Fsdp2Builder:
         self.ops: list[Op] = []
         # what is gathered, and what is not reduced
         self.held: dict[int, int] = {}  # slot -> unit
-        self.stashed: set[int] = set()
         self.unreduced: set[int] = set()  # units whose gradient slots hold something
         # (group, microbatch, whether it is forward) -> the first compute on the group, and the last
         self.begins: dict[tuple[int, int, bool], int] = {}
@@ -220,12 +213,9 @@ class _Fsdp2Builder:
         units = self.groups[number].units
         slots = tuple(self.slots[unit] for unit in units)
         if any(self.held.get(slot) != unit for unit, slot in zip(units, slots, strict=True)):
-            self.ops.append(Gather(units, slots, "node" if number in self.stashed else "shard"))
+            self.ops.append(Gather(units, slots))
             self.held.update(zip(slots, units, strict=True))
             self.most = max(self.most, len({self.of[unit] for unit in self.turns.intersection(self.held.values())}))
-            if type(self.groups[number].reshard) is int and number not in self.stashed:
-                self.ops.append(Stash(units, slots))
-                self.stashed.add(number)
 
     def free(self, i: int) -> None:
         """Frees the groups of compute `i`, after their forward or their last backward of the microbatch."""
@@ -235,10 +225,9 @@ class _Fsdp2Builder:
             units = self.groups[number].units
             last = self.ends[number, now.microbatch, forward] == i
             if forward:
-                freed = bool(self.groups[number].reshard) and (last or len(units) == 1)
+                freed = self.groups[number].reshard and (last or len(units) == 1)
             else:
                 freed = last and not (self.defer or self.hold)
-                self.stashed -= {number} if freed else set()
             if freed:
                 self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}
 
