@@ -74,7 +74,7 @@ UNITWISE: dict[str, Callable[[], Any]] = {name: make for name, make in ALL.items
     ),
     "foreign": lambda: optim.chain(optim.assume_elementwise(foreign_sign()), optim.scale_by_schedule(RAMP)),
     "foreign_lion": foreign_lion,
-    "schedule_free": lambda: optim.contrib.schedule_free(optim.chain(optim.ema(0.9), optim.rmsprop(RAMP)), 0.05),
+    "schedule_free": lambda: optim.contrib.schedule_free(optim.chain(optim.trace(0.9), optim.rmsprop(RAMP)), 0.05),
 }
 
 

@@ -32,17 +32,12 @@ from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_sch
 from yafsdp_fn.optim.on_host import on_host
 from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
 from yafsdp_fn.optim.rules import (
-    EmaState,
     ScaleByAdamState,
     ScaleByLionState,
     ScaleByRmsState,
-    ScaleByRmsWithCountState,
-    ScaleByRStdDevState,
-    ScaleByRStdDevWithCountState,
     TraceState,
     adam,
     adamw,
-    ema,
     lion,
     rmsprop,
     scale_by_adam,
@@ -75,7 +70,6 @@ from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [
     "Around",
-    "EmaState",
     "EmptyState",
     "GradientTransformation",
     "InFormatState",
@@ -85,10 +79,7 @@ __all__ = [
     "Rate",
     "ScaleByAdamState",
     "ScaleByLionState",
-    "ScaleByRStdDevState",
-    "ScaleByRStdDevWithCountState",
     "ScaleByRmsState",
-    "ScaleByRmsWithCountState",
     "ScaleByScheduleState",
     "TraceState",
     "UnitSteps",
@@ -106,7 +97,6 @@ __all__ = [
     "constant_schedule",
     "contrib",
     "cosine_decay_schedule",
-    "ema",
     "exponential_decay",
     "identity",
     "in_format",
