@@ -30,7 +30,7 @@ from yafsdp_fn.optim.in_format import InFormatState, in_format
 from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
 from yafsdp_fn.optim.on_host import on_host
-from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
+from yafsdp_fn.optim.partition import PartitionState, add_decayed_weights, masked, partition
 from yafsdp_fn.optim.rules import (
     ScaleByAdamState,
     ScaleByLionState,
@@ -74,7 +74,6 @@ __all__ = [
     "GradientTransformation",
     "InFormatState",
     "LeafwiseState",
-    "MaskedState",
     "PartitionState",
     "Rate",
     "ScaleByAdamState",

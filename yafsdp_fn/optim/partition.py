@@ -9,14 +9,15 @@ import torch
 
 from yafsdp_fn.optim.base import (
     Chain,
+    EmptyState,
     GradientTransformation,
     OnHost,
     State,
     as_transformation,
     chain,
     checked_update,
+    identity,
     needed,
-    stateless,
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.optim.on_host import on_host
@@ -27,13 +28,6 @@ from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves
 # ---- Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`.
 
 
-class MaskedState(NamedTuple):
-    """The state of `masked`. inner_state: of the wrapped transformation, over all leaves (a flat shard cannot leave
-    some out)"""
-
-    inner_state: State
-
-
 @dataclasses.dataclass(frozen=True)
 class Decay:
     """Rule: add `weight_decay * param`, where `mask` (everywhere if None)."""
@@ -42,18 +36,10 @@ class Decay:
     mask: LeafRule | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Masked:
-    """Rule: `inner`, where `mask`."""
-
-    inner: GradientTransformation
-    mask: LeafRule
-
-
 def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
-    """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
+    """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax. It is a `partition`,
+    so a norm inside it is the norm of the masked leaves.
 
-    `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
     mask: a rule, or a tree of bools like the parameters
 
     >>> tx = ya.optim.masked(ya.optim.scale(0.0), lambda path, p: path == "frozen")
@@ -61,27 +47,16 @@ def masked(inner: Any, mask: LeafRule | Tree) -> GradientTransformation:
     >>> tx.update(tree, tx.init(tree))[0]
     {'frozen': tensor([0., -0.]), 'trained': tensor([ 3., -4.])}
     """
-    tx, rule_of = as_transformation(inner), as_rule(mask)
+    tx, rule = as_transformation(inner), as_rule(mask)
+    if isinstance(tx.rule, Decay) and tx.rule.mask is None:
+        return add_decayed_weights(tx.rule.weight_decay, mask)
+    parts = partition({"in": tx, "out": identity()}, lambda path, param: "in" if rule(path, param) else "out")
 
     def init(params: Tree) -> State:
-        must_fit(rule_of, params)
-        return MaskedState(tx.init(params))
+        must_fit(rule, params)
+        return parts.init(params)
 
-    def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
-        chosen = leaf_mask(rule_of, updates if params is None else params)
-
-        def inside(tree: Tree) -> Tree:
-            return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
-
-        new, inner_state = checked_update(
-            tx, inside(updates), state.inner_state, None if params is None else inside(params)
-        )
-        return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
-
-    rule: object = Masked(tx, rule_of)
-    if isinstance(tx.rule, Decay) and tx.rule.mask is None:
-        rule = Decay(tx.rule.weight_decay, rule_of)
-    return GradientTransformation(init, update, tx.elementwise, rule)
+    return parts._replace(init=init)
 
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None) -> GradientTransformation:
@@ -96,12 +71,21 @@ def add_decayed_weights(weight_decay: float, mask: LeafRule | Tree | None = None
             "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
             "the optimizer: contrib.inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
         )
+    rule = None if mask is None else as_rule(mask)
 
-    def update(updates: Tree, params: Tree | None) -> Tree:
-        return optree.tree_map(lambda u, p: u + weight_decay * p, updates, needed("add_decayed_weights", params))
+    def init(params: Tree) -> State:
+        if rule is not None:
+            must_fit(rule, params)
+        return EmptyState()
 
-    tx = stateless(update, rule=Decay(weight_decay))
-    return tx if mask is None else masked(tx, mask)
+    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        params = needed("add_decayed_weights", params)
+        new = optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
+        if rule is not None:
+            new = optree.tree_map(torch.where, leaf_mask(rule, params), new, updates)
+        return new, state
+
+    return GradientTransformation(init, update, elementwise=True, rule=Decay(weight_decay, rule))
 
 
 # ---- Combines several transformations, each for the leaves of its label, as in Optax.
