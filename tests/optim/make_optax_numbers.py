@@ -130,8 +130,6 @@ CASES: dict[str, Case] = {
     # elementwise
     "lion": Case(lambda o: o.lion(0.01)),
     "lion at a rate": Case(lambda o: o.lion(ramp(o), b1=0.8, b2=0.9, weight_decay=0.1, mask=o.of_leaf(MATRICES))),
-    "lion smooth": Case(lambda o: o.chain(o.scale_by_lion(mode="smooth", smooth_beta=3.0), o.scale(-0.01))),
-    "lion refined": Case(lambda o: o.chain(o.scale(4.0), o.scale_by_lion(mode="refined"), o.scale(-0.01))),
     "rms": Case(lambda o: o.chain(o.scale_by_rms(initial_scale=0.1), o.scale(-0.01))),
     "rms corrected": Case(
         lambda o: o.chain(o.scale_by_rms(0.95, eps_in_sqrt=False, bias_correction=True), o.scale(-0.01))
@@ -148,8 +146,6 @@ CASES: dict[str, Case] = {
     "inject": Case(lambda o: o.inject_hyperparams(o.adamw)(learning_rate=0.01, b2=0.95, weight_decay=0.1)),
     "inject at a rate": Case(lambda o: o.inject_hyperparams(o.adamw)(ramp(o), b1=o.linear_schedule(0.5, 0.9, 10))),
     "clip": Case(lambda o: o.chain(o.clip(0.3), o.sgd(0.1))),
-    "ema": Case(lambda o: o.chain(o.ema(0.9), o.scale(-0.1))),
-    "ema biased": Case(lambda o: o.chain(o.ema(0.8, debias=False), o.scale(-0.1))),
     "rmsprop": Case(lambda o: o.rmsprop(0.01)),
     "rmsprop centered": Case(lambda o: o.rmsprop(0.01, 0.8, 1e-3, centered=True, momentum=0.9, bias_correction=True)),
     "rmsprop nesterov": Case(

@@ -30,9 +30,7 @@ def ramp(count: Any) -> Any:
 WARM = optim.warmup_constant_schedule(0.0, 0.05, 2)
 TXS: dict[str, Any] = {
     "lion": optim.lion(ramp, weight_decay=0.1, mask=matrices),
-    "lion, smooth, bfloat16": optim.chain(
-        optim.scale_by_lion(0.8, mu_dtype=torch.bfloat16, mode="smooth"), optim.scale(-0.01)
-    ),
+    "lion, bfloat16": optim.lion(0.01, 0.8, mu_dtype=torch.bfloat16),
     "schedule_free_adamw": optim.chain(
         optim.clip_by_global_norm(0.5), optim.contrib.schedule_free_adamw(0.05, 2, weight_decay=0.1)
     ),

@@ -102,7 +102,7 @@ def trained(mesh: Any, name: str) -> None:
     compare(ya.unshard(state.opt_state), expected.opt_state, 1e-12, "the optimizer's state")
 
 
-@pytest.mark.parametrize("name", by_day(TXS, "warm-up and cosine", "lookahead of clip, ema, rmsprop"))
+@pytest.mark.parametrize("name", by_day(TXS, "warm-up and cosine", "clip, mean, rmsprop"))
 def test_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
     pools[2].run(trained, name)
 

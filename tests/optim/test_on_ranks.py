@@ -30,9 +30,9 @@ TXS: dict[str, Any] = {
         optim.add_decayed_weights(0.1, lambda path, param: len(param.shape) > 1),
         optim.sgd(lambda count: 0.1 / (count + 1), momentum=0.9),
     ),
-    "clip, ema, rmsprop": optim.chain(
+    "clip, mean, rmsprop": optim.chain(
         optim.clip(0.05),
-        optim.ema(0.8),
+        optim.mean_momentum(0.8),
         optim.rmsprop(0.01, eps=1e-3, centered=True, momentum=0.5, bias_correction=True),
     ),
 }

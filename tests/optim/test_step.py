@@ -35,7 +35,7 @@ FUSED = {
     "by_hand": lambda: optim.chain(
         optim.identity(), optim.scale_by_adam(), optim.chain(optim.add_decayed_weights(0.1), optim.scale(-0.05))
     ),
-    "ascent": lambda: optim.scale_by_learning_rate(0.05, flip_sign=False),
+    "ascent": lambda: optim.scale(0.05),
 }
 GENERAL = {
     "momentum_zero": lambda: optim.sgd(0.05, momentum=0.0),

@@ -67,6 +67,10 @@ UNITWISE: dict[str, Callable[[], Any]] = {name: make for name, make in ALL.items
     "adamw_masked": lambda: optim.adamw(RAMP, weight_decay=0.5, mask=matrices),
     "adam_l2_masked": lambda: optim.chain(optim.add_decayed_weights(0.5, matrices), optim.adam(RAMP)),
     "momentum_l2_masked": lambda: optim.chain(optim.add_decayed_weights(0.5, matrices), optim.sgd(0.05, momentum=0.9)),
+    "partition in a chain": lambda: optim.chain(
+        optim.partition({"a": optim.trace(0.9), "b": optim.scale_by_adam()}, lambda path, p: "ab"["head" in path]),
+        optim.scale(-0.1),
+    ),
     "masked_whole": lambda: optim.masked(optim.adamw(0.05), matrices),
     "two_rates": lambda: optim.chain(
         optim.masked(optim.sgd(0.1, momentum=0.9), matrices),
@@ -74,7 +78,7 @@ UNITWISE: dict[str, Callable[[], Any]] = {name: make for name, make in ALL.items
     ),
     "foreign": lambda: optim.chain(optim.assume_elementwise(foreign_sign()), optim.scale_by_schedule(RAMP)),
     "foreign_lion": foreign_lion,
-    "schedule_free": lambda: optim.contrib.schedule_free(optim.chain(optim.ema(0.9), optim.rmsprop(RAMP)), 0.05),
+    "schedule_free": lambda: optim.contrib.schedule_free(optim.chain(optim.trace(0.9), optim.rmsprop(RAMP)), 0.05),
 }
 
 

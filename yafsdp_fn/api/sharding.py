@@ -22,7 +22,6 @@ from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
-from yafsdp_fn.optim.partition import MaskedState
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import (
@@ -393,10 +392,8 @@ def _by_part(opt_state: Tree) -> dict[tuple[Any, ...], list[Any]]:
 
 
 def _is_around(entry: optree.PyTreeEntry) -> bool:
-    """Returns whether a step of a path is a place in a chain, or the state inside one that is around it, for all
-    leaves: of a mask or a partition it is for some of them."""
-    inside = getattr(entry, "field", "") == "inner_state"
-    return entry.type is tuple or (inside and entry.type is not MaskedState)
+    """Returns whether a step of a path is a place in a chain, or the state inside one that is around it."""
+    return entry.type is tuple or getattr(entry, "field", "") == "inner_state"
 
 
 def _copy(before: Any, node: Any, grow: Collection[str]) -> None:

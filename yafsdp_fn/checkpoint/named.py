@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.in_format import InFormatState
-from yafsdp_fn.optim.partition import MaskedState, PartitionState
+from yafsdp_fn.optim.partition import PartitionState
 from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
@@ -299,7 +299,7 @@ def _adam(opt_state: Tree) -> ScaleByAdamState:
             "expected Adam's moments whole, got them in a format, which torch.optim.AdamW has not: "
             "ya.shard(state, ya.optim.adamw(...)) is the state with whole ones, and back"
         )
-    parts = _states(opt_state, PartitionState | MaskedState)
+    parts = _states(opt_state, PartitionState)
     if len(found) != 1 or any(_states(tuple(part), ScaleByAdamState) for part in parts):
         raise TypeError(
             f"expected an optimizer with one Adam for all parameters, such as adamw, got {len(found)} of them"

@@ -30,19 +30,14 @@ from yafsdp_fn.optim.in_format import InFormatState, in_format
 from yafsdp_fn.optim.leafwise import LeafwiseState, assume_leafwise
 from yafsdp_fn.optim.muon import layer_matrices, mean_momentum, muon, newton_schulz, orthogonalize
 from yafsdp_fn.optim.on_host import on_host
-from yafsdp_fn.optim.partition import MaskedState, PartitionState, add_decayed_weights, masked, partition
+from yafsdp_fn.optim.partition import PartitionState, add_decayed_weights, masked, partition
 from yafsdp_fn.optim.rules import (
-    EmaState,
     ScaleByAdamState,
     ScaleByLionState,
     ScaleByRmsState,
-    ScaleByRmsWithCountState,
-    ScaleByRStdDevState,
-    ScaleByRStdDevWithCountState,
     TraceState,
     adam,
     adamw,
-    ema,
     lion,
     rmsprop,
     scale_by_adam,
@@ -75,20 +70,15 @@ from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [
     "Around",
-    "EmaState",
     "EmptyState",
     "GradientTransformation",
     "InFormatState",
     "LeafwiseState",
-    "MaskedState",
     "PartitionState",
     "Rate",
     "ScaleByAdamState",
     "ScaleByLionState",
-    "ScaleByRStdDevState",
-    "ScaleByRStdDevWithCountState",
     "ScaleByRmsState",
-    "ScaleByRmsWithCountState",
     "ScaleByScheduleState",
     "TraceState",
     "UnitSteps",
@@ -106,7 +96,6 @@ __all__ = [
     "constant_schedule",
     "contrib",
     "cosine_decay_schedule",
-    "ema",
     "exponential_decay",
     "identity",
     "in_format",

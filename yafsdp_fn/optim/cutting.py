@@ -85,7 +85,18 @@ class Cutter:
 
     def _handle(self, what: str, handle: Sharded, host: Host) -> dict[int, Sharded]:
         out: dict[int, Sharded] = {}
-        for number, group, leaf in handle.group_leaves():
+        ranks = handle.owner.comms
+        leaves = {number: leaf for number, _, leaf in handle.group_leaves()}
+        for number, group in enumerate(handle.entry.groups, handle.context.first_group):
+            of_group = ranks.without(group.over)
+            origin = Origin(SingleUnitOwner(of_group.rank, of_group.ranks), 0)
+            here = dataclasses.replace(group, on_host=False)  # in a step, its rows are on the device
+            context = Context(dataclasses.replace(handle.entry, groups=(here,), length=None), number, origin)
+            if number not in leaves:  # other units of a part of the tree, such as that of a label
+                empty = Sharded((), dataclasses.replace(context, only=frozenset()))
+                out.update(dict.fromkeys(group.held if group.units[0] in self._like else (), empty))
+                continue
+            leaf = leaves[number]
             layout, shape = self._like.get(group.units[0], (group.layout, None))
             # states of another layout have leaves of their own, such as preconditioners
             if shape is None or (leaf.ndim and leaf.shape != shape and group.layout == layout):
@@ -94,10 +105,6 @@ class Cutter:
                     f"optim: {group.name or 'params'} of {what} should be like the parameters, {expected}, "
                     f"got {shape_of(leaf)}"
                 )
-            ranks = handle.owner.comms.without(group.over)
-            origin = Origin(SingleUnitOwner(ranks.rank, ranks.ranks), 0)
-            here = dataclasses.replace(group, on_host=False)  # in a step, its rows are on the device
-            context = Context(dataclasses.replace(handle.entry, groups=(here,), length=None), number, origin)
             of_units = zip(group.held, rows(group, leaf, host), strict=True)
             out |= {unit: Sharded((row,), context) for unit, row in of_units}
         return out

@@ -27,7 +27,7 @@ from yafsdp_fn.optim.base import (
     checked_update,
     name,
 )
-from yafsdp_fn.optim.partition import Decay, Masked, Partition
+from yafsdp_fn.optim.partition import Decay, Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm, Scale
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
@@ -72,7 +72,7 @@ def in_format(tx: Any, format: Format) -> GradientTransformation:
         return chain(*(in_format(part, format) for part in inner.rule.parts))
     if isinstance(inner.rule, Decay | Scale | ClipByGlobalNorm):  # they remember nothing of a parameter
         return inner
-    if not inner.elementwise or isinstance(inner.rule, Around | Masked | Partition):
+    if not inner.elementwise or isinstance(inner.rule, Around | Partition):
         raise TypeError(
             f"in_format: {name(inner)} is around others, or works on whole leaves; it takes elementwise optimizers and "
             "chains of them: put it inside, around the parts whose moments it is for"
@@ -93,7 +93,7 @@ def inside(rule: object) -> list[GradientTransformation]:
     """Returns the transformations that one with this rule is around."""
     if isinstance(rule, Partition):
         return [part for part, _ in rule.parts.values()]
-    return [rule.inner] if isinstance(rule, Masked | Around) else []
+    return [rule.inner] if isinstance(rule, Around) else []
 
 
 def block_of(tx: Any) -> int:

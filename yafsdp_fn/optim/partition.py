@@ -9,14 +9,15 @@ import torch
 
 from yafsdp_fn.optim.base import (
     Chain,
+    EmptyState,
     GradientTransformation,
     OnHost,
     State,
     as_transformation,
     chain,
     checked_update,
+    identity,
     needed,
-    stateless,
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.optim.on_host import on_host
@@ -27,13 +28,6 @@ from yafsdp_fn.params.tree import Param, Tree, dotted
 # ---- Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`.
 
 
-class MaskedState(NamedTuple):
-    """The state of `masked`. inner_state: of the wrapped transformation, over all leaves (a flat shard cannot leave
-    some out)"""
-
-    inner_state: State
-
-
 @dataclasses.dataclass(frozen=True)
 class Decay:
     """Rule: add `weight_decay * param`, where `mask` (everywhere if None)."""
@@ -42,18 +36,10 @@ class Decay:
     mask: LeafRule | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Masked:
-    """Rule: `inner`, where `mask`."""
-
-    inner: GradientTransformation
-    mask: LeafRule
-
-
 def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
-    """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax.
+    """Applies `inner` where `mask` is true; elsewhere updates pass through unchanged, as in Optax. It is a `partition`,
+    so a norm inside it is the norm of the masked leaves.
 
-    `inner` sees zeros outside the mask, so that a norm inside it is the norm of the masked leaves.
     mask: `(path, per-layer Param) -> bool`
 
     >>> tx = ya.optim.masked(ya.optim.scale(0.0), lambda path, p: path == "frozen")
@@ -63,25 +49,9 @@ def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
     """
     must_be_rule(mask, "mask")
     tx = as_transformation(inner)
-
-    def init(params: Tree) -> State:
-        return MaskedState(tx.init(params))
-
-    def update(updates: Tree, state: MaskedState, params: Tree | None = None) -> tuple[Tree, State]:
-        chosen = leaf_mask(mask, updates if params is None else params)
-
-        def inside(tree: Tree) -> Tree:
-            return optree.tree_map(lambda m, t: torch.where(m, t, 0), chosen, tree)
-
-        new, inner_state = checked_update(
-            tx, inside(updates), state.inner_state, None if params is None else inside(params)
-        )
-        return optree.tree_map(torch.where, chosen, new, updates), MaskedState(inner_state)
-
-    rule: object = Masked(tx, mask)
     if isinstance(tx.rule, Decay) and tx.rule.mask is None:
-        rule = Decay(tx.rule.weight_decay, mask)
-    return GradientTransformation(init, update, tx.elementwise, rule)
+        return add_decayed_weights(tx.rule.weight_decay, mask)
+    return partition({"in": tx, "out": identity()}, lambda path, param: "in" if mask(path, param) else "out")
 
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> GradientTransformation:
@@ -96,12 +66,21 @@ def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> Gr
             "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
             "the optimizer: contrib.inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
         )
+    rule = None if mask is None else as_rule(mask)
 
-    def update(updates: Tree, params: Tree | None) -> Tree:
-        return optree.tree_map(lambda u, p: u + weight_decay * p, updates, needed("add_decayed_weights", params))
+    def init(params: Tree) -> State:
+        if rule is not None:
+            must_fit(rule, params)
+        return EmptyState()
 
-    tx = stateless(update, rule=Decay(weight_decay))
-    return tx if mask is None else masked(tx, mask)
+    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+        params = needed("add_decayed_weights", params)
+        new = optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
+        if rule is not None:
+            new = optree.tree_map(torch.where, leaf_mask(rule, params), new, updates)
+        return new, state
+
+    return GradientTransformation(init, update, elementwise=True, rule=Decay(weight_decay, rule))
 
 
 # ---- Combines several transformations, each for the leaves of its label, as in Optax.

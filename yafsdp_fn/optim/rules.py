@@ -6,7 +6,7 @@ AdamW: param -= learning_rate * (update + weight_decay * param)
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -45,12 +45,8 @@ class Adam:
             raise ValueError(f"adam: expected b1 and b2 in [0, 1) and eps >= 0, got {self}")
 
 
-def scale_by_adam(
-    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, eps_root: float = 0.0
-) -> GradientTransformation:
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
     """Scales by Adam without the learning rate: bias-corrected first moment over the root of the second.
-
-    eps_root: added under the root; with it no fused kernel takes the step
 
     >>> update(ya.optim.scale_by_adam())
     tensor([ 1.0000, -1.0000])
@@ -66,16 +62,10 @@ def scale_by_adam(
         nu = optree.tree_map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
         # in fp64: 1 - 0.999 ** 1 has four wrong digits in fp32
         correct1, correct2 = 1 - b1 ** count.double(), 1 - b2 ** count.double()
-        out = optree.tree_map(lambda m, v: ((m / correct1) / (root(v / correct2) + eps)).to(m.dtype), mu, nu)
+        out = optree.tree_map(lambda m, v: ((m / correct1) / ((v / correct2).sqrt() + eps)).to(m.dtype), mu, nu)
         return out, ScaleByAdamState(count, mu, nu)
 
-    rule = Adam(b1, b2, eps)
-    plain = not isinstance(eps_root, Tensor) and eps_root == 0  # else injected: the host must not read it
-
-    def root(square: Tensor) -> Tensor:
-        return square.sqrt() if plain else (square + eps_root).sqrt()
-
-    return GradientTransformation(init, update, elementwise=True, rule=rule if plain else None)
+    return GradientTransformation(init, update, elementwise=True, rule=Adam(b1, b2, eps))
 
 
 @with_hints
@@ -168,69 +158,19 @@ def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bo
     return chain(identity() if momentum is None else trace(momentum, nesterov), scale_by_learning_rate(learning_rate))
 
 
-class EmaState(NamedTuple):
-    """The state of `ema`. count: int32 [], completed steps; ema: decaying mean of updates, a tree like the
-    parameters"""
-
-    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
-    ema: Tree
-
-
-def ema(decay: float, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
-    """Replaces updates by their decaying mean, `ema = decay * ema + (1 - decay) * g`.
-
-    debias: divides by the sum of the weights so far, `1 - decay ** count`
-    accumulator_dtype: of the mean in the state, default the parameters'
-
-    >>> update(ya.optim.ema(0.9, debias=False))
-    tensor([ 0.3000, -0.4000])
-    """
-
-    def init(params: Tree) -> State:
-        mean = optree.tree_map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params)
-        return EmaState(new_count(params), mean)
-
-    def update(updates: Tree, state: EmaState, params: Tree | None = None) -> tuple[Tree, State]:
-        count = state.count + 1
-        new = optree.tree_map(lambda g, m: (1 - decay) * g + decay * m, updates, state.ema)
-        kept = optree.tree_map(lambda m, old: m.to(old.dtype), new, state.ema)
-        correct = 1 - decay ** count.double()  # in fp64, as for Adam
-        return optree.tree_map(lambda m: m / correct, new) if debias else new, EmaState(count, kept)
-
-    return GradientTransformation(init, update, elementwise=True)
-
-
 # ---- RMSProp, as in Optax: updates over the root of their mean square, or over their standard deviation.
 
 
 class ScaleByRmsState(NamedTuple):
-    """The state of `scale_by_rms`. nu: mean square of updates, a tree like the parameters"""
+    """The state of `scale_by_rms` and `scale_by_stddev`.
+
+    nu, mu: mean square of updates, and their mean if it is subtracted, trees like the parameters
+    count: int32 [], completed steps, with bias correction
+    """
 
     nu: Tree
-
-
-class ScaleByRmsWithCountState(NamedTuple):
-    """The state of `scale_by_rms` with bias correction. count: int32 [], completed steps; nu: mean square of updates, a
-    tree like the parameters"""
-
-    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
-    nu: Tree
-
-
-class ScaleByRStdDevState(NamedTuple):
-    """The state of `scale_by_stddev`. mu, nu: mean, and mean square, of updates, trees like the parameters"""
-
-    mu: Tree
-    nu: Tree
-
-
-class ScaleByRStdDevWithCountState(NamedTuple):
-    """The state of `scale_by_stddev` with bias correction. count: int32 [], completed steps; mu, nu: mean, and mean
-    square, of updates, trees like the parameters"""
-
-    count: Tensor  # type: ignore[assignment]  # Optax's name; it hides tuple.count
-    mu: Tree
-    nu: Tree
+    mu: Tree | None = None
+    count: Tensor | None = None  # type: ignore[assignment]  # Optax's name; it hides tuple.count
 
 
 def scale_by_rms(
@@ -271,34 +211,27 @@ def scale_by_stddev(
 def _over_spread(
     decay: float, eps: float, initial_scale: float, eps_in_sqrt: bool, bias_correction: bool, centered: bool
 ) -> GradientTransformation:
-    kinds: dict[tuple[bool, bool], Any] = {
-        (False, False): ScaleByRmsState,
-        (False, True): ScaleByRmsWithCountState,
-        (True, False): ScaleByRStdDevState,
-        (True, True): ScaleByRStdDevWithCountState,
-    }
-    kind = kinds[centered, bias_correction]
-
     def init(params: Tree) -> State:
-        first = {"nu": optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)}
-        if centered:
-            first["mu"] = optree.tree_map(torch.zeros_like, params)
-        return kind(**first, **({"count": new_count(params)} if bias_correction else {}))
+        nu = optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)
+        mu = optree.tree_map(torch.zeros_like, params) if centered else None
+        return ScaleByRmsState(nu, mu, new_count(params) if bias_correction else None)
 
-    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, State]:
-        new: dict[str, Any] = {"nu": optree.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, updates)}
+    def update(updates: Tree, state: ScaleByRmsState, params: Tree | None = None) -> tuple[Tree, State]:
+        nu = optree.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, updates)
+        mu, count = state.mu, state.count
         correct: Any = 1.0
         if centered:
-            new["mu"] = optree.tree_map(lambda m, g: decay * m + (1 - decay) * g, state.mu, updates)
-        if bias_correction:
-            new["count"] = state.count + 1
-            correct = 1 - decay ** new["count"].double()  # in fp64, as for Adam
+            mu = optree.tree_map(lambda m, g: decay * m + (1 - decay) * g, mu, updates)
+        if count is not None:
+            count = count + 1
+            correct = 1 - decay ** count.double()  # in fp64, as for Adam
 
         def scaled(u: Tensor, v: Tensor, m: Tensor | None = None) -> Tensor:
             square: Tensor = v / correct if m is None else (v / correct - (m / correct).square()).clamp(min=0)
             return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
 
-        return optree.tree_map(scaled, updates, new["nu"], *([new["mu"]] if centered else [])), kind(**new)
+        means = [mu] if centered else []
+        return optree.tree_map(scaled, updates, nu, *means), ScaleByRmsState(nu, mu, count)
 
     return GradientTransformation(init, update, elementwise=True)
 
@@ -333,8 +266,6 @@ def rmsprop(
 # update = sign(b1 * mu + (1 - b1) * g);  mu = b2 * mu + (1 - b2) * g
 # lion: param -= learning_rate * (update + weight_decay * param)
 
-Mode = Literal["hard", "smooth", "refined"]
-
 
 class ScaleByLionState(NamedTuple):
     """The state of Lion. count: int32 [], completed steps; mu: mean gradient, a tree like the parameters"""
@@ -343,42 +274,23 @@ class ScaleByLionState(NamedTuple):
     mu: Tree
 
 
-def scale_by_lion(
-    b1: float = 0.9,
-    b2: float = 0.99,
-    mu_dtype: torch.dtype | None = None,
-    *,
-    mode: Mode = "hard",
-    smooth_beta: float = 1.0,
-) -> GradientTransformation:
-    """Scales by Lion without the learning rate: every element of an update is in [-1, 1].
+def scale_by_lion(b1: float = 0.9, b2: float = 0.99, mu_dtype: torch.dtype | None = None) -> GradientTransformation:
+    """Scales by Lion without the learning rate: every element of an update is -1, 0 or 1.
 
     b1: share of the mean in the update; b2: decay of the mean; mu_dtype: of the mean, default the parameters'
-    mode: the function of the mixture x. "hard": sign(x); "smooth": tanh(smooth_beta * x); "refined": x clamped to [-1,
-        1]
-
-    Raises ValueError for another mode.
 
     >>> update(ya.optim.scale_by_lion())
     tensor([ 1., -1.])
     """
-    if mode not in ("hard", "smooth", "refined"):
-        raise ValueError(f"scale_by_lion: expected mode 'hard', 'smooth' or 'refined', got {mode!r}")
-
-    def direction(g: Tensor, m: Tensor) -> Tensor:
-        x = (1 - b1) * g + b1 * m
-        if mode == "smooth":
-            return torch.tanh(smooth_beta * x)
-        return torch.sign(x) if mode == "hard" else x.clamp(-1, 1)
 
     def init(params: Tree) -> State:
-        return ScaleByLionState(
-            new_count(params), optree.tree_map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
-        )
+        mu = optree.tree_map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
+        return ScaleByLionState(new_count(params), mu)
 
     def update(updates: Tree, state: ScaleByLionState, params: Tree | None = None) -> tuple[Tree, State]:
+        signs = optree.tree_map(lambda g, m: torch.sign((1 - b1) * g + b1 * m), updates, state.mu)
         mu = optree.tree_map(lambda m, g: (b2 * m + (1 - b2) * g).to(m.dtype), state.mu, updates)
-        return optree.tree_map(direction, updates, state.mu), ScaleByLionState(state.count + 1, mu)
+        return signs, ScaleByLionState(state.count + 1, mu)
 
     return GradientTransformation(init, update, elementwise=True)
 

@@ -253,18 +253,17 @@ def scale_by_schedule(step_size_fn: Rate) -> GradientTransformation:
     return GradientTransformation(init, update, elementwise=True, rule=Scale(step_size_fn))
 
 
-def scale_by_learning_rate(learning_rate: float | Rate, *, flip_sign: bool = True) -> GradientTransformation:
-    """Multiplies updates by minus the learning rate (a float or a schedule); by plus it without `flip_sign`.
+def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformation:
+    """Multiplies updates by minus the learning rate (a float or a schedule).
 
     >>> update(ya.optim.scale_by_learning_rate(0.1))
     tensor([-0.3000,  0.4000])
     """
-    sign = -1 if flip_sign else 1
     if not callable(learning_rate):
         if not isinstance(learning_rate, int | float | Tensor):
             raise TypeError(f"learning_rate={learning_rate!r}: expected a number, or a function of the count")
-        return scale(sign * learning_rate)
-    return scale_by_schedule(lambda count: sign * learning_rate(count))
+        return scale(-learning_rate)
+    return scale_by_schedule(lambda count: -learning_rate(count))
 
 
 # ---- Clipping by the global norm: `u * max_norm / max(norm, max_norm)`.

@@ -78,6 +78,7 @@ MEANT = {
     "optim.multi_steps": _MICROBATCHES,
     "optim.apply_if_finite": "ya.train_step(loss_fn, tx, skip_nonfinite=True), the default",
     "optim.adafactor": "ya.optim.in_format(tx, ya.formats.Roots()) or ya.optim.on_host(tx), for its memory",
+    "optim.ema": "ya.optim.mean_momentum(decay, nesterov=False), of updates",
     "optim.lamb": _OWN,
     "optim.lookahead": _OWN,
     "optim.add_noise": _OWN,
