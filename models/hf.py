@@ -14,19 +14,19 @@ from models.files.config_json import shown
 from models.parts.axes import NONE, Axes
 from models.parts.tree import Parts
 from yafsdp_fn.util.model_folder import CONFIG, settings
-from yafsdp_fn.util.tensor_files import save_of
 
 
 def load(directory: str | os.PathLike[str], *, pin_norms: bool = False, axes: Axes = NONE) -> tuple[Any, Parts]:
     """Returns `(config, params)` of a model directory, as `tree.load`. Raises ValueError for a model of no family."""
     root = Path(directory)
-    found, file = settings(root, save_of(root))
-    name = found[CONFIG].get("model_type")
+    name = settings(root)[CONFIG].get("model_type")
     for family in FAMILIES:
         if name == family.MODEL_TYPE:
             return tree.load(family.FORMAT, root, pin_norms=pin_norms, axes=axes)
     known = ", ".join(family.MODEL_TYPE for family in FAMILIES)
-    raise ValueError(f"{file}: model_type is {shown(name)}; there are {known}. ya.functionalize takes any nn.Module")
+    raise ValueError(
+        f"{root / CONFIG}: model_type is {shown(name)}; there are {known}. ya.functionalize takes any nn.Module"
+    )
 
 
 def save(

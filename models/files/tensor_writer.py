@@ -13,6 +13,8 @@ Readers look for `model.safetensors` first, then for an index. So the change fro
     to one file             model.safetensors is renamed into place
     several to several      the index is renamed; it lists files of other names than the earlier one's
     one to several          the index is renamed, which nobody sees yet; then model.safetensors is removed
+
+What changes settings removes config.json before, and renames the new one into place behind it (`model_folder.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import contextlib
 import itertools
 import json
 import os
-import secrets
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -41,11 +42,9 @@ from yafsdp_fn.util.model_folder import (
     SINGLE,
     Settings,
     differs,
-    place,
-    settle,
     write_aside,
 )
-from yafsdp_fn.util.tensor_files import DTYPES, save_of
+from yafsdp_fn.util.tensor_files import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -96,40 +95,43 @@ class Writer:
 
     def publish(self, settings: Settings) -> None:
         """Puts the tensors and the settings in place of any earlier model. After a kill, or an error raised here, the
-        directory holds one of the two models, whole."""
+        directory holds one of the two models, whole; or, between renames that change settings, no config.json."""
         root, single = self.directory, len(self._headers) == 1
         changes = any(differs(root, name, settings) for name in (CONFIG, GENERATION))
-        earlier = any((root / name).exists() for name in (SINGLE, INDEX))
-        save = {"save": secrets.token_hex(8)} if changes and earlier else {}
-        self._finish_file(save if single else {})
-        if save:
-            write_aside(root, f"{save['save']}.json", settings)
+        self._finish_file()
+        asides = {name: write_aside(root, name, values) for name, values in settings.items()}
         names = [SINGLE] if single else _free_names(root, len(self._headers))
-        if single:
-            sync_folder(root)
-            self._made[0].replace(root / SINGLE)
-            self._made = []
-        else:
+        if not single:
             for index, name in enumerate(names):
                 self._made[index] = self._made[index].rename(root / name)
             weight_map = {tensor: file for file, header in zip(names, self._headers, strict=True) for tensor in header}
-            metadata = {"total_size": self.total_bytes, **save}
-            aside = write_aside(root, INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-            sync_folder(root)
+            metadata = {"total_size": self.total_bytes}
+            index = write_aside(root, INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+        if changes:
+            (root / CONFIG).unlink(missing_ok=True)
+        sync_folder(root)
+        # ---- the change
+        if single:
+            self._made[0].replace(root / SINGLE)
+            self._made = []
+        else:
             self._made = []  # from here on they may be the model
-            aside.replace(root / INDEX)
+            index.replace(root / INDEX)
             sync_folder(root)
             (root / SINGLE).unlink(missing_ok=True)
         sync_folder(root)
-        place(root, settings)
+        for name in (GENERATION, CONFIG) if changes else ():
+            if name in asides:
+                asides[name].replace(root / name)
+            else:
+                (root / name).unlink(missing_ok=True)
+        sync_folder(root)
         for stale in [root / INDEX] * single + [file for file in root.glob(SHARDS) if file.name not in names]:
             stale.unlink(missing_ok=True)
         _remove_partial(root)
 
     def __enter__(self) -> Writer:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(ValueError):  # a damaged model may be written over
-            settle(self.directory, save_of(self.directory))
         _remove_partial(self.directory)  # by a process that was killed
         return self
 
@@ -152,10 +154,10 @@ class Writer:
         self._file.seek(8 + self._header_bytes)
         self._at = 0
 
-    def _finish_file(self, metadata: dict[str, str] | None = None) -> None:
+    def _finish_file(self) -> None:
         if self._file is None:
             return
-        header = json.dumps({"__metadata__": {"format": "pt", **(metadata or {})}, **self._headers[-1]}).encode()
+        header = json.dumps({"__metadata__": {"format": "pt"}, **self._headers[-1]}).encode()
         assert len(header) <= self._header_bytes
         self._file.seek(0)
         self._file.write(struct.pack("<Q", self._header_bytes) + header.ljust(self._header_bytes))
@@ -176,6 +178,6 @@ def _free_names(root: Path, count: int) -> list[str]:
 
 
 def _remove_partial(root: Path) -> None:
-    """Removes what a save has left: it is meaningless once `settle` or `place` is done."""
+    """Removes what a save has left."""
     for left in root.glob(PARTIAL.format("*")):
         left.unlink(missing_ok=True)

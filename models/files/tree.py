@@ -34,7 +34,7 @@ from models.parts.config import Shape
 from models.parts.tree import Parts
 from yafsdp_fn.communication.groups import host_group
 from yafsdp_fn.util.model_folder import CONFIG, GENERATION, Settings, settings
-from yafsdp_fn.util.tensor_files import StoredTensor, save_of, scan_directory
+from yafsdp_fn.util.tensor_files import StoredTensor, scan_directory
 
 C = TypeVar("C", bound=Shape)
 
@@ -54,7 +54,7 @@ def load(
     pin_norms, axes: as in the family's `params`
     """
     root = Path(directory)
-    found, file = settings(root, save_of(root))
+    found, file = settings(root), str(root / CONFIG)
     config = family.read_config(found[CONFIG], file)
     if GENERATION in found:
         config = dataclasses.replace(config, generation={**config.generation, "generation_config": found[GENERATION]})
@@ -66,7 +66,7 @@ def load(
                     f"{root}: {_few(name, 1)} is {_few(stored[known].name, 1)} once more; delete one of them"
                 )
             stored[known] = tensor
-    if settings(root, save_of(root))[0] != found:  # the weights may be of the one model, or of the other
+    if settings(root) != found:  # the weights may be of the one model, or of the other
         raise ValueError(f"{root}: another model has been saved there while this one was opened; load it again")
     config = _untied(family, file, config, stored)
     _check_names(family, root, file, config, stored)
@@ -163,9 +163,10 @@ def save(
     dtype: every tensor is converted to it; None keeps that of `params`, the masters' of a sharded tree
     max_shard_bytes: no file passes this, unless a single tensor does; several files get an index
 
-    An earlier model in `directory` stays until the new one is complete: a kill leaves one of the two, as `load` reads
-    it (`yafsdp_fn/util/model_folder.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
-    cannot write, on every rank of a sharded tree; then, too, one of the two models is left.
+    An earlier model in `directory` stays until the new one is complete: a kill leaves one of the two. Where
+    `config.json` changes, a kill between the last renames leaves weights without one, which is no model
+    (`yafsdp_fn/util/model_folder.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
+    cannot write, on every rank of a sharded tree: it leaves what a kill would.
     """
     root, writes = Path(directory), is_rank_0()
     abstract, forms, prefix = family.params(config), family.forms(config), family.prefix

@@ -31,8 +31,6 @@ from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, looped
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
-from yafsdp_fn.communication.collectives import GlooGroup
-from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.params.layout import tree_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -211,31 +209,6 @@ def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: in
         for found in pools[world].run(traffic, precision):
             for counted, said in found:
                 assert counted == said > 0, found
-
-
-def together(mesh: Any) -> None:
-    """A gather of several dtypes packs them into one message to each rank, with their bits."""
-    group, rank, ranks = communicators(mesh).gather_group, mesh.get_rank(), mesh.size()
-    dtypes = [BF16, F32, BF16, F64]
-    shards = [torch.arange(8).mul(rank + 1).to(dtype) for dtype in dtypes]
-    outs = [torch.empty(8 * ranks, dtype=dtype) for dtype in dtypes]
-    posted, real = [], GlooGroup._post
-
-    def post(self: Any, sent: Any, received: Any) -> Any:
-        posted.append(len(sent))
-        return real(self, sent, received)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooGroup, "_post", post)
-        group.all_gathers(outs, shards)
-    assert posted == [ranks - 1]
-    for out, dtype in zip(outs, dtypes, strict=True):
-        every = torch.cat([torch.arange(8).mul(other + 1) for other in range(ranks)])
-        assert torch.equal(out, every.to(dtype))
-
-
-def test_a_gather_of_several_dtypes_is_one_message(pools: dict[int, Pool]) -> None:
-    pools[3].run(together)
 
 
 # ---- with what else there is

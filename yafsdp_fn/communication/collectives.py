@@ -106,7 +106,7 @@ class RankGroup:
 # gloo's own collectives copy through buffers that torch allocates in every call, and its reduce-scatter sends more
 # than needed. Here the only extra memory is scratch of a few pieces, allocated at first use and kept with the group.
 #
-# Small vectors of a list are packed into one message; large ones are sent from where they are.
+# Small vectors of a list that are reduced are packed into one message; all others are sent from where they are.
 #
 # Sends are posted before receives. A send whose receive is already posted is written to the socket by the calling
 # thread, under the connection's lock, for which gloo's woken thread spins: 3 ms were seen for 128 KiB. A send posted
@@ -120,8 +120,9 @@ PIECE_BYTES = 2 << 20
 time."""
 
 PACKED_BYTES = 1 << 20
-"""Shards below this size are packed with their neighbours: a copy costs less than a message. Packing at 256 KiB took up
-to twice the time for eight shards of 256 to 512 KiB; at 2 MiB, more for shards of 1 MiB."""
+"""Reductions of shards below this size are packed with their neighbours: a copy costs less than a message and a sum.
+Packing at 256 KiB took up to twice the time for eight shards of 256 to 512 KiB; at 2 MiB, more for shards of 1 MiB.
+Gathers take as long without (eight shards of 1 to 512 KiB)."""
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 COMBINES: dict[dist.ReduceOp.RedOpType, Combine] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
@@ -141,28 +142,19 @@ class GlooGroup(RankGroup):
         self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        rows = [whole.view(self._ranks, -1) for whole in _alike(outs)]
-        mine = [shard.reshape(-1) for shard in _alike(shards)]
         works: list[dist.Work] = []
-        for piece in _pieces(mine, cut=False):
-            number = piece[0][0]
-            if len(piece) == 1:
-                works += self._post([mine[number]] * len(self._peers), [rows[number][peer] for peer in self._peers])
-                continue
-            sizes = [last for _, _, last in piece]
-            packed, *received = self._scratch_rows(0, self._ranks, sum(sizes), mine[number].dtype)
-            torch.cat([mine[number] for number, _, _ in piece], out=packed)
-            _wait(self._post([packed] * len(self._peers), received))
-            for peer, row in zip(self._peers, received, strict=True):
-                _copy([rows[number][peer] for number, _, _ in piece], torch.split(row, sizes))
-        _copy([row[self._rank] for row in rows], mine)
+        for whole, shard in zip(outs, shards, strict=True):
+            rows = whole.view(self._ranks, -1)
+            mine = shard.reshape(-1)
+            works += self._post([mine] * len(self._peers), [rows[peer] for peer in self._peers])
+            _copy([rows[self._rank]], [mine])
         _wait(works)
 
     def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
         rows = [whole.view(self._ranks, -1) for whole in fulls]
         outs = [shard.view(-1) for shard in outs]
         in_flight: deque[Callable[[], None]] = deque()
-        for number, piece in enumerate(_pieces(outs, cut=True)):
+        for number, piece in enumerate(_pieces(outs)):
             if len(in_flight) == 2:
                 in_flight.popleft()()
             wholes = [rows[vector][:, first:last] for vector, first, last in piece]
@@ -241,19 +233,18 @@ class GlooGroup(RankGroup):
         return [self._scratch[half][i * row : i * row + used].view(dtype) for i in range(count)]
 
 
-def _pieces(shards: Sequence[Tensor], *, cut: bool) -> Iterator[Piece]:
-    """Yields small shards of one dtype packed up to PIECE_BYTES, and large ones alone; `cut` splits those at
-    that size."""
+def _pieces(shards: Sequence[Tensor]) -> Iterator[Piece]:
+    """Yields small shards packed up to PIECE_BYTES, and large ones alone, cut at that size."""
     pack: Piece = []
     packed = 0  # bytes
     for number, shard in enumerate(shards):
         n = shard.numel()
         size = shard.nbytes
         if size >= PACKED_BYTES:
-            step = max(1, PIECE_BYTES // shard.itemsize) if cut else max(1, n)
+            step = max(1, PIECE_BYTES // shard.itemsize)
             yield from ([(number, first, min(n, first + step))] for first in range(0, n, step))
             continue
-        if pack and (packed + size > PIECE_BYTES or shards[pack[0][0]].dtype != shard.dtype):
+        if pack and packed + size > PIECE_BYTES:
             yield pack
             pack = []
             packed = 0

@@ -1,14 +1,12 @@
 """The directory of a model: the files that make up the model, at every moment of a save.
 
     weights    model.safetensors, or if there is none those that model.safetensors.index.json lists
-    settings   config.json and generation_config.json, except those that a save has left in `partial-<save>.json`
+    settings   config.json and generation_config.json
 
 A save puts its weights beside those of the earlier model, and changes from one to the other by renaming or removing one
-file (`tensor_writer.py`), so a kill leaves one or the other. Settings are other files. If a save changes them, it first
-writes the new ones to `partial-<save>.json`, and its weights carry that `save` in their metadata. If both are there, a
-kill came between the change of the weights and that of the settings, and the new settings are in that file. The next
-save puts them in place (`settle`). A reader that does not know this can recognise a mixture of two models by a
-`partial-<save>.json` that the weights name; saves that leave the settings as they are make none.
+file (`tensor_writer.py`), so a kill leaves one or the other. Settings are other files. If a save changes them, it
+removes config.json before its weights come, and puts the new one in place at last: a kill between these renames leaves
+weights without a config.json, which nobody takes for a model, and never those of one model with settings of another.
 
 Nothing leads out of a directory: neither names in an index nor symbolic links, except links from a snapshot in the
 cache of Hugging Face's hub to the files in its `blobs`.
@@ -66,23 +64,10 @@ def weight_files(root: Path) -> list[Path]:
     return [root / name for name in names]
 
 
-def settings(root: Path, save: str | None) -> tuple[Settings, str]:
-    """The settings, and the file that errors name for a key of `config.json`. save: the one that the weights carry"""
-    if (pending := _pending(root, save)) is not None:
-        found = read_json(pending)
-        if not {CONFIG} <= found.keys() <= {CONFIG, GENERATION} or not all(isinstance(x, dict) for x in found.values()):
-            raise ValueError(
-                f"{pending}: {_shown(found)}; expected the settings that a save wrote; save the model again"
-            )
-        return found, str(pending)
+def settings(root: Path) -> Settings:
+    """Reads the settings."""
     there = [name for name in (CONFIG, GENERATION) if name == CONFIG or member(root, name) is not None]
-    return {name: read_json(root / name) for name in there}, str(root / CONFIG)
-
-
-def save_of_index(root: Path) -> str | None:
-    """Returns the `save` that an index carries."""
-    metadata = read_json(root / INDEX).get("metadata")
-    return metadata.get("save") if isinstance(metadata, dict) else None
+    return {name: read_json(root / name) for name in there}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -119,34 +104,11 @@ def _is_file_name(name: Any) -> bool:
     return plain and len(name.encode()) < 256
 
 
-def _pending(root: Path, save: str | None) -> Path | None:
-    """Returns the file of settings that the save of the weights has not put in place, or None."""
-    named = isinstance(save, str) and re.fullmatch("[0-9a-f]{16}", save)
-    return member(root, PARTIAL.format(f"{save}.json")) if named else None
-
-
 def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
 # ---- writing: aside, to the disk, renamed
-
-
-def settle(root: Path, save: str | None) -> None:
-    """Puts settings in place if a save was killed before it did."""
-    if (pending := _pending(root, save)) is not None:
-        place(root, settings(root, save)[0])
-        pending.unlink()
-
-
-def place(root: Path, values: Settings) -> None:
-    """Writes the files of settings; removes those that are not among `values`."""
-    for name in (CONFIG, GENERATION):
-        if name not in values:
-            (root / name).unlink(missing_ok=True)
-        elif differs(root, name, values):
-            write_aside(root, name, values[name]).replace(root / name)
-    disk.sync_folder(root)
 
 
 def differs(root: Path, name: str, values: Settings) -> bool:

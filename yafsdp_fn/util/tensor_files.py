@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.util.model_folder import INDEX, PARTIAL, SINGLE, member, save_of_index, weight_files
+from yafsdp_fn.util.model_folder import weight_files
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -69,17 +69,6 @@ def scan_directory(directory: Path) -> dict[str, StoredTensor]:
                 part = handle.get_slice(name)
                 out[name] = StoredTensor(name, file, tuple(part.get_shape()), part.get_dtype(), stamp)
     return out
-
-
-def save_of(directory: Path) -> str | None:
-    """The `save` that the weights carry (`model_folder.py`), or None if they carry none, or no file is named by one."""
-    if not any(directory.glob(PARTIAL.format("*.json"))):
-        return None
-    if (single := member(directory, SINGLE)) is None:
-        return None if member(directory, INDEX) is None else save_of_index(directory)
-    with _open(single) as handle:
-        metadata: dict[str, str] = handle.metadata() or {}
-        return metadata.get("save")
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
