@@ -200,46 +200,8 @@ def test_parts_that_cannot_be_told_apart_begin_anew_with_a_warning(mesh: Any) ->
     compare(other.opt_state[2], state.opt_state[1], 0.0, "Adam's")
 
 
-def vocabulary(size: int) -> Any:
-    layers = ya.Stacked({"w": ya.Param((2, 6, 6)), "of": ya.Param((2, size, 3))})
-    return {"embed": {"table": ya.Param((size, 6)), "gain": ya.Param((6,))}, "layers": layers}
-
-
-def read(params: Any, tokens: torch.Tensor) -> torch.Tensor:
-    x = ya.apply(lambda w, tokens: w["table"][tokens] * w["gain"], params["embed"], tokens)
-    return ya.scan(lambda x, w: (x @ w["w"] + w["of"][tokens].sum(-1, True), None), x, params["layers"])[0].sin().mean()
-
-
-GROWN = ("embed.table", "layers.of")
-
-
-@on_ranks(1, 2)
-def test_a_vocabulary_grows_with_its_moments(mesh: Any) -> None:
-    tx = ya.optim.chain(ya.optim.scale_by_rms(initial_scale=0.5), ya.optim.scale_by_adam())
-    state, step = ya.init(vocabulary(7), tx, mesh=mesh), ya.train_step(read, tx)
-    for _ in range(2):
-        state, _ = step(state, torch.arange(7))
-    begun = ya.init(vocabulary(10), tx, mesh=mesh, seed=5)
-    larger = ya.shard(state, tx, like=vocabulary(10), grow=GROWN, seed=5)
-    for new, old, first in (
-        (larger.params, state.params, begun.params),
-        (larger.opt_state[0].nu, state.opt_state[0].nu, begun.opt_state[0].nu),
-        (larger.opt_state[1].mu, state.opt_state[1].mu, begun.opt_state[1].mu),
-    ):
-        new, old, first = ya.unshard(new), ya.unshard(old), ya.unshard(first)
-        assert torch.equal(new["embed"]["table"], torch.cat([old["embed"]["table"], first["embed"]["table"][7:]]))
-        assert torch.equal(new["layers"]["of"], torch.cat([old["layers"]["of"], first["layers"]["of"][:, 7:]], 1))
-        assert torch.equal(new["embed"]["gain"], old["embed"]["gain"])
-        assert torch.equal(new["layers"]["w"], old["layers"]["w"])
-    assert larger.opt_state[1].count == 2
-    after, _ = step(larger, torch.arange(7))
-    same, _ = step(state, torch.arange(7))
-    compare(ya.unshard(after.params)["embed"]["table"][:7], ya.unshard(same.params)["embed"]["table"], 0.0, "a step")
-    with pytest.raises(ValueError, match=r"embed\.table: the state has shape \(7, 6\).*, the tree \(10, 6\)"):
-        ya.shard(same, tx, like=vocabulary(10), grow=["layers.of"])
-    with pytest.raises(ValueError, match=r"embed\.table: the state has shape \(7, 6\).*, the tree \(5, 6\)"):
-        ya.shard(same, tx, like=vocabulary(5), grow=GROWN)
-    with pytest.raises(ValueError, match=r"shard\(grow=...\): `like` has no table; it has embed\.gain, embed\.table"):
-        ya.shard(same, tx, like=vocabulary(10), grow=["table"])
-    with pytest.raises(ValueError, match="leaves of a state grow; give tensors"):
-        ya.shard(ya.unshard(same.params), tx, like=vocabulary(10), grow=GROWN, mesh=mesh)
+@on_ranks(2)
+def test_a_leaf_of_another_shape_is_named(mesh: Any) -> None:
+    state = ya.init({"embed": ya.Param((7, 6))}, mesh=mesh)
+    with pytest.raises(ValueError, match=r"embed: the state has shape \(7, 6\).*, the tree \(10, 6\)"):
+        ya.shard(state, like={"embed": ya.Param((10, 6))})

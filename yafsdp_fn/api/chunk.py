@@ -1,12 +1,12 @@
 """chunk: runs a block over parts of its batch, one after the other. Around a block of `scan` or `apply` this is
 layer-major gradient accumulation: one gather of a layer serves all microbatches.
 
-    def chunk(f, n, in_axes, out_axes=0):
+    def chunk(f, n, in_axes):
         def chunked(*args):
             outs = []
             for part in split(args, n, in_axes):        # None: whole in every part
                 outs.append(remat(f)(*part))            # saves `part` only; its backward runs f again
-            return concatenate(outs, out_axes)          # ya.Mean, ya.Sum, ya.Max: combined
+            return concatenate(outs)                    # ya.Mean, ya.Sum, ya.Max: combined
         return chunked
 """
 
@@ -31,7 +31,7 @@ from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_
 # ---- the verb
 
 
-def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> Callable[..., Any]:
+def chunk(f: Callable[..., Any], n: int, *, in_axes: int | tuple[int | None, ...]) -> Callable[..., Any]:
     """Returns `f` run over n equal chunks of its batch, in order; each is recomputed in the backward. n = 1 is `f`
     itself.
 
@@ -42,12 +42,10 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         return ya.apply(loss, params.head, x, batch["targets"])   # ya.Mean: totals and weights of the chunks added up
 
     f: takes positional arguments, any pytrees, and closes over no tensor that requires grad
-    in_axes: the axis of the arguments to cut, as in `torch.vmap`: an int for all, or a tuple with an entry per
-        argument: an int, None (every chunk gets the whole), or a tree of them (a prefix of the argument's). The size of
-        a cut axis is a multiple of `n`
-    out_axes: the axis along which outputs are concatenated: an int, or a tree of them (a prefix of the output's), with
-        None for leaves that are not tensors, which must be the same in all chunks. `Mean`, `Sum` and `Max` are combined
-        over chunks (integer sums are int64)
+    in_axes: the axis of the arguments to cut: an int for all, or a tuple with an int or None (every chunk gets the
+        whole) per argument, for all of its tensors. The size of a cut axis is a multiple of `n`
+    Outputs are concatenated along their first axis; what is no tensor must be the same in all chunks. `Mean`, `Sum` and
+    `Max` are combined over chunks (integer sums are int64)
 
     Each chunk has the bits of `f` on that slice, and random numbers of its own. Gradients of whole arguments are added
     up in chunk order: with microbatches folded into the batch axis, as `microbatches=n` adds them.
@@ -68,12 +66,11 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
     """
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"chunk: n={n!r}: expected an integer >= 1")
-    if not isinstance(in_axes, int | tuple | None):
-        got = type(in_axes).__name__
-        raise TypeError(f"chunk: in_axes is {got}; expected an int or a tuple, one entry per argument")
-    if not _axes("in_axes", in_axes):
+    entries = in_axes if isinstance(in_axes, tuple) else (in_axes,)
+    if any(axis is not None and type(axis) is not int for axis in entries):
+        raise TypeError(f"chunk: in_axes={in_axes!r}; expected an int, or a tuple with an int or None per argument")
+    if all(axis is None for axis in entries):
         raise ValueError(f"chunk: in_axes={in_axes} declares no axis to cut; without one, call the function itself")
-    _axes("out_axes", out_axes)
     if n == 1:
         return f
     name = f"chunk of {getattr(f, '__qualname__', type(f).__name__).replace('.<locals>', '')}"
@@ -85,18 +82,9 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: Any, out_axes: Any = 0) -> 
         rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
         device, ranks = device_of_leaves(leaves), getattr(ranks_around(), "ranks", None)
         parts = [_Part(name, f, row, spec, device, None, ranks) for row in rows]
-        return _joined(name, _run(parts), out_axes)
+        return _joined(name, _run(parts))
 
     return chunked
-
-
-def _axes(what: str, axes: Any) -> list[Any]:
-    """Returns the axes in a tree of ints and None."""
-    found: list[Any] = optree.tree_leaves(axes)  # None is no leaf
-    for axis in found:
-        if not isinstance(axis, int) or isinstance(axis, bool):
-            raise TypeError(f"chunk: {what} holds {axis!r}; expected ints and None")
-    return found
 
 
 # ---- running the chunks
@@ -185,14 +173,12 @@ def _cut(name: str, args: Any, leaves: Sequence[Any], in_axes: Any, n: int) -> l
     """Cuts each leaf of the arguments into the values of the chunks."""
     if isinstance(in_axes, tuple) and len(in_axes) != len(args):
         raise ValueError(f"{name}: in_axes has {len(in_axes)} entries for {len(args)} positional arguments")
-    axes: list[Any] = []
-    for number, arg in enumerate(args):
-        prefix = in_axes[number] if isinstance(in_axes, tuple) else in_axes
-        axes += _spread(f"{name}: in_axes of argument {number}", prefix, arg)
+    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     accessors = optree.tree_accessors(args, is_leaf=is_sharded, none_is_leaf=True)
     columns: list[Sequence[Any]] = []
     cut = False
-    for accessor, leaf, axis in zip(accessors, leaves, axes, strict=True):
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        axis = axes[accessor[0].entry]
         where = join(f"{name}: argument {accessor[0].entry}", dotted(accessor[1:]))
         if isinstance(leaf, Sharded):
             inside = "chunk the block inside, as ya.scan(ya.chunk(block, ...), ...)"
@@ -217,15 +203,7 @@ def _pieces(where: str, leaf: Any, axis: int, n: int) -> Sequence[Tensor]:
     return leaf.split_with_sizes([leaf.shape[axis] // n] * n, axis)  # its backward is one concatenation
 
 
-def _spread(what: str, prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] = is_sharded) -> list[Any]:
-    """Broadcasts `prefix` to every leaf of `tree`, None leaves included."""
-    try:
-        return optree.broadcast_prefix(prefix, tree, is_leaf=is_leaf, none_is_leaf=True)
-    except ValueError as error:
-        raise ValueError(f"{what} does not fit its structure: {error}") from error
-
-
-def _joined(name: str, outs: Sequence[Tree], out_axes: Any) -> Tree:
+def _joined(name: str, outs: Sequence[Tree]) -> Tree:
     flat = [optree.tree_flatten(out, is_leaf=is_reduction, none_is_leaf=True) for out in outs]
     spec = flat[0][1]
     for number, (_, other) in enumerate(flat):
@@ -233,12 +211,11 @@ def _joined(name: str, outs: Sequence[Tree], out_axes: Any) -> Tree:
             raise ValueError(f"{name}: chunk {number} returned the structure {other}, chunk 0 {spec}")
     accessors = optree.tree_accessors(outs[0], is_leaf=is_reduction, none_is_leaf=True)
     names = [join(f"{name}: output", dotted(accessor)) for accessor in accessors]
-    axes = _spread(f"{name}: out_axes", out_axes, outs[0], is_reduction)
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return optree.tree_unflatten(spec, list(map(_join, names, columns, axes)))
+    return optree.tree_unflatten(spec, list(map(_join, names, columns)))
 
 
-def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
+def _join(where: str, column: tuple[Any, ...]) -> Any:
     first = column[0]
     if len({Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in column}) > 1:
         raise TypeError(f"{where} is {', '.join(shape_of(leaf) for leaf in column)} in the chunks; expected one type")
@@ -257,12 +234,7 @@ def _join(where: str, column: tuple[Any, ...], axis: int | None) -> Any:
             f"{where} is a 0-dim tensor, which has no axis to concatenate along: say how chunks combine by returning "
             "ya.Mean(total, weight), ya.Sum(value) or ya.Max(value)"
         )
-    shape = tuple(first.shape)
-    if axis is None:
-        raise ValueError(f"{where} has shape {shape} and out_axes None; declare the axis to concatenate along")
-    if not -first.ndim <= axis < first.ndim:
-        raise ValueError(f"{where} has shape {shape}, which has no axis {axis} that out_axes declares")
-    return torch.cat(column, axis)
+    return torch.cat(column)
 
 
 def _sum(values: Sequence[Any]) -> Any:

@@ -9,7 +9,7 @@ Nothing larger than one unit, or one leaf of a layer, is whole at a time.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -86,7 +86,6 @@ def shard(
     precision: Precision | None = None,
     stages: Assignment | None = None,
     from_rank_0: bool = False,
-    grow: Collection[str] = (),
 ) -> ShardedState:
     """Makes a state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another
     state.
@@ -100,8 +99,6 @@ def shard(
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
     stages: as for `init`; defaults to the state's own, with unchanged units
     from_rank_0: rank 0's values are taken, and sent to all: others need no values of their own, only shapes and dtypes
-    grow: leaves of a state that are larger in `like`, such as those of a vocabulary. The old values come first along
-        each axis; the others are drawn by the initializer in `like`, and their moments are those before the first step
 
     Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape;
     RanksDisagree, naming leaf and ranks, if values in memory (tensors, the parameters of a module) differ between
@@ -115,8 +112,6 @@ def shard(
     state = params if isinstance(params, ShardedState) else None
     tree: Tree = state.check().params if state is not None else params
     found = handles(tree)
-    if not found and grow:
-        raise ValueError("shard(grow=...): leaves of a state grow; give tensors in the shapes that they are to have")
     if not found:
         return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like, from_rank_0)
     if from_rank_0:
@@ -131,11 +126,6 @@ def shard(
     layout = (old.layout if like is None else tree_layout(like)[0]).aligned(block_of(tx))
     mesh = old.mesh if mesh is None else mesh
     seed = found[0].origin.seed if seed is None else seed
-    described = {} if like is None else dict(named_leaves(like))
-    if unknown := sorted(set(grow).difference(described)):
-        raise ValueError(f"shard(grow=...): `like` has no {', '.join(unknown)}; it has {', '.join(described)}"[:500])
-    device = communicators(mesh).device
-    larger = {name: source(name, described[name], seed, device) for name in grow}
     whole = _Whole(found)
     if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
         raise ValueError(
@@ -144,13 +134,13 @@ def shard(
         )
 
     def sources(group: Group) -> list[Source]:
-        return [whole.source(name, shape, larger.get(name)) for name, shape in _leaves_of(group)]
+        return [whole.source(name, shape) for name, shape in _leaves_of(group)]
 
     stages = old.assignment if stages is None and like is None else stages
     made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
     new = _first_state(made, tx, seed, 0 if state is None else state.step)
     if state is not None:
-        _copy_states(state.opt_state, new.opt_state, grow)
+        _copy_states(state.opt_state, new.opt_state)
     return new
 
 
@@ -334,14 +324,13 @@ class _Whole:
         self.names = set(self._at)
         self._last: tuple[Any, list[Tensor]] = (None, [])
 
-    def source(self, name: str, shape: tuple[int, ...], larger: Source | None = None) -> Source:
-        """Returns the source of a leaf. larger: of one that may be larger, in whose first places it is put"""
+    def source(self, name: str, shape: tuple[int, ...]) -> Source:
+        """Returns the source of a leaf."""
         if name not in self._at:
             raise ValueError(f"{name}: the state has no such leaf; it has {', '.join(sorted(self._at)[:6])} and so on")
         handle, group, shards, position = self._at[name]
         own = group.layer_shapes[position]
-        grows = larger is not None and len(own) == len(shape) and all(n <= m for n, m in zip(own, shape, strict=True))
-        if own != shape and not grows:
+        if own != shape:
             raise ValueError(f"{name}: the state has shape {own} (of a layer, if stacked), the tree {shape}")
 
         def give(layer: int | None) -> Tensor:
@@ -350,12 +339,7 @@ class _Whole:
             if self._last[0] != key:
                 row = unit_shard(handle, group, shards, 0 if group.pinned else at)
                 self._last = key, whole_leaves(handle.owner.comms, group, row)
-            leaf = group.of_layer(self._last[1], at)[position]
-            if larger is None:
-                return leaf
-            grown = larger(layer).clone()
-            grown[tuple(map(slice, leaf.shape))] = leaf
-            return grown
+            return group.of_layer(self._last[1], at)[position]
 
         return give
 
@@ -363,15 +347,15 @@ class _Whole:
 # ---- The optimizer state that goes along.
 
 
-def _copy_states(old: Tree, new: Tree, grow: Collection[str]) -> None:
-    """Copies to the optimizer state `new` everything that `old` has in the same part. grow: as for `shard`"""
+def _copy_states(old: Tree, new: Tree) -> None:
+    """Copies to the optimizer state `new` everything that `old` has in the same part."""
     there = _by_part(old)
     unclear = set[str]()
     for part, nodes in _by_part(new).items():
         kept = there.get(part, [])
         if len(kept) == len(nodes):
             for before, node in zip(kept, nodes, strict=True):
-                _copy(before, node, grow)
+                _copy(before, node)
         elif kept:
             unclear.add(part[0][0].__name__)
     if unclear:
@@ -396,25 +380,22 @@ def _is_around(entry: optree.PyTreeEntry) -> bool:
     return entry.type is tuple or getattr(entry, "field", "") == "inner_state"
 
 
-def _copy(before: Any, node: Any, grow: Collection[str]) -> None:
+def _copy(before: Any, node: Any) -> None:
     """Copies what an optimizer state had in this place, if it is alike. Between formats, or blocks of other leaves, it
     is decoded and encoded again."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         forms = _forms(node)
         if _forms(before) != forms:
             wide = decoded(None, node)
-            _copy(decoded(None, before), wide, grow)
+            _copy(decoded(None, before), wide)
             if forms:
                 for leaf, new in zip(node.leaves, encoded(forms[0][0], wide).leaves, strict=True):
                     leaf.copy_(new)
             return
-        begun = Sharded(tuple(leaf.clone() for leaf in node.leaves), node.context)
         whole = _Whole([before])
-        first = _Whole([begun])
         for _, group, leaf in node.group_leaves():
             if whole.names.issuperset(group.layout.names):
-                named = _leaves_of(group)
-                sources = [whole.source(*of, first.source(*of) if of[0] in grow else None) for of in named]
+                sources = [whole.source(*of) for of in _leaves_of(group)]
                 fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)

@@ -161,8 +161,10 @@ class StageSession(Session):
         return left
 
     def explained(self, error: Exception) -> Exception:
-        explained: Exception = self.segment.explained(error, self._named, self._failure is not None)
-        return explained
+        """Returns the error that a loss that raised `error` on placeholders should have raised."""
+        if not asks_for_values(error):
+            return error
+        return errors.value_on_other_stage(f"the loss, called for {self._named},", error)
 
     def abort(self, error: BaseException) -> None:
         self.segment = None
@@ -211,7 +213,6 @@ class Segment:
     def __init__(self, crossing: Crossing, call: Call, arrived: Mapping[int, list[Tensor]], where: str) -> None:
         self._crossing, self._split, self._call, self._arrived = crossing, crossing.split, call, arrived
         self._where = where
-        self._unlike: str | None = None  # the first visit with another block than when it was traced
         # flow -> piece -> tensor, and its version
         self._left: dict[int, dict[int, tuple[Tensor, int]]] = {flow: {} for flow in self._split.leaving(call.segment)}
 
@@ -228,8 +229,6 @@ class Segment:
         traced = self._crossing.placeholders[number]
         if call.given != traced.given:
             raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, traced.given)
-        if call.source != traced.source and self._unlike is None:
-            self._unlike = f"{call.name} (visit {number})"
         # what comes from another segment, and what goes to one
         for place, tensor in enumerate(call.tensors):
             flow, piece = self._crossing.flow_of.get((number, place), (-1, 0))
@@ -275,16 +274,6 @@ class Segment:
                     )
             out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Message(flow))))]
         return out
-
-    def explained(self, error: Exception, named: str, failed: bool) -> Exception:
-        """Returns the error that a loss that raised `error` on placeholders should have raised. failed: a visit has"""
-        if asks_for_values(error):
-            return errors.value_on_other_stage(f"the loss, called for {named},", error)
-        if self._unlike is not None and not failed and not isinstance(error, OrderChanged):
-            return errors.visit_differs_from_trace(
-                self._unlike, f"the loss raised {type(error).__name__} ({error}), and the visit has another block"
-            )
-        return error
 
 
 # ---- Losses and aux, of the stage that makes them.

@@ -80,10 +80,10 @@ def _ones(x: Any) -> Any:
 
 
 class Placeholder:
-    """Stands for the outputs of a visit: their structure, and tensors without values; given, source: see `Result`"""
+    """Stands for the outputs of a visit: their structure, and tensors without values; given: see `Result`"""
 
     def __init__(self, traced: Result, mode: PlaceholderMode) -> None:
-        self.structure, outs, self.given, self.source = traced
+        self.structure, outs, self.given = traced
         with mode:  # those of the trace have ended with it
             self._made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in outs]
         self._tensors = [x.detach() for x in self._made]

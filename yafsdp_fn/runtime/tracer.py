@@ -105,12 +105,11 @@ class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 class Result(NamedTuple):
-    """The result of a visit, structure and fake tensors; its arguments, and its block (`BlockCall`)."""
+    """The result of a visit, structure and fake tensors; and what it was given (`BlockCall`)."""
 
     structure: Any
     tensors: list[Tensor]
     given: Hashable
-    source: Hashable
 
 
 # ---- a trace under way
@@ -206,7 +205,7 @@ class Tracer:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
             calls = found.collectives, found.adjoints
             self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
-            self.results.append(Result(call.structure, outs, call.given, call.source))
+            self.results.append(Result(call.structure, outs, call.given))
         self._outputs += outs
         # outputs live as long as the loss keeps them
         for new, shared in zip(fresh, found.shares, strict=True):

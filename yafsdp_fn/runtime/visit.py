@@ -251,12 +251,6 @@ class BlockCall(TensorCall):
         return tuple([(x.shape, x.dtype) for x in self.tensors])
 
     @property
-    def source(self) -> Hashable:
-        """The block's code object, equal even if each step makes the function anew; None if it is no function."""
-        block = self._code[0] if isinstance(self._code, tuple) else self._code
-        return getattr(block, "__code__", None)
-
-    @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
         code, *others = self.code
