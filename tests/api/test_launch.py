@@ -10,6 +10,7 @@ import sys
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,7 +121,8 @@ def test_a_killed_rank_and_what_cannot_be_sent_are_said(monkeypatch: pytest.Monk
         ya.launch(lambda: lambda: None, ranks=2)
 
 
-LINES = 200_000
+LINES = 50_000
+"""More than a pipe holds."""
 
 
 def print_many() -> int:
@@ -234,14 +236,17 @@ def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
         "import sys, yafsdp_fn as ya\nfrom tests.api.test_launch import print_many\n"
         "print(ya.launch(print_many, ranks=2), file=sys.stderr)\n"
     )
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, script], env=environment, **both) as process:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    said = tmp_path / "said"
+    with said.open("w") as errors:
+        command = [sys.executable, "-m", "tests.harness.script", str(script)]
+        named: Any = SimpleNamespace(name=str(pipe))
+        process = forked.Forked(command, env=os.environ, stdout=named, stderr=errors, cwd=ROOT)
         try:
-            assert process.stdout.readline() == "0\n"
-            process.stdout.close()
+            with pipe.open() as head:
+                assert head.readline() == "0\n"
             process.wait(100)
-            assert f"[{LINES}, {LINES}]" in process.stderr.read()
+            assert f"[{LINES}, {LINES}]" in said.read_text()
         finally:
             process.kill()
 
