@@ -22,7 +22,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
-from tests.harness.groups import SOON, giving_up
+from tests.harness.groups import SOON, beating, giving_up
 from tests.harness.marks import nightly
 from tests.harness.pool import Pool, Pools
 from yafsdp_fn.communication.communicators import communicators
@@ -89,7 +89,8 @@ X = torch.linspace(-1, 1, 4, dtype=torch.float64).expand(3, 4)
 def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], remat: str) -> str:
     """What becomes of four steps on this rank: "exact", or the error; `at` -1: of a mutant in every step."""
     mesh = ya.mesh(device="cpu", **axes)
-    communicators(mesh)
+    with beating():
+        communicators(mesh)
     model, rank = Model(MUTANTS[how], max(at, 0), torch.distributed.get_rank() in ranks), torch.distributed.get_rank()
     plain, state = ya.PlainState.create(tree(), TX), ya.shard(tree(), TX, mesh=mesh, precision=FLOAT64)
     schedule = ya.schedules.zero3(remat=remat)

@@ -17,7 +17,7 @@ from tests.cuda.days import MESHES
 from tests.harness.fake_cuda.api import Event, fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
-from tests.harness.groups import outcome
+from tests.harness.groups import beating, outcome
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.stalls import until
@@ -36,7 +36,7 @@ def batch(seed: int) -> dict[str, Any]:
 
 def failing() -> list[str]:
     """Two steps, of which the second one's third gather fails in the same way on all ranks; and a third step."""
-    with fake_cuda(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
+    with fake_cuda(), beating(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
         state, step = ya.init(PROBLEM.params(3), TX, mesh=mesh), ya.train_step(PROBLEM.loss, TX)
         state, _ = step(state, batch(0))
         gathers, calls = RankGroup.all_gathers, []

@@ -36,6 +36,14 @@ SOON = 2.0
 BEAT = 0.1
 """Seconds between two looks of the watchdog, which else follow from the timeout."""
 
+
+@contextmanager
+def beating() -> Iterator[None]:
+    """Watchdogs that begin in this block look every BEAT seconds, and so know soon who is silent."""
+    with mock.patch.object(watchdog, "LONGEST_S", BEAT):
+        yield
+
+
 _numbers = itertools.count()  # meshes of equal axes count as one; all ranks make the same ones in the same order
 
 
@@ -47,7 +55,7 @@ def breakable(seconds: float = TIMEOUT, ranks: int | None = None) -> Any:
     if dist.get_rank() not in members:
         return None
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,))
-    with mock.patch.object(watchdog, "LONGEST_S", BEAT):
+    with beating():
         communicators(mesh)
     return mesh
 
@@ -58,9 +66,8 @@ def breakable_stages(stages: int, tensor: int = 1) -> Any:
     names = ("stage", "shard", "tensor")
     ranks, names = (ranks, names) if tensor > 1 else (ranks[..., 0], names[:2])
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names)  # with communicators of its own
-    with pytest.MonkeyPatch.context() as patch:  # meshes of several axes have the timeout of the process group
-        patch.setattr(groups, "timeout_of", lambda *_: timedelta(seconds=TIMEOUT))
-        patch.setattr(watchdog, "LONGEST_S", BEAT)
+    # meshes of several axes have the timeout of the process group
+    with mock.patch.object(groups, "timeout_of", lambda *_: timedelta(seconds=TIMEOUT)), beating():
         communicators(mesh)
     return mesh
 

@@ -43,7 +43,7 @@ def folder(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> 
     text(base, 200)
     (base / "held.txt").write_text("other text " * 50)
     more = ("--eval-every", "4", "--data.heldout-files", str(base / "held.txt"), "--optim.learning-rate", "1e-3")
-    argv = flags(base, *more)
+    argv = flags(base, *more, "--timeline-every", "50")
     for each in ((*argv, "--calibrate"), (*argv, "--name", "plain", "--timeline-every", "0")):
         assert [rank.error for rank in pools[2].run(briefly, each)] == ["", ""]
     return base / "runs"

@@ -53,7 +53,7 @@ def test_a_run_across_stages_is_that_of_one_rank(
     alone = texts(tmp_path / "alone")
     (one,) = pools[1].run(inside.inside, flags(alone))
     assert not one.error, one
-    stages = ("--mesh.stage", "2", "--mesh.order", order)
+    stages = ("--mesh.stage", "2", "--mesh.order", order, "--timeline-every", "50")
     for run in pools[2].run(staged, flags(folder, *stages), inside.killed, 7):
         assert run.error == "Killed: " and run.read == one.read[:6], run
     for run in pools[2].run(staged, flags(folder, *stages, "--resume")):

@@ -116,14 +116,14 @@ def test_restarts_need_a_name_that_lasts(pools: dict[int, Pool], tmp_path: Path)
 
 def test_a_folder_in_use_is_refused_by_pid(pools: dict[int, Pool], tmp_path: Path) -> None:
     text(tmp_path, 100)
-    fine(pools[2].run(inside, flags(tmp_path)))
+    fine(pools[2].run(inside, flags(tmp_path, "--steps", "4")))
     before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
     with files.held(tmp_path / "runs" / "a"):
         for argv in (flags(tmp_path), flags(tmp_path, "--resume", "--steps", "20")):
             for one in pools[2].run(inside, argv):
                 assert f"ConfigError: {tmp_path}/runs/a is in use by process {os.getpid()} on " in one.error
     assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
-    fine(pools[2].run(inside, flags(tmp_path, "--resume", "--steps", "13")))
+    fine(pools[2].run(inside, flags(tmp_path, "--resume", "--steps", "5")))
 
 
 def test_a_folder_whose_holder_is_ending_is_waited_for(tmp_path: Path) -> None:

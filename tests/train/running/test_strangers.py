@@ -164,7 +164,7 @@ def test_no_link_in_a_folder_is_followed_by_a_resume(
     pools: dict[int, Pool], tmp_path: Path, links: list[tuple[str, str]]
 ) -> None:
     text(tmp_path, 200)
-    fine = pools[1].run(inside, flags(tmp_path, "--keep", "2"))
+    fine = pools[1].run(inside, flags(tmp_path, "--keep", "2", "--timeline-every", "50"))
     assert not fine[0].error
     argv = flags(tmp_path, "--resume", "--steps", "16", "--timeline-every", "2")
     (led,) = pools[1].run(goes_on, tmp_path, argv, links, timeout=500)
