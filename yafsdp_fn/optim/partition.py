@@ -9,7 +9,6 @@ import torch
 
 from yafsdp_fn.optim.base import (
     Chain,
-    EmptyState,
     GradientTransformation,
     OnHost,
     State,
@@ -18,6 +17,7 @@ from yafsdp_fn.optim.base import (
     checked_update,
     identity,
     needed,
+    stateless,
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.optim.on_host import on_host
@@ -66,21 +66,15 @@ def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> Gr
             "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
             "the optimizer: contrib.inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
         )
-    rule = None if mask is None else as_rule(mask)
+    if mask is not None:
+        must_be_rule(mask, "mask")
 
-    def init(params: Tree) -> State:
-        if rule is not None:
-            must_fit(rule, params)
-        return EmptyState()
-
-    def update(updates: Tree, state: State, params: Tree | None = None) -> tuple[Tree, State]:
+    def update(updates: Tree, params: Tree | None) -> Tree:
         params = needed("add_decayed_weights", params)
         new = optree.tree_map(lambda u, p: u + weight_decay * p, updates, params)
-        if rule is not None:
-            new = optree.tree_map(torch.where, leaf_mask(rule, params), new, updates)
-        return new, state
+        return new if mask is None else optree.tree_map(torch.where, leaf_mask(mask, params), new, updates)
 
-    return GradientTransformation(init, update, elementwise=True, rule=Decay(weight_decay, rule))
+    return stateless(update, rule=Decay(weight_decay, mask))
 
 
 # ---- Combines several transformations, each for the leaves of its label, as in Optax.
