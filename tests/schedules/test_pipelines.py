@@ -41,7 +41,7 @@ from yafsdp_fn.schedules import (
     zero3,
     zero_bubble,
 )
-from yafsdp_fn.schedules.messages import SPAN, times, with_messages
+from yafsdp_fn.schedules.messages import SPAN, UNIT, times, with_messages
 from yafsdp_fn.schedules.pipelines import FACTORIES
 
 
@@ -53,7 +53,7 @@ def split(order: str, stages: int, per_stage: int = 2) -> Split:
 
 def length(of: Split, rows: Sequence[Sequence[Call]]) -> float:
     """Units of time that a step takes, with messages that take none."""
-    begins = times(of, with_messages(of, rows)).begins
+    begins = times(of, with_messages(of, rows), UNIT).begins
     return max(begun[-1] + SPAN[row[-1].kind] for begun, row in zip(begins, rows, strict=True))
 
 

@@ -68,10 +68,7 @@ def yafsdp(*, remat: Remat | str = "none") -> Schedule:
     """
 
     def build_yafsdp(trace: Trace) -> Program:
-        used = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
-        slots = {unit: index % 2 for index, unit in enumerate(used)}
-        if any(len({slots[unit] for unit in visit.units}) < len(visit.units) for visit in trace.visits):
-            slots = alternating_slots(trace.visits, trace.units)  # a visit of two units that would share a slot
+        slots = alternating_slots(trace.visits, tuple(unit._replace(stack="all") for unit in trace.units))
         return _with_copies(
             build(trace, slots, slots, prefetch=1, remat=policy(remat)),
             computed=lambda size: 2 * size.gather,
@@ -163,22 +160,24 @@ def _cast(size: Size) -> float:
     return size.gather + size.reduce if size.gather != size.reduce else 0.0
 
 
-def _nothing(size: Size) -> float:
-    return 0.0
-
-
 def _with_copies(
     program: Program,
     *,
-    gathered: Bytes = _nothing,
+    gathered: Bytes | None = None,
     computed: Bytes,
-    reduced: Bytes = _nothing,
+    reduced: Bytes | None = None,
 ) -> Program:
     """Adds copies to `program`: on the compute stream after gathers and backwards, and before reductions."""
     trace = program.trace
     out = list[Op | Copy]()
     turn = "gather"
     fresh: dict[int, int] = {}  # unit -> slot that nothing has copied out of
+
+    def copied(units: tuple[int, ...], stream: str, of_size: Bytes | None, **slots: tuple[Buffer, ...]) -> None:
+        nbytes = 0.0 if of_size is None else of_size(_size(trace, units))
+        if nbytes:
+            out.append(Copy(units, stream, nbytes, **slots))
+
     for op in program.ops:
         if isinstance(op, Gather | Reduce) and op.stream != turn:
             out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
@@ -187,16 +186,16 @@ def _with_copies(
         if isinstance(op, Gather):
             fresh.update(zip(op.units, op.slots, strict=True))
         if isinstance(op, Reduce):
-            slots = tuple(("grad slot", 0, slot) for slot in op.grad_slots)
-            out.append(Copy(op.units, "reduce", reduced(_size(trace, op.units)), reads=slots))
+            copied(op.units, "reduce", reduced, reads=_slots("grad slot", op.grad_slots))
         if isinstance(op, ComputeOp):
             new = tuple(unit for unit in trace.visits[op.visit].units if unit in fresh)
-            slots = tuple(("slot", 0, fresh.pop(unit)) for unit in new)
-            out.append(Copy(new, "compute", gathered(_size(trace, new)), reads=slots))
+            copied(new, "compute", gathered, reads=_slots("slot", map(fresh.pop, new)))
         out.append(op)
         if isinstance(op, Backward):
             trained = trace.visits[op.visit].trained
-            slots = tuple(("grad slot", 0, slot) for slot in op.grad_slots)
-            out.append(Copy(trained, "compute", computed(_size(trace, trained)), writes=slots))
-    kept = [op for op in out if not isinstance(op, Copy) or op.nbytes or COMMUNICATOR in op.writes]
-    return Program(trace, cast("tuple[Op, ...]", tuple(kept)))
+            copied(trained, "compute", computed, writes=_slots("grad slot", op.grad_slots))
+    return Program(trace, cast("tuple[Op, ...]", tuple(out)))
+
+
+def _slots(kind: str, numbers: Iterable[int]) -> tuple[Buffer, ...]:
+    return tuple((kind, 0, number) for number in numbers)

@@ -5,7 +5,6 @@ state = ya.init(params, tx, mesh=ya.mesh(stage=4), stages=assignment)
 whole = cut(trace, assignment)                 # the same step with its segments and flows: program/cut.py
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -67,14 +66,11 @@ def _named(trace: Trace, at: Sequence[str], count: int) -> list[int]:
     for number, visit in enumerate(trace.visits):
         for unit in visit.units:
             first.setdefault(trace.units[unit].name, number)
-    if isinstance(at, str) or (unknown := [name for name in at if name not in first]):
-        what = repr(at) if isinstance(at, str) else unknown[0]
-        raise ValueError(f"assign: at: expected a list of names of units, got {what}; visited are {', '.join(first)}")
-    begins = [0, *(first[name] for name in at)]
-    if len(begins) != count or any(b <= a for a, b in itertools.pairwise(begins)):
+    begins = [0, *(first.get(name, -1) for name in at)]
+    if len(begins) != count or begins != sorted(set(begins)):
         raise ValueError(
-            f"assign: at={list(at)} begins at visits {begins[1:]}: expected {count - 1} units, one for each of {count} "
-            "segments but the first, whose first visits come one after the other, behind visit 0"
+            f"assign(at={at!r}): expected a list of {count - 1} names of units, with which segments but the first "
+            f"begin, in the order of their first visits; visited are {', '.join(first)}"
         )
     return begins
 

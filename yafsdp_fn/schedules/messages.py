@@ -55,12 +55,12 @@ class PlayedTimes(NamedTuple):
     made: dict[Message, tuple[float, int, int]]
 
 
-def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = True, pace: Pace = UNIT) -> PlayedTimes:
-    """Runs lists, by default in unit time, with any number of carry slots: a call begins when the one before it has
-    ended, and all messages that it takes are there.
+def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTimes:
+    """Runs lists with any number of carry slots: a call begins when the one before it has ended, and all messages that
+    it takes are there.
 
-    messages: a message from another stage arrives by its send and receive, which wait for each other and take no time;
-        without messages it is there as soon as it is made
+    A message from another stage arrives by its send and receive, which wait for each other and take no time. In lists
+    of calls alone it is there as soon as it is made, or as long after that as `pace` says.
     """
     listed: list[tuple[int, Item, tuple[Message, ...]]] = []  # with what each gives
     for stage, items in enumerate(lists):
@@ -74,10 +74,10 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
         elif isinstance(item, Receive):
             comes[item.message] = number
         else:
-            comes.update((message, number) for message in given if not (messages and split.crosses(message)))
+            comes |= {message: number for message in given if message not in comes}
     # messages that take time by themselves
     travels: list[StageEvent] = []
-    if pace.message and not messages:
+    if pace.message and not sends:
         for message, source in comes.items():
             if split.crosses(message):
                 comes[message] = len(listed) + len(travels)
@@ -110,7 +110,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], *, messages: bool = Tru
 def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNIT) -> list[list[Item]]:
     """Returns `rows`, which must be sound, with the messages of each stage, in the order in which they are made at this
     pace. Raises Refused, rule `deadlock`, where calls wait for each other."""
-    begins, _, made = times(split, rows, messages=False, pace=pace)
+    begins, _, made = times(split, rows, pace)
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
@@ -229,7 +229,7 @@ def wired(
         same time; else receives come as late as possible, after the gathers for the second call: communication begins
         in the order in which it is issued, and weights should not wait for a message
     """
-    begins, sent, _ = times(split, lists, pace=pace)
+    begins, sent, _ = times(split, lists, pace)
     each = zip(programs, lists, begins, strict=True)
     return [_wired(program, items, split, _Slots(split, items, when, sent), together) for program, items, when in each]
 
