@@ -43,7 +43,6 @@ from yafsdp_fn.optim.rules import (
     scale_by_adam,
     scale_by_lion,
     scale_by_rms,
-    scale_by_stddev,
     sgd,
     trace,
 )
@@ -122,7 +121,6 @@ __all__ = [
     "scale_by_lion",
     "scale_by_rms",
     "scale_by_schedule",
-    "scale_by_stddev",
     "sgd",
     "step_",
     "trace",
