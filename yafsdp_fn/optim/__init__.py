@@ -64,7 +64,7 @@ from yafsdp_fn.optim.scaling import (
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
-from yafsdp_fn.optim.step.units import UnitSteps, needs_norm, parts_of, step_, why_not_unitwise
+from yafsdp_fn.optim.step.units import needs_norm, parts_of, step_, why_not_unitwise
 from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [
@@ -80,7 +80,6 @@ __all__ = [
     "ScaleByRmsState",
     "ScaleByScheduleState",
     "TraceState",
-    "UnitSteps",
     "adam",
     "adamw",
     "add_decayed_weights",
