@@ -147,10 +147,6 @@ CASES: dict[str, Case] = {
     "inject at a rate": Case(lambda o: o.inject_hyperparams(o.adamw)(ramp(o), b1=o.linear_schedule(0.5, 0.9, 10))),
     "clip": Case(lambda o: o.chain(o.clip(0.3), o.sgd(0.1))),
     "rmsprop": Case(lambda o: o.rmsprop(0.01)),
-    "rmsprop centered": Case(lambda o: o.rmsprop(0.01, 0.8, 1e-3, centered=True, momentum=0.9, bias_correction=True)),
-    "rmsprop nesterov": Case(
-        lambda o: o.rmsprop(0.01, 0.8, 1e-3, 1.0, eps_in_sqrt=False, centered=True, momentum=0.5, nesterov=True)
-    ),
     "exponential rate": Case(lambda o: o.sgd(o.exponential_decay(0.1, 4, 0.7, 3, end_value=0.03))),
     "exponential stairs, rate": Case(lambda o: o.sgd(o.exponential_decay(0.01, 4, 1.5, staircase=True))),
     "piecewise rate": Case(lambda o: o.sgd(o.piecewise_constant_schedule(0.1, {12: 3.0, 5: 0.25}))),

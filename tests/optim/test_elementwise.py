@@ -17,6 +17,7 @@ from tests.optim.test_units import UNITS, shards
 from tests.optim.trees import bits, matrices
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
+from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.program.ops import Update
 
 F64 = ya.Precision(*[torch.float64] * 3)
@@ -118,7 +119,7 @@ def test_any_order_of_units_has_the_same_bits(name: str, dtype: torch.dtype) -> 
     tx, params, expected = TXS[name], shards(0, dtype), shards(0, dtype)
     state, expected_state = tx.init(params), tx.init(expected)
     memory = shards(0, dtype)
-    steps = optim.UnitSteps(tx, params, memory, state)
+    steps = UnitSteps(tx, params, memory, state)
     for step in range(4):
         optree.tree_map(lambda to, value: to.copy_(value), memory, shards(step + 1, dtype))
         scalars: Any = {"found_inf": torch.tensor(float(step == 2)), "grad_norm": torch.tensor(3.0)}

@@ -24,15 +24,12 @@ from yafsdp_fn.planner.costs import Costs
 
 o, s = ya.optim, ya.schedules
 ADAMW = o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-2, weight_decay=0.1, mask=lambda path, p: len(p.shape) > 1))
-RMSPROP = o.rmsprop(1e-2, centered=True, momentum=0.5)
+RMSPROP = o.rmsprop(1e-2, momentum=0.5)
 MIXED = ya.Precision(compute=torch.bfloat16, reduce=torch.float32)
 
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "adamw": (ADAMW, o.on_host(ADAMW)),
-    "no kernel": (
-        o.rmsprop(1e-2, centered=True, momentum=0.5),
-        o.on_host(o.rmsprop(1e-2, centered=True, momentum=0.5)),
-    ),
+    "no kernel": (RMSPROP, o.on_host(RMSPROP)),
     "in 8 bits": (o.in_format(ADAMW, ya.formats.Roots(8)), o.on_host(o.in_format(ADAMW, ya.formats.Roots(8)))),
     "muon": (o.muon(0.02), o.on_host(o.muon(0.02))),
     "soap": (o.contrib.soap(3e-3), o.on_host(o.contrib.soap(3e-3))),

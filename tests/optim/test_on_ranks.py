@@ -33,7 +33,7 @@ TXS: dict[str, Any] = {
     "clip, mean, rmsprop": optim.chain(
         optim.clip(0.05),
         optim.mean_momentum(0.8),
-        optim.rmsprop(0.01, eps=1e-3, centered=True, momentum=0.5, bias_correction=True),
+        optim.rmsprop(0.01, eps=1e-3, momentum=0.5, bias_correction=True),
     ),
 }
 

@@ -85,7 +85,6 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 """Relative to the largest element of a leaf, and of a total to the leaf's norm."""
 LOOSER = {
     ("float32", "chain"): 2e-6,  # Optax's 1 - 0.999 ** count has few digits in float32
-    ("float32", "rmsprop centered"): 1e-5,  # the variance begins as a difference of equal numbers
     # Optax's rates are float32 even here
     **{("float64", name): 1e-7 for name in OURS if "rate" in name},
     **{("float64", name): 1e-7 for name in ("nesterov", "partition clipped", "schedule_free")},

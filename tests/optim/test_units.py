@@ -18,6 +18,7 @@ from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
 from yafsdp_fn.api.sharding import init
 from yafsdp_fn.communication.ranks import Ranks
+from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import Origin, placed, trainable
@@ -112,7 +113,7 @@ def equals_the_separate_step(name: str, data: st.DataObject) -> None:
     params, expected = shards(0, **where), shards(0, **where)
     state, expected_state = tx.init(params), tx.init(expected)
     memory = shards(0, **where | {"dtype": grad_dtype})
-    steps = optim.UnitSteps(tx, params, memory, state)
+    steps = UnitSteps(tx, params, memory, state)
     first = bits(params)
     for step in range(4):
         grads = shards(step + 1, **where | {"dtype": grad_dtype})
@@ -138,7 +139,7 @@ def test_scalars_may_be_left_out(name: str, device: str) -> None:
     params, expected = there(0), there(0)
     state, expected_state = tx.init(params), tx.init(expected)
     optim.step_(tx, expected, there(1), expected_state)
-    steps = optim.UnitSteps(tx, params, there(1), state)
+    steps = UnitSteps(tx, params, there(1), state)
     for unit in reversed(UNITS):
         steps.run([unit])
     steps.finish()
@@ -153,7 +154,7 @@ def test_a_skipped_step_keeps_all_bits(name: str) -> None:
     optim.step_(tx, params, shards(1), state)
     before = bits((params, state))
     grads = optree.tree_map(lambda g: g.copysign(torch.tensor(float("nan"))) * float("inf"), shards(2))
-    steps = optim.UnitSteps(tx, params, grads, state)
+    steps = UnitSteps(tx, params, grads, state)
     one = torch.ones(())
     for units in (UNITS[:4], UNITS[4:]):
         steps.run(units, scale=torch.tensor(float("inf")), found_inf=one, grad_norm=torch.tensor(float("nan")))
@@ -192,7 +193,7 @@ def _rng(seed: int) -> torch.Generator:
 def test_several_units_are_one_call_that_allocates_nothing(name: str, kernels: int) -> None:
     tx = clipped(UNITWISE[name]())
     params, grads = shards(0), shards(1)
-    steps = optim.UnitSteps(tx, params, grads, tx.init(params))
+    steps = UnitSteps(tx, params, grads, tx.init(params))
     scalars = {"scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0), "grad_norm": torch.tensor(3.0)}
     for units in (UNITS[::2], UNITS[1::2]):  # with and without decay in each
         with Watch() as watch:
@@ -210,7 +211,7 @@ def test_a_real_state() -> None:
     for step in range(3):
         grads = optree.tree_map(lambda p: torch.randn(p.shape, generator=_rng(step)), params)  # noqa: B023
         norm = global_norm(grads)
-        steps = optim.UnitSteps(tx, params, clone(grads), opt_state)
+        steps = UnitSteps(tx, params, clone(grads), opt_state)
         for unit in reversed(UNITS):
             steps.run([unit], grad_norm=norm)
         opt_state = steps.finish()
@@ -219,51 +220,20 @@ def test_a_real_state() -> None:
 
 
 class TestErrors:
-    def steps(self, tx: Any = None) -> optim.UnitSteps:
+    def steps(self, tx: Any = None) -> UnitSteps:
         tx, params = tx or optim.adamw(0.1), shards(0)
-        return optim.UnitSteps(tx, params, shards(1), tx.init(params))
-
-    def test_a_unit_twice(self) -> None:
-        steps = self.steps()
-        steps.run([6, 1])
-        with pytest.raises(
-            RuntimeError, match=r"a second update in one step of head \(unit 1\), layers\[1\] \(unit 6\);"
-        ):
-            steps.run([4, 6, 1])
-        with pytest.raises(RuntimeError, match=r"a second update in one step of layers\[0\] \(unit 4\);"):
-            steps.run([4, 4])
-        steps.run([unit for unit in UNITS if unit not in (6, 1)])  # nothing was done by what was refused
-        steps.finish()
-
-    def test_a_unit_missing(self) -> None:
-        steps = self.steps()
-        steps.run([unit for unit in UNITS if unit not in (2, 5)])
-        with pytest.raises(
-            RuntimeError, match=r"without an update of layers\.pinned \(unit 2\), layers\.b\[1\] \(unit 5\)$"
-        ):
-            steps.finish()
-
-    @pytest.mark.parametrize("unit", [0, 13, -1])
-    def test_an_unknown_unit(self, unit: int) -> None:
-        with pytest.raises(
-            ValueError, match=rf"no trainable unit has the number {unit}; there are head \(unit 1\), .*and 4 more"
-        ):
-            self.steps().run([1, unit])
-
-    def test_clipping_without_the_norm(self) -> None:
-        with pytest.raises(ValueError, match="needs the norm of the gradients of all units: pass grad_norm"):
-            self.steps(clipped(optim.sgd(0.1))).run([1])
+        return UnitSteps(tx, params, shards(1), tx.init(params))
 
     def test_another_gradient(self) -> None:
         params = shards(0)
         tx = optim.sgd(0.1)
         with pytest.raises(ValueError, match=r"the gradient of head.* should be like"):
-            optim.UnitSteps(tx, params, shards(0) | {"head": optree.tree_map(lambda x: x[1:], shards(0)["head"])}, ())
+            UnitSteps(tx, params, shards(0) | {"head": optree.tree_map(lambda x: x[1:], shards(0)["head"])}, ())
 
     def test_a_plain_tree(self) -> None:
         tx, params = optim.adamw(0.1), {"a": {"w": torch.zeros(3)}}
         with pytest.raises(TypeError, match=r"a\.w is torch\.float32 \(3,\), no sharded handle"):
-            optim.UnitSteps(tx, params, clone(params), tx.init(params)).run([1])
+            UnitSteps(tx, params, clone(params), tx.init(params)).run([1])
 
     def test_a_state_outside_of_handles(self) -> None:
         tx = optim.assume_elementwise((lambda params: {"key": torch.zeros(2)}, lambda u, s, params=None: (u, s)))
@@ -300,7 +270,7 @@ class TestErrors:
     def test_another_memory(self) -> None:
         tx, params, grads = optim.adamw(0.1), shards(0), shards(1)
         state = tx.init(params)
-        steps = optim.UnitSteps(tx, params, grads, state)
+        steps = UnitSteps(tx, params, grads, state)
         assert steps.fits(trainable(params), grads, state)
         assert not steps.fits(clone(params), grads, state)
         assert not steps.fits(params, grads, tx.init(params))
@@ -335,4 +305,4 @@ def test_what_cannot_be_cut(tx: Any, reason: str) -> None:
     assert why is not None
     with pytest.raises(TypeError, match=rf"^optim: .*{reason}.*keep the optimizer outside the program"):
         params = {"w": torch.zeros(3)}  # foreign pairs are refused on shards before anybody asks for units
-        optim.UnitSteps(tx, params, clone(params), optim.chain(tx).init(params)[0]).run([1])
+        UnitSteps(tx, params, clone(params), optim.chain(tx).init(params)[0]).run([1])

@@ -25,6 +25,7 @@ from tests.stages.states import (
     same,
     units_of,
 )
+from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.program.split import Assignment
 
@@ -85,7 +86,7 @@ def unit_by_unit(_: Any, model: str, axes: dict[str, int], name: str) -> None:
     state, other = pair(params, tx, axes, stages=Assignment(tuple(homes), tuple(range(stages))))
     assert bool(state.memory.trained) == (state.memory.comms.stage != last[0])
     for number in range(2):
-        steps = ya.optim.UnitSteps(tx, trainable(state.params), trainable(grads_of(state, number)), state.opt_state)
+        steps = UnitSteps(tx, trainable(state.params), trainable(grads_of(state, number)), state.opt_state)
         for unit in reversed(state.memory.trained):
             for part in range(steps.parts.get(unit, 1)):
                 steps.run([unit], part=part if steps.parts else None)

@@ -43,7 +43,6 @@ from yafsdp_fn.optim.rules import (
     scale_by_adam,
     scale_by_lion,
     scale_by_rms,
-    scale_by_stddev,
     sgd,
     trace,
 )
@@ -65,7 +64,7 @@ from yafsdp_fn.optim.scaling import (
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
-from yafsdp_fn.optim.step.units import UnitSteps, needs_norm, parts_of, step_, why_not_unitwise
+from yafsdp_fn.optim.step.units import needs_norm, parts_of, step_, why_not_unitwise
 from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [
@@ -81,7 +80,6 @@ __all__ = [
     "ScaleByRmsState",
     "ScaleByScheduleState",
     "TraceState",
-    "UnitSteps",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -122,7 +120,6 @@ __all__ = [
     "scale_by_lion",
     "scale_by_rms",
     "scale_by_schedule",
-    "scale_by_stddev",
     "sgd",
     "step_",
     "trace",

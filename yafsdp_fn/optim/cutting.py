@@ -49,13 +49,10 @@ class UnitTree(NamedTuple):
 
 
 class Cutter:
-    """Cuts trees that are sharded like `params`: parameters, gradients, optimizer states.
-
-    names: of all units
-    """
+    """Cuts trees that are sharded like `params`: parameters, gradients, optimizer states. units: all of them"""
 
     def __init__(self, params: Tree) -> None:
-        self.names: dict[int, str] = {}
+        self.units: list[int] = []
         self._like: dict[int, tuple[FlatLayout, torch.Size]] = {}  # by first unit of a group: layout, shape of a leaf
         for accessor, node in handles_and_leaves(params):
             if not isinstance(node, Sharded):
@@ -65,8 +62,7 @@ class Cutter:
                 )
             for _, group, leaf in node.group_leaves():
                 self._like[group.units[0]] = group.layout, leaf.shape
-                for layer, unit in zip(group.here, group.held, strict=True):
-                    self.names[unit] = f"{group.name}[{layer}]" if leaf.ndim == 2 else group.name or "params"
+                self.units += group.held
 
     def cut(self, what: str, tree: Tree, host: Host) -> UnitTree:
         """Cuts `tree`, called `what` in errors, into units. Outside handles it may hold 0-dim tensors and
@@ -140,12 +136,6 @@ class SingleUnitOwner:
         if name.startswith("__"):
             raise AttributeError(name)
         raise TypeError(f"optim: {GLOBAL}")
-
-
-def named(names: Mapping[int, str], units: Sequence[int]) -> str:
-    """Formats units for errors."""
-    shown = ", ".join(f"{names.get(unit, 'unknown')} (unit {unit})" for unit in units[:8])
-    return shown if len(units) <= 8 else f"{shown} and {len(units) - 8} more"
 
 
 # ---- Splits flat shards into runs of elements that are treated alike, so that a kernel needs no mask.

@@ -158,18 +158,14 @@ def sgd(learning_rate: float | Rate, momentum: float | None = None, nesterov: bo
     return chain(identity() if momentum is None else trace(momentum, nesterov), scale_by_learning_rate(learning_rate))
 
 
-# ---- RMSProp, as in Optax: updates over the root of their mean square, or over their standard deviation.
+# ---- RMSProp, as in Optax: updates over the root of their mean square.
 
 
 class ScaleByRmsState(NamedTuple):
-    """The state of `scale_by_rms` and `scale_by_stddev`.
-
-    nu, mu: mean square of updates, and their mean if it is subtracted, trees like the parameters
-    count: int32 [], completed steps, with bias correction
-    """
+    """The state of `scale_by_rms`. nu: mean square of updates, a tree like the parameters; count: int32 [], completed
+    steps, with bias correction"""
 
     nu: Tree
-    mu: Tree | None = None
     count: Tensor | None = None  # type: ignore[assignment]  # Optax's name; it hides tuple.count
 
 
@@ -189,49 +185,24 @@ def scale_by_rms(
     >>> update(ya.optim.scale_by_rms(decay=0.75))
     tensor([ 2., -2.])
     """
-    return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=False)
 
-
-def scale_by_stddev(
-    decay: float = 0.9,
-    eps: float = 1e-8,
-    initial_scale: float = 0.0,
-    eps_in_sqrt: bool = True,
-    bias_correction: bool = False,
-) -> GradientTransformation:
-    """Divides updates by their standard deviation, the root of `nu - mu ** 2`, which rounding leaves at 0 or above.
-    Arguments as for `scale_by_rms`; both moments are corrected.
-
-    >>> update(ya.optim.scale_by_stddev(decay=0.75))
-    tensor([ 2.3094, -2.3094])
-    """
-    return _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered=True)
-
-
-def _over_spread(
-    decay: float, eps: float, initial_scale: float, eps_in_sqrt: bool, bias_correction: bool, centered: bool
-) -> GradientTransformation:
     def init(params: Tree) -> State:
         nu = optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)
-        mu = optree.tree_map(torch.zeros_like, params) if centered else None
-        return ScaleByRmsState(nu, mu, new_count(params) if bias_correction else None)
+        return ScaleByRmsState(nu, new_count(params) if bias_correction else None)
 
     def update(updates: Tree, state: ScaleByRmsState, params: Tree | None = None) -> tuple[Tree, State]:
         nu = optree.tree_map(lambda v, g: decay * v + (1 - decay) * g * g, state.nu, updates)
-        mu, count = state.mu, state.count
+        count = state.count
         correct: Any = 1.0
-        if centered:
-            mu = optree.tree_map(lambda m, g: decay * m + (1 - decay) * g, mu, updates)
         if count is not None:
             count = count + 1
             correct = 1 - decay ** count.double()  # in fp64, as for Adam
 
-        def scaled(u: Tensor, v: Tensor, m: Tensor | None = None) -> Tensor:
-            square: Tensor = v / correct if m is None else (v / correct - (m / correct).square()).clamp(min=0)
+        def scaled(u: Tensor, v: Tensor) -> Tensor:
+            square = v / correct
             return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
 
-        means = [mu] if centered else []
-        return optree.tree_map(scaled, updates, nu, *means), ScaleByRmsState(nu, mu, count)
+        return optree.tree_map(scaled, updates, nu), ScaleByRmsState(nu, count)
 
     return GradientTransformation(init, update, elementwise=True)
 
@@ -243,19 +214,18 @@ def rmsprop(
     eps: float = 1e-8,
     initial_scale: float = 0.0,
     eps_in_sqrt: bool = True,
-    centered: bool = False,
     momentum: float | None = None,
     nesterov: bool = False,
     bias_correction: bool = False,
 ) -> GradientTransformation:
-    """RMSProp (Hinton, 2012): `scale_by_rms`, or `scale_by_stddev` if `centered`; then the learning rate; then
-    `trace(momentum, nesterov)` if a momentum is given. torch.optim.RMSprop has `eps_in_sqrt=False`.
+    """RMSProp (Hinton, 2012): `scale_by_rms`, then the learning rate; then `trace(momentum, nesterov)` if a momentum is
+    given. torch.optim.RMSprop has `eps_in_sqrt=False`.
 
     >>> update(ya.optim.rmsprop(0.1, decay=0.75))
     tensor([-0.2000,  0.2000])
     """
     return chain(
-        _over_spread(decay, eps, initial_scale, eps_in_sqrt, bias_correction, centered),
+        scale_by_rms(decay, eps, initial_scale, eps_in_sqrt, bias_correction),
         scale_by_learning_rate(learning_rate),
         identity() if momentum is None else trace(momentum, nesterov),
     )

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn import optim
 from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.base import checked_update, must_be_state_of
+from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
 from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree, named_leaves, register_node, tensors_in
@@ -56,7 +57,7 @@ class ShardedState:
     memory: StateMemory
     generation: int = 0
     program: Program | None = dataclasses.field(default=None, compare=False)
-    unit_steps: tuple[Any, optim.UnitSteps] | None = dataclasses.field(default=None, compare=False)
+    unit_steps: tuple[Any, UnitSteps] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -93,7 +94,7 @@ class ShardedState:
         memory.end_write()
         return dataclasses.replace(state, step=state.step + 1, unit_steps=(tx, steps)).over(memory, opt_state)
 
-    def unit_steps_for(self, tx: optim.GradientTransformation, grads: Tree) -> optim.UnitSteps:
+    def unit_steps_for(self, tx: optim.GradientTransformation, grads: Tree) -> UnitSteps:
         """Returns the step of `tx` in place over this state's memory and `grads`; the last one, which is many views, is
         reused."""
         if isinstance(self.opt_state, NoOptimizer):
@@ -106,7 +107,7 @@ class ShardedState:
         abstract = self.memory.abstract()
         must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
-            return optim.UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+            return UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
 
     if not TYPE_CHECKING:  # a type checker is to see misspelt names
 

@@ -1,6 +1,5 @@
 """An optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits."""
 
-from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -20,7 +19,7 @@ from yafsdp_fn.optim.base import (
     name,
     stages,
 )
-from yafsdp_fn.optim.cutting import Cutter, named
+from yafsdp_fn.optim.cutting import Cutter
 from yafsdp_fn.optim.in_format import block_of, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
@@ -178,15 +177,11 @@ class UnitSteps:
 
     The object is bound to their memory: after a donated step it serves the next, if `fits`. All calls of a step use one
     stream, from one thread at a time. `run` of single units raises TypeError where `why_not_unitwise(tx)` has a reason.
+    That each unit is updated once, and its parts in turn, is `verify`'s to say (rule `update`).
 
     Bits do not depend on how units are grouped, for every transformation of this package. The same holds for a foreign
     one if its operations round every element alike, wherever in a tensor it lies: of torch's on the CPU, `pow`,
     `sigmoid` and the like do not, in the last place.
-
-    >>> steps = ya.optim.UnitSteps(tx, w, g, tx.init(w))
-    >>> steps.run()
-    >>> w
-    tensor([ 0.9900, -1.9900])
     """
 
     def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
@@ -199,7 +194,7 @@ class UnitSteps:
         if leaves and self._why_not is not None:
             raise TypeError(f"optim: {self._why_not}, but states that are on the host are fetched unit by unit")
         self._host = HostStates(leaves, handles(params)[0].owner) if leaves else None
-        self._left: set[int] | None = None  # units of the step under way, None between steps
+        self._begun = False  # a step is under way
         self._scale: Scalar = None
         self._lanes: list[FusedSteps | Definition] = []
         for own, chosen in lanes:
@@ -211,8 +206,8 @@ class UnitSteps:
         # what is kept in a format is decoded in the memory of one unit, and so is what comes from the host
         in_turn = block_of(self._tx) > 1 or self._host is not None
         self._one_by_one = in_turn and self._why_not is None and bool(handles(params))
-        # unit between parts -> next part, the parts to come, messages before it
-        self._open: dict[int, tuple[int, Generator[list[Messages], None, None], list[Messages]]] = {}
+        # unit between parts -> the parts to come, and the messages before them
+        self._open: dict[int, tuple[Generator[list[Messages], None, None], list[Messages]]] = {}
 
     @cached_property
     def _cutter(self) -> Cutter:
@@ -225,7 +220,7 @@ class UnitSteps:
     def fits(self, params: Tree, grads: Tree, opt_state: State) -> bool:
         """Returns whether the leaves of these trees are the given memory, while no step over it is under way."""
         leaves = _leaves([params, grads, opt_state])
-        return self._left is None and list(map(id, leaves)) == list(map(id, self._memory))
+        return not self._begun and list(map(id, leaves)) == list(map(id, self._memory))
 
     def renew(self, params: Tree) -> None:
         """Replaces the handles by `params`, a later state's handles on the same memory; those of a donated state are
@@ -252,41 +247,31 @@ class UnitSteps:
         The other arguments are the same in all calls of a step:
         scale: 0-dim, divides every gradient; None for 1
         found_inf: 0-dim; if it is 1, parameters and state (its counts too) keep their bits. Never read by the host
-        grad_norm: 0-dim, the global norm of `grads / scale`; must be given if `needs_norm(tx)`, unless all are updated
+        grad_norm: 0-dim, the global norm of `grads / scale`; None if no gradient changes any more: it is taken here
         on_write: called before the first write to parameters or state; an exception before it leaves both as they were
         """
-        first = self._left is None
-        if not part:
-            self._take(units)
-        if first:  # all divide alike
+        if not self._begun:
+            self._begun = True  # all units divide alike
             if self._clips and grad_norm is None:
-                if units is not None:
-                    self._left = None
-                    raise ValueError(
-                        "optim: clip_by_global_norm needs the norm of the gradients of all units: pass grad_norm, and "
-                        "update no unit before it is known"
-                    )
                 grad_norm = global_norm(self._grads)
                 grad_norm = grad_norm if scale is None else grad_norm / scale
             self._scale = _clipping_scale(self._clips, scale, grad_norm)
         if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
-            units = list(self._cutter.names)  # the first lane's write ends the generation of whole handles
+            units = self._cutter.units  # the first lane's write ends the generation of whole handles
         alone = [unit for unit in units or () if part or self._one_by_one or unit in self.parts]
         together = None if units is None else [unit for unit in units if unit not in alone]
         if together is None or together:
             list(self._steps(together, 1, found_inf, on_write))  # in one part: no messages
         for unit in alone:
             parts = self.parts.get(unit, 1)
-            now, steps = self._open.pop(unit, (0, self._steps([unit], parts, found_inf, on_write), []))[:2]
-            if part not in (None, now):
-                raise RuntimeError(f"optim: part {part} of {named(self._cutter.names, [unit])} is out of turn")
+            steps, _ = self._open.pop(unit, (self._steps([unit], parts, found_inf, on_write), []))
             last = part is None or part + 1 == parts
             with self._host.using(unit, last=last) if self._host and (last or not part) else nullcontext():
                 if part is None:
                     exchanged(steps, handles(self._params)[0].owner.comms)
                     continue
                 for messages in steps:
-                    self._open[unit] = part + 1, steps, messages
+                    self._open[unit] = steps, messages
                     break
 
     def _steps(
@@ -307,40 +292,18 @@ class UnitSteps:
 
     def messages(self, units: Sequence[int]) -> list[Messages]:
         """Returns the messages that ranks exchange between the parts of `units`, in this order."""
-        return [pair for unit in units for pair in self._open[unit][2]]
-
-    def _take(self, units: Sequence[int] | None) -> None:
-        """Records that `units` take their step."""
-        if units is None:
-            if self._left is not None:
-                raise RuntimeError("optim: a step of all units inside of one unit by unit; `finish` ends a step")
-            self._left = set()
-            return
-        names = self._cutter.names
-        left = set(names) if self._left is None else self._left
-        if unknown := ", ".join(str(unit) for unit in units if unit not in names):
-            there = named(names, sorted(names))
-            raise ValueError(f"optim: no trainable unit has the number {unknown}; there are {there}")
-        if twice := sorted(unit for unit, times in Counter(units).items() if times > 1 or unit not in left):
-            raise RuntimeError(f"optim: a second update in one step of {named(names, twice)}; `finish` ends a step")
-        self._left = left.difference(units)
+        return [pair for unit in units for pair in self._open[unit][1]]
 
     @torch.no_grad()
     def finish(self, found_inf: Tensor | None = None) -> State:
         """Ends the step: counts advance, unless it is skipped. Returns the state, with the same leaves."""
-        # a stage may hold none of the trained units
-        idle = self._left is None and bool(handles(self._params)) and not units_of(self._params)
-        if not idle and (self._left is None or self._left or self._open):
-            names = self._cutter.names
-            missing = sorted(names if self._left is None else self._left | self._open.keys())
-            raise RuntimeError(f"optim: the step ends without an update of {named(names, missing)}")
         for steps in self._lanes:
             if steps.lane.units == frozenset():  # other stages hold them all; here counts advance as there
                 list(steps.steps(StepCall([], 1, self._cutter, None, found_inf, lambda: None)))
             steps.finish(found_inf)
         if self._host:
             self._host.finish()
-        self._left = None
+        self._begun = False
         return self._opt_state
 
 
@@ -385,10 +348,13 @@ def step_(
     on_write: OnWrite = lambda: None,
     copies: Tree | None = None,
 ) -> State:
-    """Takes one full step of `UnitSteps`, on trees that nobody keeps: updates `params` and `opt_state` in place, and
-    returns the latter.
+    """Takes one full step in place: updates `params` and `opt_state`, and returns the latter. `grads` are overwritten.
 
-    The arguments are those of `UnitSteps` and its `run`.
+    scale: 0-dim, divides every gradient; None for 1
+    found_inf: 0-dim; if it is 1, parameters and state (its counts too) keep their bits. Never read by the host
+    grad_norm: 0-dim, the global norm of `grads / scale`, if it is known
+    on_write: called before the first write to parameters or state; an exception before it leaves both as they were
+    copies: of `params` in another dtype, which get their new values
 
     >>> opt_state = ya.optim.step_(ya.optim.sgd(0.1), w, g, ya.optim.sgd(0.1).init(w))
     >>> w                                                      # written in place
