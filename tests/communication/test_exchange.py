@@ -192,20 +192,6 @@ def test_reductions_of_a_list_are_those_one_by_one(pools: dict[int, Pool], world
     pools[world].run(reduced_together)
 
 
-@pytest.mark.parametrize("how", CUTS)
-def test_pieces_cover_every_element_once(how: str) -> None:
-    shards = [torch.empty(n) for n in (3, 400, 5, 9, 700_000)]
-    with cut(how):
-        pieces = list(collectives._pieces(shards))
-        seen = sorted(part for piece in pieces for part in piece)
-        for number, shard in enumerate(shards):
-            parts = [(first, last) for i, first, last in seen if i == number]
-            assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
-            assert parts[-1][1] == len(shard)
-        for piece in pieces:
-            assert 4 * sum(last - first for _, first, last in piece) <= collectives.PIECE_BYTES
-
-
 class Ranks:
     """As a process group has them."""
 

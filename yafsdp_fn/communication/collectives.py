@@ -1,7 +1,7 @@
 """Collectives of one group of ranks on flat tensors, by torch.distributed's or by sends and receives of our own."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -126,8 +126,8 @@ Gathers take as long without (eight shards of 1 to 512 KiB)."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 COMBINES: dict[dist.ReduceOp.RedOpType, Combine] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 
-Piece = list[tuple[int, int, int]]
-"""The content of one message: (number of the vector, first, last + 1 element of its shard) for each part."""
+Part = tuple[Tensor, Tensor]
+"""A part of a shard [n], and what all ranks get of it from this one [R, n]."""
 
 
 class GlooGroup(RankGroup):
@@ -150,11 +150,24 @@ class GlooGroup(RankGroup):
         _wait(works)
 
     def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
-        rows = [whole.view(self._ranks, -1) for whole in fulls]
-        outs = [shard.view(-1) for shard in outs]
-        for piece in _pieces(outs):
-            wholes = [rows[vector][:, first:last] for vector, first, last in piece]
-            self._reduce([outs[vector][first:last] for vector, first, last in piece], wholes)
+        small: list[Part] = []  # reduced together
+        used = 0
+        for out, full in zip(outs, fulls, strict=True):
+            shard = out.view(-1)
+            rows = full.view(self._ranks, -1)
+            if shard.nbytes >= PACKED_BYTES:
+                step = max(1, PIECE_BYTES // shard.itemsize)
+                for part in zip(shard.split(step), rows.split(step, 1), strict=True):
+                    self._reduce([part])
+                continue
+            if small and used + shard.nbytes > PIECE_BYTES:
+                self._reduce(small)
+                small = []
+                used = 0
+            small.append((shard, rows))
+            used += shard.nbytes
+        if small:
+            self._reduce(small)
 
     def all_to_all(self, out: Tensor, full: Tensor) -> None:
         self.exchange(out.view(self._ranks, -1).unbind(), full.view(self._ranks, -1).unbind())
@@ -179,8 +192,9 @@ class GlooGroup(RankGroup):
     def receive(self, tensor: Tensor, rank: int) -> None:
         self.process_group.recv([tensor], rank, _tag(tensor)).wait()
 
-    def _reduce(self, targets: list[Tensor], wholes: list[Tensor]) -> None:
-        """Reduces one piece. targets [n] of `wholes` [R, n]: packed, if there are several"""
+    def _reduce(self, piece: Sequence[Part]) -> None:
+        """Reduces what is in one message to each peer: packed, if there are several parts."""
+        targets, wholes = zip(*piece, strict=True)
         sizes = [target.numel() for target in targets]
         packed = len(sizes) > 1
         peers = len(self._peers)
@@ -217,27 +231,6 @@ class GlooGroup(RankGroup):
             with torch.inference_mode(False):  # streams run under it, and others could not write to what is made there
                 self._scratch = torch.empty(count * row, dtype=torch.uint8)
         return [self._scratch[i * row : i * row + used].view(dtype) for i in range(count)]
-
-
-def _pieces(shards: Sequence[Tensor]) -> Iterator[Piece]:
-    """Yields small shards packed up to PIECE_BYTES, and large ones alone, cut at that size."""
-    pack: Piece = []
-    packed = 0  # bytes
-    for number, shard in enumerate(shards):
-        n = shard.numel()
-        size = shard.nbytes
-        if size >= PACKED_BYTES:
-            step = max(1, PIECE_BYTES // shard.itemsize)
-            yield from ([(number, first, min(n, first + step))] for first in range(0, n, step))
-            continue
-        if pack and packed + size > PIECE_BYTES:
-            yield pack
-            pack = []
-            packed = 0
-        pack.append((number, 0, n))
-        packed += size
-    if pack:
-        yield pack
 
 
 def _alike(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
