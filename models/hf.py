@@ -11,9 +11,9 @@ import torch
 from models.families import FAMILIES, of
 from models.files import adapters, tree
 from models.files.config_json import shown
+from models.files.settings import CONFIG, settings
 from models.parts.axes import NONE, Axes
 from models.parts.tree import Parts
-from yafsdp_fn.util.model_folder import CONFIG, settings
 
 
 def load(directory: str | os.PathLike[str], *, pin_norms: bool = False, axes: Axes = NONE) -> tuple[Any, Parts]:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.files.format import Format
+from models.files.settings import dumped
 from models.files.tree import is_rank_0, raise_on_all
 from models.parts.tree import Parts
 from yafsdp_fn.util import disk
-from yafsdp_fn.util.model_folder import dumped
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

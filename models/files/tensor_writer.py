@@ -14,7 +14,7 @@ Readers look for `model.safetensors` first, then for an index. So the change fro
     several to several      the index is renamed; it lists files of other names than the earlier one's
     one to several          the index is renamed, which nobody sees yet; then model.safetensors is removed
 
-What changes settings removes config.json before, and renames the new one into place behind it (`model_folder.py`).
+What changes settings removes config.json before, and renames the new one into place behind it (`settings.py`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from models.files.settings import CONFIG, GENERATION, PARTIAL, Settings, differs, write_aside
 from yafsdp_fn.util.disk import sync_folder
-from yafsdp_fn.util.model_folder import (
-    CONFIG,
-    GENERATION,
-    INDEX,
-    PARTIAL,
-    SHARDS,
-    SINGLE,
-    Settings,
-    differs,
-    write_aside,
-)
+from yafsdp_fn.util.model_folder import INDEX, SINGLE
 from yafsdp_fn.util.tensor_files import DTYPES
+
+SHARDS = "model-*-of-*.safetensors"
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -28,12 +28,12 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.files.format import Format, as_it_is
+from models.files.settings import CONFIG, GENERATION, Settings, settings
 from models.files.tensor_writer import Writer
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
 from models.parts.tree import Parts
 from yafsdp_fn.communication.groups import host_group
-from yafsdp_fn.util.model_folder import CONFIG, GENERATION, Settings, settings
 from yafsdp_fn.util.tensor_files import StoredTensor, scan_directory
 
 C = TypeVar("C", bound=Shape)
@@ -165,7 +165,7 @@ def save(
 
     An earlier model in `directory` stays until the new one is complete: a kill leaves one of the two. Where
     `config.json` changes, a kill between the last renames leaves weights without one, which is no model
-    (`yafsdp_fn/util/model_folder.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
+    (`settings.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
     cannot write, on every rank of a sharded tree: it leaves what a kill would.
     """
     root, writes = Path(directory), is_rank_0()

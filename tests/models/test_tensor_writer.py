@@ -22,7 +22,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from models.files import tree
+from models.files import settings, tree
 from models.files.tensor_writer import Writer
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
@@ -278,4 +278,4 @@ def test_a_failure_of_rank_0_is_every_rank_s(pools: Pools, world: int, tmp_path:
 def test_the_names_that_are_looked_for_are_those_of_transformers() -> None:
     utils = pytest.importorskip("transformers.utils", reason="compares with transformers")
     assert (model_folder.SINGLE, model_folder.INDEX) == (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME)
-    assert (model_folder.CONFIG, model_folder.GENERATION) == (utils.CONFIG_NAME, utils.GENERATION_CONFIG_NAME)
+    assert (settings.CONFIG, settings.GENERATION) == (utils.CONFIG_NAME, utils.GENERATION_CONFIG_NAME)

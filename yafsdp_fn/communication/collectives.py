@@ -1,8 +1,7 @@
 """Collectives of one group of ranks on flat tensors, by torch.distributed's or by sends and receives of our own."""
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +103,7 @@ class RankGroup:
 #     all-to-all        send whole[p] to p; out[p] = receive from p; out[rank] = whole[rank]
 #
 # gloo's own collectives copy through buffers that torch allocates in every call, and its reduce-scatter sends more
-# than needed. Here the only extra memory is scratch of a few pieces, allocated at first use and kept with the group.
+# than needed. Here the only extra memory is scratch of a piece, allocated at first use and kept with the group.
 #
 # Small vectors of a list that are reduced are packed into one message; all others are sent from where they are.
 #
@@ -116,8 +115,8 @@ class RankGroup:
 # for another tag it waits. Ranks that are out of step thus reach a timeout, which reports where they are.
 
 PIECE_BYTES = 2 << 20
-"""Bytes of a shard reduced at a time, with two pieces in flight; also the largest pack. 1, 2 and 4 MiB took the same
-time."""
+"""Bytes of a shard reduced at a time, and the largest pack. 1, 2 and 4 MiB took the same time, and so did a piece at a
+time and two in flight."""
 
 PACKED_BYTES = 1 << 20
 """Reductions of shards below this size are packed with their neighbours: a copy costs less than a message and a sum.
@@ -127,8 +126,8 @@ Gathers take as long without (eight shards of 1 to 512 KiB)."""
 Combine = Callable[[Tensor, Tensor], Tensor]
 COMBINES: dict[dist.ReduceOp.RedOpType, Combine] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 
-Piece = list[tuple[int, int, int]]
-"""The content of one message: (number of the vector, first, last + 1 element of its shard) for each part."""
+Part = tuple[Tensor, Tensor]
+"""A part of a shard [n], and what all ranks get of it from this one [R, n]."""
 
 
 class GlooGroup(RankGroup):
@@ -139,7 +138,7 @@ class GlooGroup(RankGroup):
         self._rank = process_group.rank()
         self._ranks = process_group.size()
         self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
-        self._scratch = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         works: list[dist.Work] = []
@@ -151,17 +150,24 @@ class GlooGroup(RankGroup):
         _wait(works)
 
     def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
-        rows = [whole.view(self._ranks, -1) for whole in fulls]
-        outs = [shard.view(-1) for shard in outs]
-        in_flight: deque[Callable[[], None]] = deque()
-        for number, piece in enumerate(_pieces(outs)):
-            if len(in_flight) == 2:
-                in_flight.popleft()()
-            wholes = [rows[vector][:, first:last] for vector, first, last in piece]
-            targets = [outs[vector][first:last] for vector, first, last in piece]
-            in_flight.append(self._reduce(targets, wholes, number % 2))
-        while in_flight:
-            in_flight.popleft()()
+        small: list[Part] = []  # reduced together
+        used = 0
+        for out, full in zip(outs, fulls, strict=True):
+            shard = out.view(-1)
+            rows = full.view(self._ranks, -1)
+            if shard.nbytes >= PACKED_BYTES:
+                step = max(1, PIECE_BYTES // shard.itemsize)
+                for part in zip(shard.split(step), rows.split(step, 1), strict=True):
+                    self._reduce([part])
+                continue
+            if small and used + shard.nbytes > PIECE_BYTES:
+                self._reduce(small)
+                small = []
+                used = 0
+            small.append((shard, rows))
+            used += shard.nbytes
+        if small:
+            self._reduce(small)
 
     def all_to_all(self, out: Tensor, full: Tensor) -> None:
         self.exchange(out.view(self._ranks, -1).unbind(), full.view(self._ranks, -1).unbind())
@@ -186,33 +192,27 @@ class GlooGroup(RankGroup):
     def receive(self, tensor: Tensor, rank: int) -> None:
         self.process_group.recv([tensor], rank, _tag(tensor)).wait()
 
-    def _reduce(self, targets: list[Tensor], wholes: list[Tensor], half: int) -> Callable[[], None]:
-        """Posts the messages of one piece, using one half of the scratch; returns a function that waits for them and
-        adds up. targets [n] of `wholes` [R, n]: packed, if there are several"""
+    def _reduce(self, piece: Sequence[Part]) -> None:
+        """Reduces what is in one message to each peer: packed, if there are several parts."""
+        targets, wholes = zip(*piece, strict=True)
         sizes = [target.numel() for target in targets]
-        alone = len(sizes) == 1
-        count = len(self._peers) + (0 if alone else self._ranks + 1)
-        scratch = self._scratch_rows(half, count, sum(sizes), wholes[0].dtype)
-        received = scratch[: len(self._peers)]
-        if alone:
-            sent = [*wholes[0].unbind()]
-            sum_here = targets[0]
-        else:
-            *sent, sum_here = scratch[len(self._peers) :]
+        packed = len(sizes) > 1
+        peers = len(self._peers)
+        scratch = self._scratch_rows(peers + (self._ranks + 1) * packed, sum(sizes), wholes[0].dtype)
+        received = scratch[:peers]
+        sent = [*wholes[0].unbind()]
+        total = targets[0]
+        if packed:
+            *sent, total = scratch[peers:]
             for row, parts in zip(sent, zip(*wholes, strict=True), strict=True):
                 torch.cat(parts, out=row)
-        works = self._post([sent[peer] for peer in self._peers], received)
-
-        def finish() -> None:
-            _wait(works)
-            of_rank = {self._rank: sent[self._rank], **dict(zip(self._peers, received, strict=True))}
-            one, two, *others = [of_rank[rank] for rank in range(self._ranks)]
-            torch.add(one, two, out=sum_here)
-            for part in others:
-                sum_here.add_(part)
-            _copy(targets, torch.split(sum_here, sizes))
-
-        return finish
+        _wait(self._post([sent[peer] for peer in self._peers], received))
+        of_rank = {self._rank: sent[self._rank], **dict(zip(self._peers, received, strict=True))}
+        one, two, *others = [of_rank[rank] for rank in range(self._ranks)]
+        torch.add(one, two, out=total)
+        for part in others:
+            total.add_(part)
+        _copy(targets, torch.split(total, sizes))
 
     def _post(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
         """Posts a message to each peer, and a receive from each; both sides leave out what is empty."""
@@ -223,35 +223,14 @@ class GlooGroup(RankGroup):
                     works.append(post([part], peer, _tag(part)))
         return works
 
-    def _scratch_rows(self, half: int, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """Returns `count` vectors of `numel` elements, in one half of the scratch."""
+    def _scratch_rows(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """Returns `count` vectors of `numel` elements, in the scratch."""
         used = numel * dtype.itemsize
         row = -(-used // 64) * 64  # aligned for any dtype
-        if self._scratch[half].numel() < count * row:
+        if self._scratch.numel() < count * row:
             with torch.inference_mode(False):  # streams run under it, and others could not write to what is made there
-                self._scratch[half] = torch.empty(count * row, dtype=torch.uint8)
-        return [self._scratch[half][i * row : i * row + used].view(dtype) for i in range(count)]
-
-
-def _pieces(shards: Sequence[Tensor]) -> Iterator[Piece]:
-    """Yields small shards packed up to PIECE_BYTES, and large ones alone, cut at that size."""
-    pack: Piece = []
-    packed = 0  # bytes
-    for number, shard in enumerate(shards):
-        n = shard.numel()
-        size = shard.nbytes
-        if size >= PACKED_BYTES:
-            step = max(1, PIECE_BYTES // shard.itemsize)
-            yield from ([(number, first, min(n, first + step))] for first in range(0, n, step))
-            continue
-        if pack and packed + size > PIECE_BYTES:
-            yield pack
-            pack = []
-            packed = 0
-        pack.append((number, 0, n))
-        packed += size
-    if pack:
-        yield pack
+                self._scratch = torch.empty(count * row, dtype=torch.uint8)
+        return [self._scratch[i * row : i * row + used].view(dtype) for i in range(count)]
 
 
 def _alike(vectors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,12 +1,5 @@
-"""The directory of a model: the files that make up the model, at every moment of a save.
-
-    weights    model.safetensors, or if there is none those that model.safetensors.index.json lists
-    settings   config.json and generation_config.json
-
-A save puts its weights beside those of the earlier model, and changes from one to the other by renaming or removing one
-file (`tensor_writer.py`), so a kill leaves one or the other. Settings are other files. If a save changes them, it
-removes config.json before its weights come, and puts the new one in place at last: a kill between these renames leaves
-weights without a config.json, which nobody takes for a model, and never those of one model with settings of another.
+"""The directory of a model, read: its weights are in model.safetensors, or if there is none in the files that
+model.safetensors.index.json lists.
 
 Nothing leads out of a directory: neither names in an index nor symbolic links, except links from a snapshot in the
 cache of Hugging Face's hub to the files in its `blobs`.
@@ -14,26 +7,16 @@ cache of Hugging Face's hub to the files in its `blobs`.
 
 from __future__ import annotations
 
-import json
 import re
 import reprlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.util import disk, strict_json
+from yafsdp_fn.util import strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-CONFIG, GENERATION = "config.json", "generation_config.json"
-SHARDS, PARTIAL = "model-*-of-*.safetensors", "partial-{}"
 LONGEST_JSON = 16 * 2**20
 """Limit in bytes of an index or of settings. An index takes some 90 bytes a tensor."""
-
-Settings = dict[str, dict[str, Any]]
-"""The content of each file of settings, by its name; a missing file is absent."""
-
-
-# ---- reading
 
 
 def weight_files(root: Path) -> list[Path]:
@@ -62,12 +45,6 @@ def weight_files(root: Path) -> list[Path]:
             f"copy the rest of the model"
         )
     return [root / name for name in names]
-
-
-def settings(root: Path) -> Settings:
-    """Reads the settings."""
-    there = [name for name in (CONFIG, GENERATION) if name == CONFIG or member(root, name) is not None]
-    return {name: read_json(root / name) for name in there}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -106,21 +83,3 @@ def _is_file_name(name: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return reprlib.repr(value)
-
-
-# ---- writing: aside, to the disk, renamed
-
-
-def differs(root: Path, name: str, values: Settings) -> bool:
-    """Returns whether the file `name` differs from what `values` would make it."""
-    there = (root / name).read_bytes() if (root / name).is_file() else None
-    return there != (dumped(values[name]) if name in values else None)
-
-
-def write_aside(root: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """Writes a JSON file under a name that no reader looks for, to be renamed to `name`."""
-    return disk.write(root / PARTIAL.format(name), dumped(values))
-
-
-def dumped(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
