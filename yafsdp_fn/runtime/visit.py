@@ -6,7 +6,7 @@ Here are the call, taken apart, and what a session does with it (execute.py). Wi
 path (pure.py).
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -298,22 +298,6 @@ class BlockCall(TensorCall):
                 if leaf is not runner.leaves[number]:
                     return None
         return None if transforms_active() else runner
-
-
-# ---- memory of tensors
-
-
-def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
-    """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
-    a copy can free.
-
-    passed: indices of carries that leave the visit in the same memory; every visit would copy them again
-    """
-    return [
-        number
-        for number, tensor in enumerate(tensors)
-        if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    ]
 
 
 # ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
