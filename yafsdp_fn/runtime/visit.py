@@ -6,6 +6,7 @@ Here are the call, taken apart, and what a session does with it (execute.py). Wi
 path (pure.py).
 """
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -388,6 +389,9 @@ class ToSlots:
 # the visit's; the backward of _Close begins it. A visit that recomputes is one node (recompute.py).
 
 
+VERSION = operator.attrgetter("_version")
+
+
 class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
 
@@ -405,7 +409,7 @@ class Running:
         """Runs the block, in a step with a backward; returns its outputs, in the graph of the loss."""
         call = self.call
         tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
-        versions = [tensor._version for tensor in tensors]
+        versions = list(map(VERSION, tensors))
         outs = self.outputs_in_graph(op, tensors)
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:
