@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from yafsdp_fn.schedules import (
     Program,
     Receive,
     Reduce,
+    Refused,
     Send,
     Stash,
     Trace,
@@ -39,6 +41,7 @@ from yafsdp_fn.schedules import (
     zero2,
     zero3,
 )
+from yafsdp_fn.timeline import Timeline
 
 HEAD = """\
 program of 16 ops: 4 visits, microbatches: 1, 4 gathers, 4 reductions; \
@@ -246,6 +249,29 @@ def test_json_round_trip(program: Program) -> None:
     assert type(again.trace.units[0]) is type(program.trace.units[0])
     assert again.fingerprint() == program.fingerprint() and str(again) == str(program)
     verify(again)
+
+
+def test_texts_of_two_kinds_of_program_are_read() -> None:
+    """As written when a pipeline was a type of its own: a list of ops, or a program for each stage."""
+    texts = json.loads((Path(__file__).parent / "texts_of_two_kinds.json").read_text())
+    one = zero3(update=True)(on(model(2), "replicas", "after norm"))
+    several = one_f_one_b(zero2(remat="all", update=True))(cut(on(model(2, 2), "ranks", "after norm"), (0, 1)))
+    assert verify(Program.from_json(texts["program"])) == one
+    pipeline = Program.from_json(texts["pipeline"])
+    assert pipeline.trace == several.trace
+    for old, new in zip(pipeline.stages, several.stages, strict=True):  # carry slots have other numbers, too
+        computes = [[op[:4] for op in ops if isinstance(op, Forward | Backward)] for ops in (old, new)]
+        rest = [[op for op in ops if op.stream not in ("compute", "send", "receive")] for ops in (old, new)]
+        assert computes[0] == computes[1] and rest[0] == rest[1]
+    with pytest.raises(Refused, match="rule 'deadlock'"):  # a receive is a call ahead of what its sender waits for
+        verify(pipeline)
+    timeline = Timeline.from_json(texts["timeline"])
+    assert (timeline.trace, [span.op for span in timeline.spans]) == (one.trace, list(one.ops))
+    damaged = texts["pipeline"].replace('"gather"', '"scatter"', 1)
+    with pytest.raises(
+        ValueError, match=r"not a program in JSON: stages\[0\]\.ops\[\d+\]: expected a list that begins"
+    ):
+        Program.from_json(damaged)
 
 
 def test_a_program_of_several_stages_has_parts() -> None:

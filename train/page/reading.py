@@ -181,7 +181,7 @@ def _kept(data: Any) -> tuple[int, ya.timeline.Timeline, ya.Program]:
     if not isinstance(data, dict) or data.keys() != {"step", "timeline", "ops"} or type(data["step"]) is not int:
         raise ValueError("expected an object of a step, its timeline and the ops of its program")
     timeline = ya.timeline.Timeline.from_json(json.dumps(data["timeline"]))
-    program = ya.Program.from_json(json.dumps({"trace": timeline.trace._asdict(), "stages": [data["ops"]]}))
+    program = ya.Program.from_json(json.dumps({"trace": timeline.trace._asdict(), "ops": data["ops"]}))
     ya.verify(program)
     return data["step"], timeline, program
 

@@ -137,8 +137,10 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
 # ---- Programs as JSON, and the hash that ranks compare.
 #
 # {"version": 1, "trace": ..., "stages": [[op, ...], ...]}    a list of ops for each stage; no version is the first
+# {"trace": ..., "ops": [op, ...]}                            read, too: what was written of one stage,
+# {"trace": ..., "stages": [{"trace": ..., "ops": ...}]}      and of several, whose own traces follow from their ops
 #
-# docs/program-1.schema.json describes it (docs/program_schema.py makes it). A new field of a record has
+# docs/program-1.schema.json describes the first of these (docs/program_schema.py makes it). A new field of a record has
 # a default, so that what was written before it is read; what else changes is another version, and `checked` reads both.
 
 VERSION = 1
@@ -184,12 +186,10 @@ def checked(data: Any) -> tuple[Trace, Stages]:
                 f"version: expected {VERSION}, got {reprlib.repr(version)}; what a later yafsdp_fn has written is read "
                 "by that one"
             )
-    known = isinstance(data, dict) and data.keys() == {"trace", "stages"} and isinstance(data["stages"], list)
-    if not known or not data["stages"]:
-        raise ValueError("expected an object of a trace and a list of stages")
+    lists = list(_lists(data))
     trace = typed_at("trace", Trace, data["trace"])
     check_trace(trace)
-    return trace, tuple(_stage(f"stages[{number}]", ops) for number, ops in enumerate(data["stages"]))
+    return trace, tuple(tuple([_op(f"{name}[{at}]", item) for at, item in enumerate(ops)]) for name, ops in lists)
 
 
 def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
@@ -197,14 +197,24 @@ def as_data(trace: Trace, stages: Stages) -> dict[str, Any]:
     return {"version": VERSION, "trace": trace._asdict(), "stages": [_ops(ops) for ops in stages]}
 
 
+def _lists(data: Any) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the list of ops of each stage, after its name in error messages."""
+    if isinstance(data, dict) and data.keys() == {"trace", "ops"} and isinstance(data["ops"], list):
+        yield "ops", data["ops"]
+        return
+    known = isinstance(data, dict) and data.keys() == {"trace", "stages"} and isinstance(data["stages"], list)
+    if not known or not data["stages"]:
+        raise ValueError("expected an object of a trace and a list of stages")
+    for number, stage in enumerate(data["stages"]):
+        named = isinstance(stage, dict) and stage.keys() == {"trace", "ops"}
+        ops = stage["ops"] if named else stage
+        if not isinstance(ops, list):
+            raise ValueError(f"stages[{number}]: expected a list of ops, got {reprlib.repr(ops)}")
+        yield f"stages[{number}]{'.ops' * named}", ops
+
+
 def _ops(ops: Sequence[Op]) -> list[list[Any]]:
     return [[type(op).__name__.lower(), *op] for op in ops]
-
-
-def _stage(where: str, ops: Any) -> tuple[Op, ...]:
-    if not isinstance(ops, list):
-        raise ValueError(f"{where}: expected a list of ops, got {reprlib.repr(ops)}")
-    return tuple([_op(f"{where}[{at}]", item) for at, item in enumerate(ops)])
 
 
 def _op(where: str, item: Any) -> Op:
