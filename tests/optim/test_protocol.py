@@ -10,7 +10,8 @@ import torch
 
 from tests.optim.trees import assert_close, bits, matrices, model
 from yafsdp_fn import optim
-from yafsdp_fn.params.tree import Param, Stacked
+from yafsdp_fn.params.markers import Stacked
+from yafsdp_fn.params.tree import Param
 
 
 def test_states_have_optax_names_and_the_structure_of_the_parameters() -> None:

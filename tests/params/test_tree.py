@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import yafsdp_fn as ya
-from yafsdp_fn.params.tree import Frozen, dotted, has_marker, is_marker, join, named_leaves, shape_of
+from yafsdp_fn.params.markers import Frozen, has_marker, is_marker
+from yafsdp_fn.params.tree import dotted, join, named_leaves, shape_of
 
 
 class Pair(NamedTuple):

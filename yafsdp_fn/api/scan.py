@@ -19,17 +19,9 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import (
-    Tree,
-    dotted,
-    join,
-    must_be_function,
-    named_leaves,
-    shape_of,
-    stacked,
-    without_markers,
-)
+from yafsdp_fn.params.tree import Tree, dotted, join, must_be_function, named_leaves, shape_of, stacked
 from yafsdp_fn.runtime import pure
 from yafsdp_fn.runtime.visit import BlockCall, rows_of
 from yafsdp_fn.util.randomness import device_of_leaves, run_plain_visit
@@ -71,7 +63,8 @@ def scan(
     >>> ya.scan(block, torch.ones(8), state.params["layers"])[0].shape
     torch.Size([8])
     """
-    must_be_function(f, "scan(f, carry, xs)")
+    if not callable(f):
+        must_be_function(f, "scan(f, carry, xs)")
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
     xs = xs if isinstance(xs, Sharded) else without_markers(xs)
@@ -120,7 +113,8 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     >>> ya.apply(embed, state.params["embed"], tokens).shape
     torch.Size([4, 8, 8])
     """
-    must_be_function(f, "apply(f, unit, *args)")
+    if not callable(f):
+        must_be_function(f, "apply(f, unit, *args)")
     nodes, spec = optree.tree_flatten(unit, is_leaf=is_sharded)
     if not all(isinstance(node, Sharded) for node in nodes):
         nodes, spec = optree.tree_flatten(without_markers(unit), is_leaf=is_sharded)

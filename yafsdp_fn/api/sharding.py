@@ -24,9 +24,8 @@ from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
 from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import (
-    DEFAULT_PRECISION,
-    Precision,
     Sharded,
     handles,
     handles_and_leaves,

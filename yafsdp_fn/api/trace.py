@@ -16,7 +16,8 @@ from yafsdp_fn.communication.ranks import Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.params.layout import tree_layout
-from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision, handles
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Arguments

@@ -30,8 +30,9 @@ from yafsdp_fn.modules.tree import (
 )
 from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
+from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded
-from yafsdp_fn.params.tree import Tree, join, shape_of, without_markers
+from yafsdp_fn.params.tree import Tree, join, shape_of
 from yafsdp_fn.runtime.visit import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.util.foreign_names import hint

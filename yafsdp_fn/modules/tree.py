@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from yafsdp_fn.modules.files import ModuleFiles
+from yafsdp_fn.params.markers import Stacked, Unit, frozen, has_marker
 from yafsdp_fn.params.sources import Lazy
-from yafsdp_fn.params.tree import Stacked, Unit, frozen, has_marker, join
+from yafsdp_fn.params.tree import join
 
 # ---- A module without its weights, and copies of it for one call, which `functionalize` runs.
 #

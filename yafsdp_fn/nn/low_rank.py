@@ -11,7 +11,7 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # as in para
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
-from yafsdp_fn.params.tree import Marker
+from yafsdp_fn.params.markers import Marker
 from yafsdp_fn.util.torch_private import SingleLevelFunction, transforms_active
 
 # ---- LowRank

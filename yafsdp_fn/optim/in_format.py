@@ -30,8 +30,9 @@ from yafsdp_fn.optim.base import (
 from yafsdp_fn.optim.partition import Decay, Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm, Scale
 from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.markers import Pinned
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Pinned, Tree, in_stack
+from yafsdp_fn.params.tree import Tree, in_stack
 
 # ---- The transformation.
 

@@ -13,24 +13,8 @@ from torch import Tensor
 
 from yafsdp_fn.communication.formats import WHOLE, Format, Wire
 from yafsdp_fn.communication.ranks import Axis, Ranks
-from yafsdp_fn.params.tree import (
-    Frozen,
-    LayerParam,
-    LeafSplit,
-    Marker,
-    Param,
-    Pinned,
-    Stacked,
-    Tree,
-    Unit,
-    dotted,
-    has_marker,
-    is_marker,
-    join,
-    no_leaf,
-    shape_of,
-    without_markers,
-)
+from yafsdp_fn.params.markers import Frozen, Marker, Pinned, Stacked, Unit, has_marker, is_marker, without_markers
+from yafsdp_fn.params.tree import LayerParam, LeafSplit, Param, Tree, dotted, join, no_leaf, shape_of
 from yafsdp_fn.util.mesh_axes import ALIGN, INSIDE, padded_numel, round_up
 
 # ---- Flat layouts: the position of every leaf of a parameter tree in its unit's flat vector.

@@ -13,18 +13,9 @@ from torch import Tensor
 from yafsdp_fn.communication.formats import WHOLE, Wire
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.markers import Frozen, without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import (
-    Frozen,
-    Param,
-    Tree,
-    dotted,
-    in_stack,
-    no_leaf,
-    settle,
-    shape_of,
-    without_markers,
-)
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, no_leaf, settle, shape_of
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #

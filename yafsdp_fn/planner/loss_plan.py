@@ -9,7 +9,7 @@ from torch import Tensor
 from yafsdp_fn.api.step_function import StepFunction, default_schedule
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.optim import GradientTransformation
-from yafsdp_fn.params.sharded import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, axes, read_by

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.communication.groups import MeshRanks, device_of
 from yafsdp_fn.communication.micro_shards import micro_shards_of, microbatches_on
 from yafsdp_fn.communication.ranks import Axis
+from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
-from yafsdp_fn.params.tree import Frozen, Tree, dotted, named_leaves, shape_of, tensors_in
+from yafsdp_fn.params.tree import Tree, dotted, named_leaves, shape_of, tensors_in
 from yafsdp_fn.runtime.consistency import OF_A_RANK, digest
 from yafsdp_fn.runtime.graph_walks import sample
 from yafsdp_fn.runtime.memory import Shards

@@ -379,7 +379,10 @@ class Session(VisitRunner):
         """Puts an op on its stream. why: reason, for errors; number: position of an op before the program"""
         run = None if self.observer is None else self.observer.issue(op, number)
         prepared = self.slots.prepared.get((type(op), op)) or prepare(self, op)
-        work = prepared.work if prepared.stream == "gather" else self.work(op)
+        if isinstance(op, Reduce):
+            work = self._reduce(op)
+        else:
+            work = prepared.work if prepared.stream == "gather" else self.work(op)
         # what slots hold from here on
         for unit, slot, source in prepared.fills:
             if source is None:
@@ -409,31 +412,32 @@ class Session(VisitRunner):
         stream.submit(work, waits, event, label)
 
     def work(self, op: Op) -> Work | None:
-        """Returns the work of an op; None where there is none, since slots are the shards, say."""
-        if isinstance(op, Reduce):
-            return self._reduce(op)
+        """Returns the work of an op that is no reduction; None where there is none, since slots are the shards, say."""
         kind: type[Any] = type(op)
         return self._works[kind](op) if kind in self._works else WORKS[kind](self, op)
 
     def _reduce(self, op: Reduce) -> Work | None:
         memory, grads = self.memory, self.grads
         assert grads is not None
-        slots, units, wholes = self.slots, list[int](), list[Tensor]()
+        slots, units, wholes, shards = self.slots, list[int](), list[Tensor](), list[Tensor]()
+        converted = False
         for unit, slot in zip(op.units, op.grad_slots, strict=True):
             if unit in memory.grads_alias:
                 continue
             self._unreduced.pop(slot, None)
             views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, grads)
+            shard = grads.rows[unit]
             units.append(unit)
             wholes.append(views.flat)
+            shards.append(shard)
+            converted |= views.flat.dtype != shard.dtype
         # what an earlier reduction of the step has written is added to
         adds = list(map(self.touched.__contains__, units))
         self.touched.update(op.units)
-        shards = list(map(grads.rows.__getitem__, units))
         own = list(map(memory.reduced_in.get, units))
         # a sum lands in its shard where it need not be converted or added
         sums = list(map(memory.sums.get, units))
-        straight = not any(adds) and not any(sums) and all(whole.dtype == shards[0].dtype for whole in wholes)
+        straight = not any(adds) and not any(sums) and not converted
         receive = memory.nothing if straight else memory.receive()
 
         reduce = partial(flat.reduce_into, receive=receive)
@@ -447,7 +451,9 @@ class Session(VisitRunner):
             together.setdefault(ranks_of[unit], []).append(at)
         jobs: list[Work] = []
         for comms, some in together.items():
-            own = [list(map(column.__getitem__, some)) for column in columns]
+            own: list[list[Any]] = []
+            for column in columns:  # on the way of every visit: no call
+                own.append(list(map(column.__getitem__, some)))
             jobs.append(partial(work, comms, *own))
         if len(jobs) < 2:
             return jobs[0] if jobs else None

@@ -20,7 +20,8 @@ from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
 from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
-from yafsdp_fn.params.sharded import Origin, Precision, placed
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment

@@ -18,7 +18,8 @@ from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
 from yafsdp_fn.params.layout import TreeLayout
-from yafsdp_fn.params.sharded import Precision, Sharded, handles, is_sharded, trainable
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Update

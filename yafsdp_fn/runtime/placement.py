@@ -14,7 +14,8 @@ from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.ranks import Ranks, receive_numel, staging_numel
 from yafsdp_fn.communication.sums import sum_dtype
 from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
-from yafsdp_fn.params.sharded import Origin, Precision, placed
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Encoding, UnitSpec, elsewhere

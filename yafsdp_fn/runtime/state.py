@@ -1,4 +1,4 @@
-"""States: a frozen pytree of parameters, optimizer state, step and seed, sharded or plain.
+"""The state of sharded training: a frozen pytree of parameters, optimizer state, step and seed.
 
     state = init(params, tx, mesh=mesh(), seed=0)
     state, metrics = step(state, batch)               # the old state is donated: its memory is the new one's
@@ -16,19 +16,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
-from yafsdp_fn.communication.formats import WHOLE
-from yafsdp_fn.optim.base import checked_update, must_be_state_of
+from yafsdp_fn.optim.base import must_be_state_of
 from yafsdp_fn.optim.step.units import UnitSteps
-from yafsdp_fn.params.sharded import Precision, Sharded, handles, trainable
-from yafsdp_fn.params.sources import with_values
-from yafsdp_fn.params.tree import Tree, named_leaves, register_node, tensors_in
+from yafsdp_fn.params.markers import register_node
+from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Sharded, handles, trainable
+from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.util.foreign_names import hint
-
-# ---- The state of sharded training.
 
 
 class NoOptimizer(NamedTuple):
@@ -208,70 +206,3 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
     return memory.over(masters)
-
-
-# ---- A state of plain tensors, to compare sharded ones with.
-#
-#     state = PlainState.create(params, tx)
-#     state, metrics = step(state, batch)               # the same step function as of a sharded state
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class PlainState:
-    """The interface of a sharded state for plain tensors in one process: the oracle, and a start without any sharding.
-
-    rank: the rank of a sharded state whose random numbers steps draw
-
-    >>> oracle = ya.PlainState.create(params, tx, seed=0)
-    >>> oracle, metrics = ya.train_step(loss_fn, tx)(oracle, batch)
-    >>> state, sharded = ya.train_step(loss_fn, tx)(state, batch)
-    >>> torch.allclose(metrics["loss"], sharded["loss"])
-    True
-    """
-
-    params: Tree
-    opt_state: Tree
-    step: int
-    seed: int
-    rank: int = 0
-
-    @staticmethod
-    def create(params: Tree, tx: optim.GradientTransformation, *, seed: int = 0, rank: int = 0) -> "PlainState":
-        """Makes a state from a tree of `Param`s, tensors or lazy leaves. Its params keep their markers, such
-        as frozen. Raises ValueError for a leaf that a sharded state would gather in another dtype than its own, or in
-        a wire format."""
-        for path, leaf in named_leaves(trainable(params)):
-            if getattr(leaf, "compute", None) not in (None, leaf.dtype):
-                raise ValueError(
-                    f"PlainState: {path} is {leaf.dtype} and has compute={leaf.compute}, but blocks see plain tensors "
-                    "as they are; leave compute out, and let the loss convert it"
-                )
-            if getattr(leaf, "wire", WHOLE) != WHOLE:
-                raise ValueError(
-                    f"PlainState: {path} travels in wire formats, {leaf.wire}, but nothing travels here; leave wire "
-                    "out, and let the loss pass it through (ya.formats.passed)"
-                )
-        made = optree.tree_map(lambda x: x.detach().clone(), with_values(params, seed, "cpu"))
-        return PlainState(made, optim.as_transformation(tx).init(trainable(made)), 0, seed, rank)
-
-    def __repr__(self) -> str:
-        return f"PlainState(step={self.step}, seed={self.seed}: {', '.join(dict(named_leaves(self.params)))})"
-
-    def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "PlainState":
-        """Returns the state after one optimizer step, out of place."""
-        with torch.no_grad():
-            old = trainable(self.params)
-            must_be_state_of(tx, optree.tree_map(lambda x: x.to("meta"), old), self.opt_state)
-            updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
-            new = optim.apply_updates(old, updates)
-        # frozen leaves stay as they are
-        moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
-        params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
-        return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)
-
-
-register_node(
-    PlainState,
-    lambda s: ((s.params, s.opt_state), (s.step, s.seed, s.rank)),
-    lambda static, c: PlainState(c[0], c[1], *static),
-)

@@ -4,7 +4,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.visit import BlockCall, movable
+from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces
@@ -365,6 +365,19 @@ def not_compiled() -> AbstractContextManager[Any]:
     """Runs compiled functions uncompiled: a compiled one would show no operations, and refuses to."""
     compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and the import takes seconds
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
+    """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
+    a copy can free.
+
+    passed: indices of carries that leave the visit in the same memory; every visit would copy them again
+    """
+    return [
+        number
+        for number, tensor in enumerate(tensors)
+        if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    ]
 
 
 def _once(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -6,7 +6,8 @@ Here are the call, taken apart, and what a session does with it (execute.py). Wi
 path (pure.py).
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
@@ -300,22 +301,6 @@ class BlockCall(TensorCall):
         return None if transforms_active() else runner
 
 
-# ---- memory of tensors
-
-
-def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
-    """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
-    a copy can free.
-
-    passed: indices of carries that leave the visit in the same memory; every visit would copy them again
-    """
-    return [
-        number
-        for number, tensor in enumerate(tensors)
-        if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    ]
-
-
 # ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
 
 GradTarget = tuple[Destination, bool]
@@ -404,6 +389,9 @@ class ToSlots:
 # the visit's; the backward of _Close begins it. A visit that recomputes is one node (recompute.py).
 
 
+VERSION = operator.attrgetter("_version")
+
+
 class Running:
     """A visit of a running session (execute.py), as its autograd nodes see it.
 
@@ -421,7 +409,7 @@ class Running:
         """Runs the block, in a step with a backward; returns its outputs, in the graph of the loss."""
         call = self.call
         tensors, call.tensors = call.tensors, []  # else every visit's arguments would live until the loss dies
-        versions = [tensor._version for tensor in tensors]
+        versions = list(map(VERSION, tensors))
         outs = self.outputs_in_graph(op, tensors)
         for tensor, before in zip(tensors, versions, strict=True):
             if tensor._version != before:

@@ -6,9 +6,10 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
-from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked, without_markers
+from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked
 from yafsdp_fn.runtime.memory import StateMemory
 
 
