@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests. What takes time to import waits for the workers: the process that starts them needs none."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-import torch
 
 from tests.harness import forked
 from tests.harness.marks import left_out
 from tests.harness.pool import Pool
-from yafsdp_fn.nn import linear
 
 # none of these may fail because the machine is slow
 hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("slow")
-
-linear.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
 
 if sys.platform == "linux":
     # No process of the tests preempts another by waking up, ranks included, which inherit this. Else a rank that sends
@@ -64,6 +60,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+def pytest_collectstart() -> None:
+    from yafsdp_fn.nn import linear
+
+    linear.LARGE = 0  # the small weights of tests go the way of large ones, into slots; see Pool for ranks
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """What is imported is no garbage: tests that look for some look at nothing but their own, and soon. What the first
@@ -99,4 +101,6 @@ def few_threads(pools: dict[int, Pool]) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)

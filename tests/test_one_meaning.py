@@ -256,7 +256,7 @@ def shared_arguments(mesh: Any) -> None:
 
 @pytest.mark.parametrize(
     ("world", "axes"),
-    [(1, "shard"), (2, "shard"), (2, "copies"), nightly(4, "replicate")],
+    [(1, "shard"), (2, "shard"), nightly(2, "copies"), nightly(4, "replicate")],
 )
 def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
     pools[world].run(on, axes, shared_arguments)

@@ -19,6 +19,7 @@ from models import llama
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
+from tests.harness.marks import nightly
 from tests.planner.test_footprint import held_by, own_gains, tokens
 from yafsdp_fn.communication import flat, micro_shards
 from yafsdp_fn.communication.communicators import communicators
@@ -105,7 +106,7 @@ def step(
         return launched, real
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [nightly(1), 2])
 def test_a_step_with_wide_sums(in_child: InChild, microbatches: int) -> None:
     few, _ = in_child(step, {"shard": 2}, "wide sums", microbatches)
     many, _ = in_child(step, {"shard": 8}, "wide sums", microbatches)
@@ -126,7 +127,7 @@ def test_buffers_are_as_planned(in_child: InChild, precision: str) -> None:
     assert (on_cpu.receive > planned["receive"]) == (real["receive"] > 0)
 
 
-@pytest.mark.parametrize("precision", ["wide sums", "wide products"])
+@pytest.mark.parametrize("precision", [nightly("wide sums"), "wide products"])
 def test_buffers_are_as_planned_with_gains_in_float32(in_child: InChild, precision: str) -> None:
     """And what is launched does not depend on the number of ranks."""
     tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)

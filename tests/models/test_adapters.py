@@ -14,9 +14,6 @@ from models import mixtral
 from tests.harness.pool import Pools
 from tests.models.theirs import Pair, draw
 
-pytest.importorskip("transformers", reason="compares with transformers")
-peft = pytest.importorskip("peft", reason="reads adapters with peft")
-
 SHAPE: dict[str, Any] = {"vocab": 61, "embed": 32, "ffn": 40, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8}
 SHAPE["max_length"] = 64
 
@@ -40,8 +37,8 @@ def in_attention(path: str, param: ya.Param) -> bool:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(other: Pair, pools: Pools, tmp_path: Path) -> None:
-    import transformers
-
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    peft = pytest.importorskip("peft", reason="reads adapters with peft")
     where = in_attention if other.name == "mixtral" else None
     pools[2].run(adapt, other.directory, tmp_path, where)
     config, lazy = models.hf.load(tmp_path / "merged")

@@ -137,6 +137,7 @@ def two_ranks(mesh: Any) -> dict[str, Any]:
         sizes.add(slot_bytes(slots))
         places.add(tuple(storage(w) for w in seen[:5]))
         slots.release()
+    seen.clear()  # a weight's graph holds the block, and the block this list: a cycle that no collector finds
     program = step.program(state)
     assert program is not None
     owned = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())

@@ -27,6 +27,7 @@ from tests.harness.formats import (
     split_loss,
     two_steps_of_micro_shards,
 )
+from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, looped
 from tests.harness.pool import Pool
@@ -272,7 +273,7 @@ def over_stages(_: Any, kind: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["marked", "tied"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, nightly(4)])
 def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
     pools[world].run(over_stages, kind)
 

@@ -13,7 +13,7 @@ from torch.func import grad
 
 import yafsdp_fn as ya
 from tests.checkpoint import test_resharding as resharding
-from tests.harness.marks import by_day
+from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import MESHES, made, on
 from tests.harness.oracle import batch_of, global_batch
 from tests.harness.pool import Pools, on_ranks
@@ -40,14 +40,14 @@ def test_numbers_over_trees_and_map_layers(_: Any, mesh: str) -> None:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "copies", "replicate-nodes"))
+@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "replicate-nodes"))
 def test_gradients_of_the_pure_path(_: Any, mesh: str) -> None:
     for name in ("tied", "rich"):
         first_order(made(mesh), name)
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "replicate", "nodes"))
+@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "copies"))
 def test_other_transforms_of_the_pure_path(_: Any, mesh: str) -> None:
     per_example(made(mesh), "base")
     second_order(made(mesh), "base")
@@ -145,7 +145,7 @@ def loaded(mesh: Any, directory: str) -> list[Tensor]:
     return resharding.whole(state)
 
 
-@pytest.mark.parametrize("mesh", ["replicate", "copies", "nodes"])
+@pytest.mark.parametrize("mesh", ["replicate", nightly("copies"), "nodes"])
 def test_checkpoints_travel_between_meshes(pools: Pools, tmp_path: Path, mesh: str) -> None:
     """From a mesh with replicas or nodes to 1, 2 and 4 ranks, and back."""
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
