@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import torch
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
-from tests.harness.small import batch, loss, model
+from tests.harness.small import batch, loss, model, one_rank
 
 BLOCKS = [
     text.split("```")[0] for text in (Path(__file__).parents[1] / "docs/formats.md").read_text().split("```python\n")
@@ -19,7 +20,7 @@ BLOCKS = [
 
 def page(block: int, **names: Any) -> dict[str, Any]:
     space: dict[str, Any] = {"ya": ya, "torch": torch, **names}
-    exec(BLOCKS[block], space)
+    exec(BLOCKS[block].replace("ranks=256", "ranks=2"), space)  # fewer meshes to search
     return space
 
 
@@ -67,3 +68,13 @@ def trained(mesh: Any) -> None:
 def test_the_page_on_ranks(pools: dict[int, Pool]) -> None:
     for world in (1, 2):
         pools[world].run(trained)
+
+
+def test_what_pays_is_searched_for_a_state(capsys: pytest.CaptureFixture[str]) -> None:
+    number = next(at for at, block in enumerate(BLOCKS) if "search_formats" in block)
+    tx = ya.optim.adamw(1e-2)
+    state = ya.init(model(), tx, mesh=one_rank())
+    names = {"loss": loss, "params": model(), "batch": batch(), "tx": tx, "state": state}
+    found = page(number, int8=ya.formats.Scaled(torch.int8, block=64), **names)["found"]
+    assert len(found.choices) == 6 and list(found.errors) == ["int8/64", "roots/64"]
+    assert len(capsys.readouterr().out.splitlines()) == 9

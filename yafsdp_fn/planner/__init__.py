@@ -17,11 +17,11 @@ from yafsdp_fn.planner.synthesize import Synthesized
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
     from yafsdp_fn.api.trace import trace
     from yafsdp_fn.planner.loss_plan import plan
-    from yafsdp_fn.planner.search_formats import FormatChoice, FormatsFound, search_formats
+    from yafsdp_fn.planner.search_formats import FormatsFound, search_formats
 
 __all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Synthesized"]
 __all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]
-__all__ += ["FormatChoice", "FormatsFound", "calibrate", "search_formats"]
+__all__ += ["FormatsFound", "calibrate", "search_formats"]
 
 _LATE = {"calibrate": "yafsdp_fn.lab.calibrate"}
 
