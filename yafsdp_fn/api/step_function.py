@@ -327,7 +327,9 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             # the loss
             try:
-                mean, aux = returned(arguments.call(call.microbatch, session, track), has_aux)
+                # across stages, of other microbatches and segments at once, what it writes to its batch stays its own
+                given = arguments.call(call.microbatch, session, track, copied=crossing is not None)
+                mean, aux = returned(given, has_aux)
             except Exception as error:
                 if session.explained(error) is error:  # under no name: a cycle through its traceback, and this frame
                     raise

@@ -57,6 +57,7 @@ class TrainStep:
                 f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}: step(state, batch), "
                 "with the state itself that ya.init, ya.shard or the step before returned"
             )
+        given = state.memory
         state = state.check() if self._donate else state.copy()
         memory = state.memory
         arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()
@@ -65,7 +66,11 @@ class TrainStep:
                 "train_step: a plain tensor is among the state's params, all of which are shards: ya.shard them"
             )
         updates = StepUpdates(state, self._tx, arguments.gradients([], shards)[0], shards, self._measure)
-        ran = self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
+        given.stepping = frozenset(map(id, given.masters()))
+        try:
+            ran = self._function.run(arguments, memory, shards, Seed(state.seed, state.step), updates)
+        finally:
+            given.stepping = frozenset()
         new, metrics = updates.finish()
         return dataclasses.replace(new, program=ran.program), metrics
 

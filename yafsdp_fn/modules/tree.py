@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import optree
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, has_marker
@@ -221,11 +221,11 @@ def tree_of(
     lists = [layers] if isinstance(layers, str) else list(layers)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
+    _refuse(module, files)
     own = _own_dtypes(module, compute or {})
     stacks: dict[str, list[str]] = {}
     for name in lists:
         stacks |= _kinds(_container(module, name, lists), name, own)
-    _refuse(module, files)
     parts = [(unit, name, dict(_all(module.get_submodule(name)))) for unit, names in stacks.items() for name in names]
     parts += [(name, name, named) for name, named in _beside(module, lists)]
 
@@ -369,24 +369,31 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
     def no(name: str, why: str) -> None:
         raise TypeError(f"functionalize: {name or 'the module'} {why}")
 
+    for name, param in _all(module):
+        if type(param) is not nn.Parameter:
+            what = f"is a {type(param).__name__}, not a plain nn.Parameter"
+            no(name, f"{what}; give the module before it was changed, or a lazy one after its first call")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule) or hasattr(part, "_orig_mod"):
             no(name, "is compiled; give the module that it was made of")
+        if isinstance(part, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            no(name, f"is a {type(part).__name__}; give the module inside, its .module")
         if hooked(part):
-            no(name, "has hooks, which would run inside of visits and again when they are recomputed; remove them")
+            why = "has hooks, which would run inside of visits and again when they are recomputed"
+            no(name, f"{why}; remove them (those of weight_norm: take torch.nn.utils.parametrizations)")
         if "forward" in vars(part):
             no(name, "has another forward than its class, set on the instance (accelerate does so); remove that")
         if getattr(part, "gradient_checkpointing", False):
             no(name, "has gradient checkpointing on; turn it off: a schedule says what is recomputed (remat=)")
         if isinstance(part, _NormBase) and part.training and part.running_mean is not None:
             no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
+        if isinstance(part, _BatchNorm) and part.running_mean is None:
+            no(name, "normalises by the rows of one rank and microbatch (track_running_stats=False); use another norm")
     for name, buffer in module.named_buffers():
         if buffer.is_meta and (files is None or name not in files):
             no(name, "is a buffer on the meta device, and in no file: make the module with its parameters alone there")
     memory: dict[int, tuple[str, int]] = {}
     for name, param in _all(module):
-        if type(param) is not nn.Parameter:
-            no(name, f"is a {type(param).__name__}, not a plain nn.Parameter; give the module before it was changed")
         if param.is_meta and files is None:
             no(name, "is on the meta device and has no values; load the module first, or name its files (files=)")
         if not param.is_floating_point():

@@ -121,6 +121,7 @@ class SingleUnitOwner:
     rank: int
     ranks: int
     generation: int = 0
+    stepping: frozenset[int] = frozenset()
 
     @property
     def comms(self) -> Any:

@@ -77,9 +77,11 @@ class Owner(Protocol):
     """The owner of a layout: a state's memory, a placement without memory, the units of an optimizer's step.
 
     generation: of its content; it advances when a step takes the memory for the next state
+    stepping: ids of its leaves, if a training step of theirs runs now
     """
 
     generation: int
+    stepping: frozenset[int]
 
     @property
     def comms(self) -> Ranks: ...

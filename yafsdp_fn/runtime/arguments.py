@@ -358,10 +358,10 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _is_list(node: Any) -> bool:
-    """Returns whether `node` is a list of Python's values: one for each row, presumably."""
+    """Returns whether `node` is a list of Python's values, or of dicts: one for each row, presumably."""
     if type(node) is not list or not node:
         return False
-    return isinstance(node[0], int | float | complex | str | bytes) or _is_list(node[0])
+    return isinstance(node[0], int | float | complex | str | bytes | dict) or _is_list(node[0])
 
 
 def _is_cut(leaf: Any) -> bool:

@@ -104,6 +104,14 @@ def nothing_visited() -> ValueError:
     )
 
 
+def closed_over(visit: str) -> ValueError:
+    """Returns the error for a loss that uses the state that is stepped in place of its argument."""
+    return ValueError(
+        f"{visit}: the loss uses params of the state that this step trains, but not those that it is given: from "
+        "outside (state.params) they get no gradient. Use its argument; what is to be a constant, under torch.no_grad()"
+    )
+
+
 def parameter_of_a_module(leaf: Tensor) -> ValueError:
     """Returns the error for a loss that calls a module which has weights of its own, beside the state's."""
     return ValueError(
@@ -180,6 +188,15 @@ def leaf_written() -> RuntimeError:
     return RuntimeError(
         "the loss writes into the leaves of its parameters in place, while their units may have been gathered already. "
         "Write between two steps, to the leaves of state.params, on all ranks (optree.tree_map under torch.no_grad())"
+    )
+
+
+def leaf_written_unseen() -> RuntimeError:
+    """Returns the error for a write to the shards of a state of which copies were not told."""
+    return RuntimeError(
+        "a leaf of the state's params was written through .data or .numpy(), or given other memory (leaf.data = ...), "
+        "which nothing counts: a copy of it would be computed with. Write under torch.no_grad() to the leaf itself "
+        "(leaf.mul_(0.5), leaf.copy_(new)), on all ranks"
     )
 
 

@@ -47,9 +47,13 @@ def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[in
     nodes = list(_nodes([total], ends=lambda node: hasattr(node, "running")))
     ends = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    made_of = [getattr(node, "variable", None) for node in _nodes([total])]
-    of_modules: list[Tensor] = [leaf for leaf in made_of if isinstance(leaf, torch.nn.Parameter)]
-    return read, any(hasattr(node, "running") for node in nodes), of_modules
+    return read, any(hasattr(node, "running") for node in nodes), parameters_behind([total])
+
+
+def parameters_behind(roots: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the parameters of modules that `roots` depend on."""
+    leaves = [getattr(node, "variable", None) for node in _nodes(roots)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
 
 
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.

@@ -15,6 +15,7 @@ from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
+from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
 from yafsdp_fn.runtime.placement import Placement
@@ -36,6 +37,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records, while active, the `bytes` of live results of operations, and their `peak`.
 
     mark: label of new allocations. Memory that a kernel allocates and frees before it returns is not seen.
+    written: keys of the memory that operations have written to in place, through `.data`, too
     """
 
     supports_higher_order_operators = True
@@ -44,6 +46,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = self.mark = 0
         self.paused = False
+        self.written: set[int] = set()
         self._born: dict[int, _Allocation | None] = {}
         self.ignore(known)
 
@@ -89,6 +92,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for leaf in tensors_in(out):
                     if memory_key(leaf) not in self._born:
                         self.adopt(leaf)
+            elif schema.is_mutable:
+                self.written.update(map(memory_key, tensors_in(out)))
             self.peak = max(self.peak, self.bytes)
         return out
 
@@ -184,6 +189,7 @@ def measure(
     ]
     inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     leaves = [leaf for unit in weights for leaf in unit]
+    memory = list(map(memory_key, leaves))
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
     for unit, of_unit in zip(call.units, weights, strict=True):
@@ -196,6 +202,8 @@ def measure(
     # forward
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
         outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
+    if lives.written.intersection(memory) or memory != list(map(memory_key, leaves)):  # leaf.data = ... in the block
+        raise errors.weight_written(call.name)
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
     there = list(map(memory_key, inputs))
     own = sum({memory_key(x): x.untyped_storage().nbytes() for x in outs if memory_key(x) not in there}.values())

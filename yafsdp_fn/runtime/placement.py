@@ -71,6 +71,7 @@ class Placement(Generic[AnyRanks]):
         converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
         self.grads_alias = self.weights_alias - converted - self.reduced_in.keys()
         self.generation = 0
+        self.stepping = frozenset[int]()
 
     def _units(self) -> tuple[UnitSpec, ...]:
         units: list[UnitSpec] = []

@@ -210,6 +210,9 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
     comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
+    for group, row in call.of_unit.values() if tracked else ():
+        if group.trainable and not row.handle.owner.stepping.isdisjoint(map(id, row.handle.leaves)):
+            raise errors.closed_over(call.name)
     if tracked and comms.stages > 1:
         for _, row in call.of_unit.values():
             row.rows.check()  # the better error for a part of a stack

@@ -39,16 +39,16 @@ class CallRecording(VisitRunner):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Raises if the loss that runs meanwhile writes to leaves, or does what `_LossWatch` refuses."""
+        """Raises if the loss that runs meanwhile writes to leaves, or does what `LossWatch` refuses."""
         before = content(self.memory.masters(), True)
-        with _LossWatch():
+        with LossWatch():
             yield
         if content(self.memory.masters(), True) != before:
             raise errors.leaf_written()
 
     def visit(self, call: BlockCall) -> Tree:
-        """Runs a visit, outside of `_LossWatch`: in that mode its block would be compiled once more."""
-        with without_function_mode() if isinstance(function_mode(), _LossWatch) else nullcontext():
+        """Runs a visit, outside of `LossWatch`: in that mode its block would be compiled once more."""
+        with without_function_mode() if isinstance(function_mode(), LossWatch) else nullcontext():
             return super().visit(call)
 
     def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
@@ -95,7 +95,7 @@ class CallRecording(VisitRunner):
 # ---- What a loss itself calls.
 
 
-class _LossWatch(TorchFunctionMode):
+class LossWatch(TorchFunctionMode):
     """Raises where a tensor with a gradient is given to a collective of torch.distributed (an all-gather loses it, of
     which torch does not even warn), or to a GradScaler, which needs one of torch's optimizers to unscale it."""
 
@@ -104,6 +104,11 @@ class _LossWatch(TorchFunctionMode):
             foreign = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
             if foreign and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
                 raise errors.not_by_torch(func.__name__)
-            if sys._getframe(1).f_globals.get("__name__") == "torch.amp.grad_scaler":
+            caller = sys._getframe(1)
+            while (
+                caller.f_code.co_name == "__torch_function__" and caller.f_back is not None
+            ):  # other modes, of a trace
+                caller = caller.f_back
+            if caller.f_globals.get("__name__") == "torch.amp.grad_scaler":
                 raise RuntimeError(errors.SCALED)
         return func(*args, **(kwargs or {}))

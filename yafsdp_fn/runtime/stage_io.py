@@ -17,10 +17,12 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import LINE, Message
 from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
+from yafsdp_fn.runtime.recording import LossWatch
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
 from yafsdp_fn.runtime.tracer import Result, Tracer, traced
 from yafsdp_fn.util.mesh_axes import round_up
@@ -186,7 +188,8 @@ def shapes(tree: Any) -> Hashable:
 
 def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -> Crossing:
     """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
-    found = traced(arguments, memory, every=not programs.trains)
+    with LossWatch():
+        found = traced(arguments, memory, every=not programs.trains)
     if found.beside.by_value:
         raise RuntimeError(
             f"{found.beside.by_value[0]} beside the visits, of what one has made: how many random numbers it draws "
@@ -208,6 +211,10 @@ def _check(found: Tracer) -> None:
             f"{found.untracked[0]}: a visit under no_grad inside of a step across stages, whose program has none. Take "
             "what it gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
         )
+    if found.writes_leaves:
+        raise errors.leaf_written()
+    if found.of_modules:
+        raise errors.parameter_of_a_module(found.of_modules[0])
     if found.reads_leaves:
         raise RuntimeError(
             "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "

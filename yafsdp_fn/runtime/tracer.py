@@ -19,7 +19,7 @@ from yafsdp_fn.program.split import Argument
 from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
-from yafsdp_fn.runtime.graph_walks import saved_by
+from yafsdp_fn.runtime.graph_walks import parameters_behind, saved_by
 from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
@@ -122,7 +122,8 @@ class Tracer:
         which visits each tensor of `out` was made
     rule: attention's; beside: records the operations of the loss between visits
     untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
-        only); reached: the gradient of the loss reaches visits
+        only); writes_leaves: it writes to them; of_modules: parameters of modules that it depends on; reached: the
+        gradient of the loss reaches visits
     """
 
     closed = False
@@ -139,6 +140,7 @@ class Tracer:
         # visits
         self.visits: list[Visit] = []
         self.untracked: list[str] = []
+        self.of_modules: list[Tensor] = []
         self.rule = AttentionRule()
         self.results: list[Result] = []
         self._seen: dict[Any, BodyCosts] = {}
@@ -201,6 +203,7 @@ class Tracer:
             both = [*call.tensors, *fresh]
             self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
             self._saved_beside |= self._numbered(saved_by(call.tensors))
+            self.of_modules += parameters_behind(call.tensors)
             for out in fresh:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
             calls = found.collectives, found.adjoints
@@ -270,6 +273,7 @@ class Tracer:
             if memory not in self._values:
                 after[mark - 1] += nbytes
         self._saved_beside |= self._numbered(saved_by([total]))
+        self.of_modules += parameters_behind([total])
         # the backward of what comes after the visits
         wanted = [out for out in self._outputs if out.requires_grad]
         if total.requires_grad and wanted:
@@ -298,6 +302,10 @@ class Tracer:
         found = torch.autograd.grad(self.total, leaves, retain_graph=True, allow_unused=True)
         self.beside.paused = False
         return any(grad is not None for grad in found)
+
+    @property
+    def writes_leaves(self) -> bool:
+        return not self.beside.written.isdisjoint(map(memory_key, self.leaves))
 
     def rewritten(self) -> list[str]:
         """Returns visits with an argument that was written in place afterwards."""
@@ -343,7 +351,7 @@ def traced(
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             with acting_over(tracer.placement.comms), noting(tracer.placement.comms) as tracer.called:
-                out = arguments.call(0, tracer, True)
+                out = arguments.call(0, tracer, True, copied=placement.comms.stages > 1)
             tracer.end(out, arguments.microbatches)
     except Exception as error:
         if mixes_traces(error):
