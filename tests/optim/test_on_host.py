@@ -15,10 +15,10 @@ from tests.harness import small
 from tests.harness.formats import WHERE, loss, split_loss, tree
 from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import made
-from tests.harness.oracle import batch_of, compare, joined, plain
+from tests.harness.oracle import batch_of, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import V
-from tests.optim.test_on_ranks import F64, TXS
+from tests.optim.test_on_ranks import TXS, trained
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.planner.costs import Costs
 
@@ -86,22 +86,9 @@ def test_steps_have_the_bits_of_states_on_the_device(
     pools[int(world)].run(same, mesh, kind, optimizer, schedule, parts)
 
 
-def trained(mesh: Any, name: str) -> None:
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    state = ya.init(small.model(), o.on_host(TXS[name]), mesh=mesh, precision=F64)
-    expected = ya.PlainState.create(optree.tree_map(Tensor.double, plain(small.model())), TXS[name])
-    step, oracle = ya.train_step(small.loss, o.on_host(TXS[name])), ya.train_step(small.loss, TXS[name])
-    for number in range(4):
-        each = [small.batch(ranks * number + r) for r in range(ranks)]
-        state, _ = step(state, each[rank])
-        expected, _ = oracle(expected, joined(each))
-    compare(ya.unshard(state.params), expected.params, 1e-12, "parameters")
-    compare(ya.unshard(state.opt_state), expected.opt_state, 1e-12, "the optimizer's state")
-
-
 @pytest.mark.parametrize("name", by_day(TXS, "warm-up and cosine", "clip, mean, rmsprop"))
 def test_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
-    pools[2].run(trained, name)
+    pools[2].run(trained, name, True)
 
 
 # ---- with what else there is

@@ -38,11 +38,12 @@ TXS: dict[str, Any] = {
 }
 
 
-def trained(mesh: Any, name: str) -> None:
-    rank, ranks, tx = mesh.get_local_rank(), mesh.size(), TXS[name]
+def trained(mesh: Any, name: str, on_host: bool = False) -> None:
+    rank, ranks, plain_tx = mesh.get_local_rank(), mesh.size(), TXS[name]
+    tx = optim.on_host(plain_tx) if on_host else plain_tx
     state = ya.init(model(), tx, mesh=mesh, precision=F64)
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), tx)
-    step, oracle = ya.train_step(loss, tx), ya.train_step(loss, tx)
+    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), plain_tx)
+    step, oracle = ya.train_step(loss, tx), ya.train_step(loss, plain_tx)
     for number in range(STEPS):
         each = [batch(ranks * number + r) for r in range(ranks)]
         state, _ = step(state, each[rank])

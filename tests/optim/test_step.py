@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.optim.trees import DEVICES, Model, assert_close, bits, clone, defined_step, flat, matrices, model
 from yafsdp_fn import optim
+from yafsdp_fn.optim.step.units import analysis
 from yafsdp_fn.params.algebra import global_norm
 
 RAMP = optim.warmup_cosine_decay_schedule(0.01, 0.1, 2, 6, end_value=0.01)
@@ -84,7 +85,7 @@ def test_equals_the_definition_over_steps_with_a_skip(
         before = bits((params, state))
         if not bad:
             expected, expected_state = defined_step(tx, expected, grads, expected_state, 3.0)
-        norm = global_norm(grads) / scale if optim.needs_norm(tx) else None
+        norm = global_norm(grads) / scale if analysis(tx).clips else None
         state = optim.step_(tx, params, grads, state, scale=scale, found_inf=found_inf, grad_norm=norm)
         if bad:
             assert bits((params, state)) == before
@@ -317,9 +318,9 @@ def test_a_state_that_swaps_its_leaves() -> None:
         assert [leaf.tolist() for leaf in state] == [[1.0] * 3, [0.0] * 3]
 
 
-def test_needs_norm() -> None:
-    assert optim.needs_norm(optim.clip_by_global_norm(1.0))
-    assert optim.needs_norm(optim.chain(optim.identity(), optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1.0))))
-    assert not optim.needs_norm(optim.adamw(1.0))
-    assert not optim.needs_norm(optim.chain(optim.sgd(1.0), optim.clip_by_global_norm(1.0)))
-    assert not optim.needs_norm(optim.identity())
+def test_clipping_comes_first_or_is_a_part_of_the_update() -> None:
+    clip = optim.clip_by_global_norm(1.0)
+    assert analysis(clip).clips
+    assert analysis(optim.chain(optim.identity(), optim.chain(clip, optim.sgd(1.0)))).clips
+    for tx in (optim.adamw(1.0), optim.chain(optim.sgd(1.0), clip), optim.identity()):
+        assert not analysis(tx).clips

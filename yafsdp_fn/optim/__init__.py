@@ -64,7 +64,7 @@ from yafsdp_fn.optim.scaling import (
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
-from yafsdp_fn.optim.step.units import needs_norm, parts_of, step_, why_not_unitwise
+from yafsdp_fn.optim.step.units import parts_of, step_, why_not_unitwise
 from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [
@@ -105,7 +105,6 @@ __all__ = [
     "mean_momentum",
     "muon",
     "needed",
-    "needs_norm",
     "new_count",
     "newton_schulz",
     "on_host",

@@ -199,8 +199,9 @@ def scale_by_rms(
             correct = 1 - decay ** count.double()  # in fp64, as for Adam
 
         def scaled(u: Tensor, v: Tensor) -> Tensor:
-            square = v / correct
-            return (u / ((square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps)).to(v.dtype)
+            square: Tensor = v / correct
+            root = (square + eps).sqrt() if eps_in_sqrt else square.sqrt() + eps
+            return (u / root).to(v.dtype)
 
         return optree.tree_map(scaled, updates, nu), ScaleByRmsState(nu, count)
 

@@ -78,11 +78,9 @@ MEANT = {
     "optim.multi_steps": _MICROBATCHES,
     "optim.apply_if_finite": "ya.train_step(loss_fn, tx, skip_nonfinite=True), the default",
     "optim.adafactor": "ya.optim.in_format(tx, ya.formats.Roots()) or ya.optim.on_host(tx), for its memory",
-    "optim.ema": "ya.optim.mean_momentum(decay, nesterov=False), of updates",
     "optim.lamb": _OWN,
     "optim.lookahead": _OWN,
     "optim.add_noise": _OWN,
-    "optim.centralize": _OWN,
     "optim.multi_transform": "ya.optim.partition(transforms, labels)",
     "optim.lr_scheduler": "a function of the count: ya.optim.adamw(ya.optim.warmup_cosine_decay_schedule(...))",
     # checkpoints

@@ -30,18 +30,16 @@ class InjectHyperparamsState(NamedTuple):
 
 
 def inject_hyperparams(
-    inner_factory: Callable[..., Any],
-    static_args: str | Iterable[str] = (),
-    hyperparam_dtype: torch.dtype | None = None,
+    inner_factory: Callable[..., Any], static_args: str | Iterable[str] = ()
 ) -> Callable[..., GradientTransformation]:
-    """Returns `inner_factory`, such as `adamw`, with numeric arguments turned into 0-dim tensors in the state.
+    """Returns `inner_factory`, such as `adamw`, with numeric arguments turned into 0-dim tensors in the state: floats
+    in float32, in float64 if a parameter is.
 
     A function among the arguments counts as a schedule: its hyperparameter is its value at the count, and overwriting
     it has no effect. Bools, and anything that is not a number, are passed on as they are.
 
     static_args: names of arguments to pass on as they are: functions that are not schedules, such as a mask rule, and
         numbers that must be known on the host
-    hyperparam_dtype: of those given as floats; default float32, float64 if a parameter is
 
     The transformation is made anew in every step, so it runs by its definition, not by a fused kernel: a step of AdamW
     takes 16 times as long (50 ms instead of 3 for 4M parameters on one core of a CPU), and memory for all new values at
@@ -82,7 +80,7 @@ def inject_hyperparams(
         def tensors(kept: dict[str, Any], count: Tensor, like: Any) -> dict[str, Tensor]:
             """Returns those that are kept, and the values of schedules at the count, as tensors on its device."""
             dtypes = [leaf.dtype for leaf in optree.tree_leaves(like)]
-            floats = hyperparam_dtype or reduce(torch.promote_types, dtypes, torch.float32)
+            floats = reduce(torch.promote_types, dtypes, torch.float32)
             values = {}
             for name, value in {**kept, **{name: schedule(count) for name, schedule in schedules.items()}}.items():
                 if not isinstance(value, Tensor):

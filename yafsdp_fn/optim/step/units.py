@@ -77,16 +77,6 @@ def analysis(tx: Any, state: State = None) -> Analysis:
     return Analysis(clips, lanes if whole is None else [(todo, None)], whole)
 
 
-def needs_norm(tx: Any) -> bool:
-    """Returns whether a step needs `grad_norm`: the first thing `tx` does is clip by it.
-
-    >>> clipped = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), tx)
-    >>> ya.optim.needs_norm(clipped), ya.optim.needs_norm(tx)
-    (True, False)
-    """
-    return bool(analysis(tx).clips)
-
-
 def why_not_unitwise(tx: Any) -> str | None:
     """Returns the reason why the step of `tx` cannot be taken unit by unit, or None if it can.
 
