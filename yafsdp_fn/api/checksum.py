@@ -19,7 +19,7 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.where import named
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
-from yafsdp_fn.params.tree import dotted
+from yafsdp_fn.params.tree import Tree, dotted
 from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.util.bits import sum_of_bits
 
@@ -50,7 +50,7 @@ def checksum(state: ShardedState) -> int:
     memory = state.check().memory
     comms = memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
-        found = [*_shards(state), *_replicated(state)]
+        found = list(_values(state))
         sums = torch.stack([_sum_of(value, comms.device) for value in found]).cpu()
     names = [value.name for value in found]
     must_be_one("checksum", handles(state.params))
@@ -89,40 +89,32 @@ class SummedValue(NamedTuple):
     here: Tensor | None
 
 
-def _shards(state: ShardedState) -> Iterator[SummedValue]:
-    """Yields each unit's parameters, working copies and optimizer state."""
+def _values(state: ShardedState) -> Iterator[SummedValue]:
     memory = state.memory
-    master = memory.master.rows
-    working = memory.working.rows
-    for group in memory.groups:
-        has_copies = group.trainable and memory.gather_dtype(group.units[0]) != state.precision.param
-        has_copies |= group.wire.gather is not None
-        for index, unit in enumerate(group.units):
-            name = memory.units[unit].name
-            stages = group.holders(index)
-            yield SummedValue(name, stages, master.get(unit))
-            if has_copies:
-                yield SummedValue(f"{WORKING}{name}", stages, working.get(unit))
-    for at, node in handles_and_leaves(state.opt_state):
-        for _, group, leaf in node.group_leaves() if is_sharded(node) else ():
-            name = f"opt_state.{dotted(at)} of {group.name or 'params'}"
-            if leaf.ndim < 2:
-                yield SummedValue(name, group.holders(0), leaf if group.here else None)
-                continue
-            rows = dict(zip(group.here, leaf.unbind(), strict=True))
-            for layer in range(len(group.units)):
-                yield SummedValue(f"{name}[{layer}]", group.holders(layer), rows.get(layer))
-
-
-def _replicated(state: ShardedState) -> Iterator[SummedValue]:
-    """Yields everything that every rank holds."""
-    device = state.memory.comms.device
+    yield from _of_tree("", state.params)
+    for handle in handles(memory.handles(memory.working.tensors)):
+        copies = handle.of(k for k, _, leaf in handle.group_leaves() if leaf is not memory.master.tensors[k])
+        yield from _of_tree(WORKING, copies)
+    yield from _of_tree("opt_state.", state.opt_state)
+    device = memory.comms.device
     for name, number in (("step", state.step), ("seed", state.seed)):
         halves = [number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF]
         yield SummedValue(name, None, torch.tensor(halves, device=device))
-    for at, node in handles_and_leaves(state.opt_state):
-        if isinstance(node, Tensor | int | float):
-            yield SummedValue(f"opt_state.{dotted(at)}", None, torch.as_tensor(node, device=device))
+
+
+def _of_tree(what: str, tree: Tree) -> Iterator[SummedValue]:
+    """Yields the shard of each unit in each handle, and what every rank holds."""
+    for at, node in handles_and_leaves(tree):
+        if is_sharded(node):
+            path = f"{dotted(at)} of " if what == "opt_state." else ""
+            for _, group, leaf in node.group_leaves():
+                stacked = leaf.ndim > 1
+                rows = dict(zip(group.here, leaf.unbind() if stacked else (leaf,), strict=False))
+                for index in range(len(group.units)):
+                    name = f"{what}{path}{group.name or 'params'}{f'[{index}]' * stacked}"
+                    yield SummedValue(name, group.holders(index), rows.get(index))
+        elif isinstance(node, Tensor | int | float):
+            yield SummedValue(f"{what}{dotted(at)}", None, torch.as_tensor(node))
 
 
 # ---- Sums of bits, and their comparison.
@@ -131,7 +123,7 @@ def _replicated(state: ShardedState) -> Iterator[SummedValue]:
 def _sum_of(value: SummedValue, device: torch.device) -> Tensor:
     if value.here is None:
         return torch.zeros((), dtype=torch.int64, device=device)
-    return sum_of_bits(value.here)
+    return sum_of_bits(value.here).to(device)
 
 
 def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communicators) -> None:

@@ -152,11 +152,8 @@ NAMES = {op.__name__.lower(): op for op in OPS}
 
 
 def fingerprint(trace: Trace, stages: Stages) -> str:
-    visits = [(visit.units, visit.trained, trace.called_by(visit.id)) for visit in trace.visits]
-    lent = [(of.unit, of.parts) for of in trace.lent]
-    step = [trace.microbatches, trace.mesh, trace.update_when, trace.ordered, trace.split, trace.stage]
-    agreed = [trace.units, visits, *step, lent, *map(_ops, stages)]
-    return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
+    alike = [trace.agreed, trace.stage, *map(_ops, stages)]
+    return hashlib.sha256(json.dumps(alike).encode()).hexdigest()
 
 
 def to_json(trace: Trace, stages: Stages) -> str:

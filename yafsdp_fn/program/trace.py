@@ -337,6 +337,15 @@ class Trace(NamedTuple):
         each = own.collectives, beside.collectives, own.adjoints, beside.adjoints
         return tuple(tuple(f"{kind} {axis}" for axis, kind, _ in calls) for calls in each)
 
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """The step by name, as ranks must have it alike and a program must fit it: without measured costs, and without
+        the order of computes, which ops have."""
+        names = ("mesh", "units", "microbatches", "split", "update_when", "ordered")
+        visits = [(visit.units, visit.trained, self.called_by(visit.id)) for visit in self.visits]
+        lent = [(of.unit, of.parts) for of in self.lent]
+        return {name: getattr(self, name) for name in names} | {"lent": lent, "visits": visits}
+
     def beside(self, visit: int) -> Between:
         """Returns the collectives of the loss after `visit`, and before the first one."""
         here = [each for each in self.between if max(each.after, 0) == visit]

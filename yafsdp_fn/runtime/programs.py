@@ -249,16 +249,14 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         if mine != other:
             return f"it is of other units: it has {_unlike(other, mine)} where there is {_unlike(mine, other)}"
     # what it does
-    for field in ("microbatches", "split", "update_when", "lent", "ordered", "order"):
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if field == "lent":
-            mine, other = ([of[:2] for of in lent] for lent in (mine, other))
-        if mine != other:
-            shown = "" if field == "order" else f": it has {other!r}, here it is {mine!r}"
-            return f"{field}{shown}"
-    visits = [
-        [(v.id, v.name, v.units, v.trained, each.called_by(v.id)[:2]) for v in each.visits] for each in (ours, theirs)
-    ]
+    here, there = ours.agreed, theirs.agreed
+    for name in ("microbatches", "split", "update_when", "lent", "ordered"):
+        if here[name] != there[name]:
+            return f"{name}: it has {there[name]!r}, here it is {here[name]!r}"
+    if ours.order != theirs.order:
+        return "order"
+    # a trace that was recorded knows what blocks communicate in their forwards alone
+    visits = [[(v.id, v.name, v.units, v.trained, of.called_by(v.id)[:2]) for v in of.visits] for of in (ours, theirs)]
     return "visits" if visits[0] != visits[1] else None
 
 
@@ -275,11 +273,7 @@ def agree(program: Program, comms: Communicators) -> None:
     """Raises RanksDisagree, naming the first op that differs, unless all ranks have the same program."""
     if comms.same_on_all(program.fingerprint(), "comparing programs"):
         return
-    # in words, only to name the difference; measured costs may differ
-    trace = program.trace
-    ops = {f"op {index}": words for index, words in enumerate(program.words())}
-    parts = ("units", "microbatches", "mesh", "update_when", "split", "ordered")
-    rest = {part: str(getattr(trace, part)) for part in parts}
-    rest["lent"] = str([of[:2] for of in trace.lent])  # without measured bytes
-    visits = [(v.units, v.trained, trace.called_by(v.id)) for v in trace.visits]
-    comms.must_agree("the program", ops | rest | {"visits": str(visits)})
+    # in words, only to name the difference
+    words = {f"op {index}": words for index, words in enumerate(program.words())}
+    words |= {name: str(value) for name, value in program.trace.agreed.items()}
+    comms.must_agree("the program", words)
