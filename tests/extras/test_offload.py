@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool
 from tests.harness.problems import (
@@ -150,7 +151,7 @@ def late_copies(mesh: Any) -> None:
         compare(found, expected, 0.0, f"{delays}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_late_copies_change_nothing(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(late_copies)
 
@@ -180,7 +181,7 @@ def other_slots_and_sizes(mesh: Any) -> None:
         compare(found, expected, 0.0, str(schedule))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [nightly(1), 2])
 def test_other_slots_and_sizes(pools: dict[int, Pool], world: int) -> None:
     pools[world].run(other_slots_and_sizes)
 
