@@ -8,13 +8,12 @@ import tokenize
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
 from docs.examples import from_scratch as plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 
 SOURCE = (Path(__file__).parents[1] / "docs" / "examples" / "from_scratch.py").read_text()
 CPU = torch.device("cpu")
@@ -51,21 +50,15 @@ def from_scratch() -> tuple[list[Tensor], list[plain.Weights], plain.Model]:
     return losses, whole, model
 
 
-def compared(mesh: Any) -> tuple[int, int]:
-    """Both, on the ranks of a mesh. Returns a unit's elements and those of its shard."""
+@on_ranks(1, 2, 4)
+def test_losses_and_parameters_of_three_steps_have_the_bits_of_zero3(mesh: Any) -> None:
     losses, whole = with_the_library(mesh)
     plain_losses, plain_whole, model = from_scratch()
     assert all(map(torch.equal, losses, plain_losses)) and losses[2] < losses[0]
     for ours, theirs in zip(whole, plain_whole, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    return model.units[1].numel, model.units[1].shard.numel()
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_losses_and_parameters_of_three_steps_have_the_bits_of_zero3(pools: dict[int, Pool], world: int) -> None:
-    for whole, shard in pools[world].run(compared):
-        assert shard * world == whole
+    assert model.units[1].shard.numel() * mesh.size() == model.units[1].numel
 
 
 def order_of_work(mesh: Any) -> list[str]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
-WORLDS = pytest.mark.parametrize("world", [1, 2, 4])
+WORLDS = on_ranks(1, 2, 4)
 SGD = ya.optim.sgd(0.1)
 
 
@@ -48,8 +48,8 @@ def complex_loss(params: Any, x: Tensor) -> Tensor:
 
 
 @WORLDS
-def test_complex_tensors_between_visits(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(agrees, complex_loss)
+def test_complex_tensors_between_visits(mesh: Any) -> None:
+    agrees(mesh, complex_loss)
 
 
 def forces_loss(params: Any, x: Tensor) -> Tensor:
@@ -66,8 +66,8 @@ def forces_loss(params: Any, x: Tensor) -> Tensor:
 
 
 @WORLDS
-def test_a_leaf_that_a_block_makes(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(agrees, forces_loss)
+def test_a_leaf_that_a_block_makes(mesh: Any) -> None:
+    agrees(mesh, forces_loss)
 
 
 def norms(mesh: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,9 +88,7 @@ def norms(mesh: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @WORLDS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_norms_and_clipping_are_the_same_at_every_number_of_ranks(
-    pools: dict[int, Pool], world: int, dtype: torch.dtype
-) -> None:
+def test_norms_and_clipping_are_the_same_at_every_number_of_ranks(mesh: Any, dtype: torch.dtype) -> None:
     """To 1e-12 in float64, weight and norm included; in float32 to 1e-6, the bound of `global_norm`'s blocks."""
     bound = 1e-12 if dtype == torch.float64 else 1e-6
     whole = {name: leaf.to(dtype).double().requires_grad_() for name, leaf in tensors().items()}
@@ -99,13 +97,14 @@ def test_norms_and_clipping_are_the_same_at_every_number_of_ranks(
     )
     grads = torch.autograd.grad(total, list(whole.values()))
     expected = tuple(torch.cat([x.detach().flatten() for x in of]).norm() for of in (whole.values(), grads))
-    for norm, reported, clipped in pools[world].run(norms, dtype):
-        assert norm.dtype == reported.dtype == dtype
-        compare((norm.double(), reported.double()), expected, bound, "norms")
-        assert clipped.item() == pytest.approx(1e-3, rel=1e-9 if dtype == torch.float64 else 1e-3)
+    norm, reported, clipped = norms(mesh, dtype)
+    assert norm.dtype == reported.dtype == dtype
+    compare((norm.double(), reported.double()), expected, bound, "norms")
+    assert clipped.item() == pytest.approx(1e-3, rel=1e-9 if dtype == torch.float64 else 1e-3)
 
 
-def uneven_weights(mesh: Any) -> None:
+@WORLDS
+def test_weights_are_the_numbers_that_were_written(mesh: Any) -> None:
     """Weights that float32 does not have, against autograd of one number."""
     state, ranks = ya.shard(tensors(), SGD, mesh=mesh, precision=ya.Precision(torch.float64)), range(mesh.size())
 
@@ -123,13 +122,12 @@ def uneven_weights(mesh: Any) -> None:
     compare((value, aux["again"], ya.unshard(got)), (mean.detach(), mean.detach(), grads), 1e-13, "a mean")
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @WORLDS
-def test_weights_are_the_numbers_that_were_written(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(uneven_weights)
-
-
-def large_gradients(mesh: Any, deterministic: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient is 1e19 at 70 neighbours, zero elsewhere: what a step reports, skips and moves, clipped."""
+def test_a_gradient_whose_squares_float32_does_not_hold_is_clipped_and_not_skipped(
+    mesh: Any, deterministic: bool
+) -> None:
+    """It is 1e19 at 70 neighbours, zero elsewhere."""
     mesh = ya.mesh(device="cpu", deterministic=12) if deterministic else mesh
     tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.sgd(1.0))
     state = ya.shard({"a": torch.zeros(20, 7)}, tx, mesh=mesh)
@@ -138,16 +136,8 @@ def large_gradients(mesh: Any, deterministic: bool) -> tuple[Tensor, Tensor, Ten
         return ya.Mean(ya.apply(lambda w, x: (w[5:15] * x[:1]).sum(), params["a"], x), 1.0)
 
     state, metrics = ya.train_step(loss, tx)(state, torch.full((12 // mesh.size(), 1), 1e19))
-    return metrics["grad_norm"], metrics["skipped"], ya.global_norm(state.params), ya.unshard(state)["a"]
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-@WORLDS
-def test_a_gradient_whose_squares_float32_does_not_hold_is_clipped_and_not_skipped(
-    pools: dict[int, Pool], world: int, deterministic: bool
-) -> None:
-    for norm, skipped, moved, leaf in pools[world].run(large_gradients, deterministic):
-        assert skipped.item() == 0
-        assert norm.item() == pytest.approx(1e19 * 70**0.5, rel=1e-6)
-        assert moved.item() == pytest.approx(1.0, rel=1e-6)
-        assert torch.allclose(leaf[5:15], torch.tensor(-(70**-0.5)), rtol=1e-6) and not leaf[:5].any()
+    leaf = ya.unshard(state)["a"]
+    assert metrics["skipped"].item() == 0
+    assert metrics["grad_norm"].item() == pytest.approx(1e19 * 70**0.5, rel=1e-6)
+    assert ya.global_norm(state.params).item() == pytest.approx(1.0, rel=1e-6)
+    assert torch.allclose(leaf[5:15], torch.tensor(-(70**-0.5)), rtol=1e-6) and not leaf[:5].any()

@@ -20,7 +20,7 @@ import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import batch_of, compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import PROBLEMS, TX, Batch, Params, block, embed, head
 
 DOUBLE = ya.Precision(torch.float64)
@@ -277,7 +277,8 @@ def test_plain_arguments_and_examples(pools: dict[int, Pool], world: int, axes: 
     pools[world].run(on, axes, examples)
 
 
-def jacobians(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_jacobians(mesh: Any) -> None:
     """By rows, exact; by columns there is no basis on several ranks, of shards."""
     s = Setting(mesh, "base")
     both = lambda loss: lambda p: torch.stack([loss(p), loss(p).square()])  # noqa: E731
@@ -296,11 +297,6 @@ def jacobians(mesh: Any) -> None:
         else:
             with pytest.raises(RuntimeError, match="jacfwd or hessian with respect to sharded parameters"):
                 columns(s.sharded)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_jacobians(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(jacobians)
 
 
 PLAIN_ARGUMENTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import optree
-import pytest
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model
 
 TX = ya.optim.sgd(0.1)
@@ -19,7 +18,8 @@ PAGE = (Path(__file__).parent.parent / "docs" / "transforms.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
-def runs(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_the_code_runs(mesh: Any) -> None:
     own, state = batch(mesh.get_rank()), ya.init(model(), TX, mesh=mesh)
     names: dict[str, Any] = {"ya": ya, "optree": optree, "loss_fn": loss, "batch": own, "state": state}
     names["world"] = mesh.size()
@@ -29,8 +29,3 @@ def runs(mesh: Any) -> None:
     compare(whole["hvp"], whole["same"], 1e-5, "Hessian-vector products")
     compare(names["slope"], names["mean"], 1e-5, "by the learned rate")
     assert float(ya.global_norm(whole["meta"])) > 0
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_code_runs(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(runs)

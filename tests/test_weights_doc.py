@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import assert_equal, batch, block, embed, loss, model, one_rank
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import named_leaves
@@ -248,7 +248,9 @@ def apart(params: Any, tokens: Tensor) -> Tensor:
     return logits
 
 
-def exact(mesh: Any, inside: bool) -> None:
+@on_ranks(1, 2)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_second_state_inside_of_a_step_is_exact(mesh: Any, inside: bool) -> None:
     """The teacher is the average of the student so far. inside: with updates in the program, and microbatches"""
     rank, ranks, wide = mesh.get_local_rank(), mesh.size(), ya.Precision(*[torch.float64] * 3)
     state = ya.init(model(), TX, mesh=mesh, precision=wide)
@@ -270,12 +272,6 @@ def exact(mesh: Any, inside: bool) -> None:
         )
     compare(ya.unshard(state), expected.params, 1e-12, "the student")
     compare(ya.unshard(teacher), plain_teacher, 1e-12, "the teacher")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_second_state_inside_of_a_step_is_exact(pools: dict[int, Pool], world: int) -> None:
-    for inside in (False, True):
-        pools[world].run(exact, inside)
 
 
 # ---- what one would try

@@ -31,7 +31,7 @@ def case(mesh: dict[str, int], axes: Axes, **more: Any) -> Case:
 
 CASES = {
     # name: (ranks, nightly, case)
-    "uneven": (2, False, case({"expert": 2}, EXPERT)),
+    "uneven": (2, True, case({"expert": 2}, EXPERT)),
     "capacity": (2, False, case({"expert": 2}, EXPERT, capacity=0.5, recomputed=True)),
     "uneven, chunks, documents": (
         2, True, case({"expert": 2}, EXPERT, loss={"chunks": 2}, documents=True),

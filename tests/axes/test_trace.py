@@ -12,6 +12,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
+from tests.harness.marks import nightly
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
@@ -139,7 +140,9 @@ def test_a_ring_over_nodes(pools: Pools) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("axes", "of"), [({"tensor": 2}, SEQUENCE), ({"context": 2}, Options(tied=True, zigzag=True))])
+@pytest.mark.parametrize(
+    ("axes", "of"), [({"tensor": 2}, SEQUENCE), nightly({"context": 2}, Options(tied=True, zigzag=True))]
+)
 def test_a_step_finds_the_same(_: Any, axes: dict[str, int], of: Options) -> None:
     """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
     mesh = mesh_of(**axes)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.cuda.ranks import CASES, STEPS, launched, results
+from tests.harness.marks import nightly
 from tests.harness.oracle import relative
 
 PLACES = [("zero3", 2), ("1F1B", 2), ("bf16 wire", 2), ("hsdp", 4), ("zero3", 4), ("1F1B", 4), ("bf16 wire", 4)]
-DAILY = [pytest.param(*place, marks=() if place[1] == 2 else pytest.mark.nightly) for place in PLACES]
+DAILY = [place if place in (("zero3", 2), ("1F1B", 2)) else nightly(*place) for place in PLACES]
 OneRank = Callable[[str, ya.Precision], list[Tensor]]
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import yafsdp_fn as ya
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import (
     PROBLEMS,
     TX,
@@ -141,18 +142,14 @@ def test_no_bit_changes_on_two_ranks(pools: dict[int, Pool]) -> None:
 # ---- hazards
 
 
-def late_copies(mesh: Any) -> None:
+@on_ranks(nightly(1), 2)
+def test_late_copies_change_nothing(mesh: Any) -> None:
     """With copies that take long, and with computes that do."""
     _, expected = train(mesh, CASES["base"], zero2(remat=remat.all, update=True), 3)
     for delays in ({"offload": (1.0, 4e-3)}, {"offload": (0.5, 3e-3), "compute": (0.5, 3e-3)}):
         with delayed(delays, seed=mesh.get_local_rank()):
             _, found = train(mesh, CASES["base"], zero2(remat=remat.offload(ahead=1), update=True), 3)
         compare(found, expected, 0.0, f"{delays}")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_late_copies_change_nothing(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(late_copies)
 
 
 def elsewhere(trace: Trace) -> Program:
@@ -170,7 +167,8 @@ def elsewhere(trace: Trace) -> Program:
     return Program(trace, tuple(ops))
 
 
-def other_slots_and_sizes(mesh: Any) -> None:
+@on_ranks(nightly(1), 2)
+def test_other_slots_and_sizes(mesh: Any) -> None:
     """Batches that grow and shrink from step to step; carry slots that a fetch is the first to use; late copies."""
     rows, slow = (3, 3, 9, 6, 12), {"offload": (1.0, 3e-3)}
     _, expected = train(mesh, CASES["base"], zero2(remat=remat.all), 3, 5, rows)
@@ -178,11 +176,6 @@ def other_slots_and_sizes(mesh: Any) -> None:
         with delayed(slow, seed=0):
             _, found = train(mesh, CASES["base"], schedule, 3, 5, rows)
         compare(found, expected, 0.0, str(schedule))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_other_slots_and_sizes(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(other_slots_and_sizes)
 
 
 def without_waits(mesh: Any) -> bool:
@@ -250,18 +243,14 @@ def alive(mesh: Any, layers: int, policy: remat.Remat) -> tuple[int, list[int], 
     return watch.counts[-1], slots, host
 
 
-def device_lets_go(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_the_device_lets_go_and_the_host_allocates_once(mesh: Any) -> None:
     layers = 6
     assert alive(mesh, layers, remat.all)[0] == layers
     count, slots, host = alive(mesh, layers, remat.offload())
     assert count == 0
     assert slots == [2 * 512] * 4  # of one carry of 3 x 5 x 7 floats each, aligned
     assert len(set(host)) == 1 and host[0] > 0  # the same buffers in every step
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_device_lets_go_and_the_host_allocates_once(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(device_lets_go)
 
 
 # ---- what goes wrong
@@ -312,7 +301,8 @@ def test_a_step_after_one_that_raised(pools: dict[int, Pool], world: int, where:
 # ---- programs and timelines
 
 
-def order_of_copies(mesh: Any) -> None:
+@on_ranks(2)
+def test_copies_are_recorded_and_programs_saved(mesh: Any) -> None:
     state = ya.init(base_params(5), TX, mesh=mesh)
     step = ya.train_step(base_loss, TX, schedule=zero3(remat=remat.offload()), microbatches=3)
     for _ in range(2):
@@ -334,10 +324,6 @@ def order_of_copies(mesh: Any) -> None:
     again = ya.train_step(base_loss, TX, schedule=Program.from_json(program.to_json()), microbatches=3)
     state, _ = again(state, batch_of(0))
     assert again.program(state).fingerprint() == program.fingerprint()
-
-
-def test_copies_are_recorded_and_programs_saved(pools: dict[int, Pool]) -> None:
-    pools[2].run(order_of_copies)
 
 
 # ---- on a GPU

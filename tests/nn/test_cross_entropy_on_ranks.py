@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness import problems
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Params, Problem, block, embed
 from tests.steps.test_allocations import measured
 from yafsdp_fn.nn import cross_entropy
@@ -69,16 +69,12 @@ PROBLEMS = {
 }
 
 
-def exact(mesh: Any, name: str, schedule: str) -> None:
-    check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
-
-
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("schedule", FEW)
-def test_equals_the_plain_loop(pools: dict[int, Pool], world: int, name: str, schedule: str) -> None:
-    pools[world].run(exact, name, schedule)
+def test_equals_the_plain_loop(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
 
 
 def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import assert_equal, one_rank
 from tests.steps.test_leaf_dtypes import BF16, F32, F64, LAYERS, TX, loss, tree
 from yafsdp_fn.checkpoint.io import load, save
@@ -99,14 +99,15 @@ def trained(mesh: Any, abstract: Any, steps: int = 2) -> Any:
     return state
 
 
-def carried_over(mesh: Any, folder: Path) -> None:
+@on_ranks(1, 2)
+def test_checkpoints_and_states_carry_over(mesh: Any, tmp_path: Path) -> None:
     """Checkpoints and states, with own dtypes and without, load each other's values."""
     state = trained(mesh, tree(reduce=F32))
-    save(folder / "own", state)
-    other, *_ = load(folder / "own", ya.init(bare(tree()), TX, mesh=mesh, seed=1, precision=HALF))
+    save(tmp_path / "own", state)
+    other, *_ = load(tmp_path / "own", ya.init(bare(tree()), TX, mesh=mesh, seed=1, precision=HALF))
     assert_equal(other.params, state.params)
-    save(folder / "bare", other)
-    again, *_ = load(folder / "bare", ya.init(tree(reduce=F32), TX, mesh=mesh, seed=2, precision=HALF))
+    save(tmp_path / "bare", other)
+    again, *_ = load(tmp_path / "bare", ya.init(tree(reduce=F32), TX, mesh=mesh, seed=2, precision=HALF))
     assert again.step == state.step == 2
     regrouped = ya.shard(other, TX, like=tree(reduce=F32))
     for found in (again, regrouped):
@@ -118,11 +119,6 @@ def carried_over(mesh: Any, folder: Path) -> None:
     assert_equal(results[0].params, results[1].params)
     assert_equal(results[0].params, results[2].params)
     assert ya.checksum(results[0]) == ya.checksum(results[1])
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_checkpoints_and_states_carry_over(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
-    pools[world].run(carried_over, tmp_path)
 
 
 def test_torchs_checkpoints_keep_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES, Batch, Params, base_loss, base_params, layer
 from tests.harness.small import assert_equal, one_rank, param
 from tests.steps.test_collectives import counted
@@ -24,7 +24,7 @@ from yafsdp_fn.params.sharded import trainable
 
 Pools = dict[int, Pool]
 KINDS = (ya.schedules.Gather, ya.schedules.Reduce)
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+WORLDS = on_ranks(1, 2, 3)
 ADAMW = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, p: len(p.shape) > 1)
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ADAMW)
 
@@ -159,12 +159,13 @@ def trained(mesh: Any, schedule: str, parts: int) -> None:
 
 
 @WORLDS
-def test_trained_parameters(pools: Pools, world: int) -> None:
-    for schedule, parts in (("zero3-remat-every", 3), ("zero3", 1), ("zero2", 3))[: 3 if world < 3 else 1]:
-        pools[world].run(trained, schedule, parts)
+def test_trained_parameters(mesh: Any) -> None:
+    for schedule, parts in (("zero3-remat-every", 3), ("zero3", 1), ("zero2", 3))[: 3 if mesh.size() < 3 else 1]:
+        trained(mesh, schedule, parts)
 
 
-def all_pinned(mesh: Any) -> None:
+@WORLDS
+def test_a_stack_that_is_all_pinned(mesh: Any) -> None:
     """Nothing but pinned leaves in a stack, alone and beside another stack in the same scan; unrolled."""
 
     def loss(params: Any, batch: Batch) -> Tensor:
@@ -188,11 +189,6 @@ def all_pinned(mesh: Any) -> None:
     )
 
 
-@WORLDS
-def test_a_stack_that_is_all_pinned(pools: Pools, world: int) -> None:
-    pools[world].run(all_pinned)
-
-
 def test_a_slice_of_the_pinned_unit_is_no_output() -> None:
     state = ya.init(tree(), TX, mesh=one_rank())
     with pytest.raises(RuntimeError, match="is a view of the block's weights"):
@@ -204,7 +200,8 @@ def test_a_slice_of_the_pinned_unit_is_no_output() -> None:
 # ---- whole trees
 
 
-def whole_trees(mesh: Any) -> None:
+@WORLDS
+def test_masks_and_map_layers(mesh: Any) -> None:
     """Masks and map_whole_layers."""
     marked, plain = (ya.init(tree(mark), TX, mesh=mesh, seed=1).params for mark in (ya.Pinned, unmarked))
     seen: list[list[tuple[str, tuple[int, ...]]]] = [[], []]
@@ -252,11 +249,6 @@ def whole_trees(mesh: Any) -> None:
     sums = ya.map_whole_layers(lambda g: (g["w"].abs().sum(), g["gain"].abs().sum()), grads(state.params)["s"])
     assert sums[0].gt(0).all() and sums[1].eq(0).all()
     assert ya.map_whole_layers(lambda w: w, trainable(state.params)["s"]).leaves[0].shape[0] == 3
-
-
-@WORLDS
-def test_masks_and_map_layers(pools: Pools, world: int) -> None:
-    pools[world].run(whole_trees)
 
 
 # ---- checkpoints

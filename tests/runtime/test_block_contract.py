@@ -13,7 +13,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
 from tests.harness.groups import outcome
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 VIEW = (
     r"{name}: an output of shape \({shape}\) is a view of the block's weights, whose memory will hold others "
@@ -43,7 +43,8 @@ VIEWS: dict[str, tuple[LossFn, str, str]] = {
 }
 
 
-def views(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_block_that_returns_a_view_of_its_weights(mesh: Any) -> None:
     for name, (total, unit, shape) in VIEWS.items():
         text = VIEW.format(name=unit, shape=shape)
         now, step = state(mesh), ya.train_step(total, TX)
@@ -62,11 +63,6 @@ def views(mesh: Any) -> None:
     before = kept.detach().clone()
     ya.train_step(loss, TX)(now, batch())
     assert torch.equal(kept, before)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_block_that_returns_a_view_of_its_weights(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(views)
 
 
 def test_no_view_of_live_memory_leaves_a_block_outside_a_step() -> None:
@@ -177,7 +173,8 @@ def scan_inside(tree: Any, data: Any) -> Tensor:
     return ya.apply(lambda w, x: head(w, ya.scan(layer, x, tree["layers"])[0], data["targets"]), tree["head"], x)
 
 
-def nesting(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_visit_inside_a_visit(mesh: Any) -> None:
     text = (
         r"(forward|backward) of (head|layers\[\d\]) \(visit \d, microbatch 0, step 0\) begins inside "
         r"(forward|backward) of (head|layers\[\d\]) .*: a block cannot visit sharded parameters; visit them beside it, "
@@ -204,12 +201,8 @@ def nesting(mesh: Any) -> None:
         now, _ = together(now, batch())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_visit_inside_a_visit(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(nesting)
-
-
-def catching(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_loss_cannot_go_on_after_a_failed_visit(mesh: Any) -> None:
     """A loss that goes on after a visit has failed."""
 
     def total(tree: Any, data: Any) -> Tensor:
@@ -227,12 +220,8 @@ def catching(mesh: Any) -> None:
         assert same(bits(now), bits(ya.train_step(loss, TX)(state(mesh), batch())[0]))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_cannot_go_on_after_a_failed_visit(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(catching)
-
-
-def misplacing(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_loss_cannot_go_on_after_a_visit_that_cannot_begin(mesh: Any) -> None:
     """A loss that goes on after a visit that cannot begin: its program expects another one there."""
 
     def total(tree: Any, data: Any) -> Tensor:
@@ -244,7 +233,3 @@ def misplacing(mesh: Any) -> None:
     step = ya.train_step(total, TX, schedule=ya.train_step(loss, TX).lower(now, batch()))
     with pytest.raises(RuntimeError, match=r"forward of head \(visit 0.* raised OrderChanged, and the loss went on"):
         step(now, batch())
-
-
-def test_a_loss_cannot_go_on_after_a_visit_that_cannot_begin(pools: dict[int, Pool]) -> None:
-    pools[2].run(misplacing)

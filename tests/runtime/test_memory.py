@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param, slot_bytes
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.runtime.memory import Shards
@@ -120,8 +120,9 @@ def test_slots_are_given_back_and_told_apart() -> None:
 # ---- two ranks
 
 
-def two_ranks(mesh: Any) -> dict[str, Any]:
-    """Slots and shards over five steps: their sizes, their places, and what layers see."""
+@on_ranks(2)
+def test_two_ranks_have_two_layer_slots_of_the_programs_size_for_ever(mesh: Any) -> None:
+    """Over five steps: sizes, places, and what layers see."""
     state = ya.init(model(5), TX, mesh=mesh)
     seen: list[Tensor] = []
     step = ya.train_step(watched(seen), TX, microbatches=2)
@@ -141,8 +142,4 @@ def two_ranks(mesh: Any) -> dict[str, Any]:
     program = step.program(state)
     assert program is not None
     owned = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
-    return {"sizes": sizes == {owned}, "places": len(places), "layer slots": layers}
-
-
-def test_two_ranks_have_two_layer_slots_of_the_programs_size_for_ever(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(two_ranks) == [{"sizes": True, "places": 1, "layer slots": {2}}] * 2
+    assert sizes == {owned} and len(places) == 1 and layers == {2}

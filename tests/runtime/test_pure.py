@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, func
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import (
     B,
     Model,
@@ -227,12 +227,8 @@ def test_integers_pass_through_a_recomputed_block() -> None:
 # ---- between ranks
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sharded_gradient_is_that_of_the_mean_over_ranks(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(gradient_of_the_mean)
-
-
-def gradient_of_the_mean(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_a_sharded_gradient_is_that_of_the_mean_over_ranks(mesh: Any) -> None:
     state = ya.init(model(), TX, mesh=mesh)
     plain = ya.unshard(state)
     rank = mesh.get_local_rank()

@@ -17,11 +17,10 @@ from torch.func import grad, grad_and_value, jvp, vjp, vmap
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, global_batch, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Batch, Params
 
 NAMES = ("base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part")
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 KINDS = pytest.mark.parametrize(
     "names",
     [("base", "rich", "twice"), nightly(NAMES)],
@@ -87,16 +86,18 @@ def first_order(mesh: Any, name: str) -> None:
         compare(got_value, value, 0.0, f"{name}: bits of the value")
 
 
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "names"),
     [(1, NAMES[::2]), (2, NAMES[1::2]), (3, NAMES[::4]), *(nightly(world, NAMES) for world in (1, 2, 3))],
 )
-def test_grad_and_vjp(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+def test_grad_and_vjp(mesh: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        pools[world].run(first_order, name)
+        first_order(mesh, name)
 
 
-def dropout(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_grad_with_dropout(mesh: Any) -> None:
     """Outside a session blocks draw from the default generator, and draw the same again when they are recomputed."""
     s = Setting(mesh, "dropout")
     torch.manual_seed(s.rank)
@@ -108,11 +109,6 @@ def dropout(mesh: Any) -> None:
     s.check(got, s.share(expected), 1e-6, "dropout: grad")
 
 
-@WORLDS
-def test_grad_with_dropout(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(dropout)
-
-
 def forward_mode(mesh: Any, name: str) -> None:
     s = Setting(mesh, name)
     own = batch_of(s.rank)
@@ -122,11 +118,11 @@ def forward_mode(mesh: Any, name: str) -> None:
     compare(got, expected, 1e-5, f"{name}: jvp")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @KINDS
-def test_jvp(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+def test_jvp(mesh: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        pools[world].run(forward_mode, name)
+        forward_mode(mesh, name)
 
 
 def per_example(mesh: Any, name: str) -> None:
@@ -144,11 +140,11 @@ def per_example(mesh: Any, name: str) -> None:
         s.check(optree.tree_map(lambda g, at=row: g[at], got), s.share(expected), 1e-5, f"{name}: row {row}")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @KINDS
-def test_vmap_of_grad(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+def test_vmap_of_grad(mesh: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        pools[world].run(per_example, name)
+        per_example(mesh, name)
 
 
 def second_order(mesh: Any, name: str) -> None:
@@ -165,8 +161,8 @@ def second_order(mesh: Any, name: str) -> None:
     s.check(grad(along)(s.sharded), expected, 1e-5, f"{name}: grad of grad")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @KINDS
-def test_second_order(pools: dict[int, Pool], world: int, names: tuple[str, ...]) -> None:
+def test_second_order(mesh: Any, names: tuple[str, ...]) -> None:
     for name in names:
-        pools[world].run(second_order, name)
+        second_order(mesh, name)

@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, same, state
 from tests.harness.groups import outcome
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 
 def skipping(tree: Any, data: Any) -> Tensor:
@@ -54,7 +54,10 @@ OTHERS: dict[str, tuple[LossFn, str]] = {
 }
 
 
-def changing(mesh: Any, which: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize("which", OTHERS)
+def test_other_visits_in_a_later_step(mesh: Any, which: str) -> None:
     other, text = OTHERS[which]
     rank = mesh.get_local_rank()
     usual = True
@@ -82,13 +85,6 @@ def changing(mesh: Any, which: str) -> None:
         now, _ = step(now, batch(rank))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("which", OTHERS)
-def test_other_visits_in_a_later_step(pools: dict[int, Pool], world: int, which: str) -> None:
-    pools[world].run(changing, which)
-
-
 MICROBATCHES = {
     "fewer": (headless, r"backward of layers\[2\] \(visit 3, microbatch 1, .* expects forward head"),
     "more": (longer, r"forward of head \(visit 5, microbatch 1, .* expects backward head"),
@@ -96,7 +92,10 @@ MICROBATCHES = {
 }
 
 
-def uneven(mesh: Any, which: str) -> None:
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize("which", MICROBATCHES)
+def test_microbatches_that_differ(mesh: Any, which: str) -> None:
     """The second microbatch visits other units, in the first step and in later ones."""
     other, text = MICROBATCHES[which]
     rank, usual = mesh.get_local_rank(), False
@@ -125,10 +124,3 @@ def uneven(mesh: Any, which: str) -> None:
     now, _ = step(now, data)
     expected, _ = oracle(expected, data)
     assert same(bits(now), bits(expected))
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("which", MICROBATCHES)
-def test_microbatches_that_differ(pools: dict[int, Pool], world: int, which: str) -> None:
-    pools[world].run(uneven, which)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, E, L, V, batch, bits, embed, layer, loss, same, state
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 STEP = ya.train_step(loss, TX)
 DONATED = r"was donated: a later .* uses its memory. Keep the state that the step returned, or pass donate=False"
@@ -56,7 +56,8 @@ def test_leaves_of_a_donated_state_are_not_handed_out(tree: str) -> None:
         optree.tree_map(lambda leaf: 0.9 * leaf, mean)
 
 
-def finished(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_params_of_a_finished_step(mesh: Any) -> None:
     """The params that a step gave to its loss, used when the step is over."""
     kept: list[Any] = []
 
@@ -82,12 +83,8 @@ def finished(mesh: Any) -> None:
     step(now, batch())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_params_of_a_finished_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(finished)
-
-
-def replaced(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_leaves_that_do_not_match_the_layout(mesh: Any) -> None:
     """Leaves that do not have the shape of a shard: in a state, in a loss, and outside of both."""
     n = {1: 56, 2: 32}[mesh.size()]
     cuts: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -115,11 +112,6 @@ def replaced(mesh: Any) -> None:
     tripled = dataclasses.replace(now, params=optree.tree_map(lambda leaf: 3 * leaf, now.params))
     new, _ = STEP(tripled, batch())  # the right shapes: a state with memory of its own
     assert same(bits(now), bits(state(mesh))) and not same(bits(new), bits(STEP(now, batch())[0]))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_leaves_that_do_not_match_the_layout(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(replaced)
 
 
 def lazy(shape: tuple[int, ...], loaded: tuple[int, ...]) -> ya.Lazy:

@@ -94,8 +94,9 @@ def test_whole_layers_come_from_their_stages(pools: Pools, tmp_path: Path) -> No
 # ---- refusals
 
 
-def refused(_: Any, axes: dict[str, int]) -> None:
-    params, mesh = base_params(3), mesh_of(**axes)
+@on_ranks(4)
+def test_what_cannot_be_right_is_refused_by_name(_: Any) -> None:
+    params, mesh = base_params(3), mesh_of(stage=2)
     beyond = Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1))
     assignments: list[tuple[type[Exception], str, Any]] = [
         (ValueError, r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)", None),
@@ -114,7 +115,7 @@ def refused(_: Any, axes: dict[str, int]) -> None:
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
     with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
         ya.mesh(device="cpu", stage=2, deterministic=8)
-    state = on_stages(params, **axes)
+    state = on_stages(params, stage=2)
     with pytest.raises(ValueError, match=r"at home on stages \[0, 1\], the mesh has stages 0 to 3"):
         ya.shard(state, mesh=mesh_of(stage=4))
     regrouped = params._replace(layers=ya.Stacked(pinned(params.layers.tree, "bias")))
@@ -133,24 +134,17 @@ def refused(_: Any, axes: dict[str, int]) -> None:
         ya.vdot(optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), state.params), state.params)
 
 
-def test_what_cannot_be_right_is_refused_by_name(pools: Pools) -> None:
-    pools[4].run(refused, {"stage": 2})
-
-
 # ---- docs/stages.md
 
 
-def page(mesh: Any, blocks: list[str]) -> None:
+@on_ranks(2)
+def test_the_page(mesh: Any) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
     names: dict[str, Any] = {}
-    for block in blocks:
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
         exec(block, names)
     state = names["state"]
     assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held
     torch.testing.assert_close(names["norm"], ya.global_norm(names["alone"].params))
     plan = ya.planner.trace(names["loss"], names["params"], names["batch"], mesh=state.memory.mesh_axes)
     assert plan.stages == 2 and plan.units == state.memory.abstract().units
-
-
-def test_the_page(pools: Pools) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
-    pools[2].run(page, re.findall(r"```python\n(.*?)```", text, re.S))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.harness.groups import by_the_backend
+from tests.harness.marks import nightly
 from tests.harness.oracle import by_autograd, check_exact
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES
@@ -43,7 +44,7 @@ def test_weights_that_are_not_large(mesh: Any) -> None:
             check_exact(mesh, PROBLEMS[name], layers=3, schedules=FEW, microbatches=(3,))
 
 
-@on_ranks(1, 2)
+@on_ranks(1, nightly(2))
 def test_float32(mesh: Any) -> None:
     """The other tests are in float64, where rounding hides nothing."""
     for name in ("base", *(KINDS if mesh.size() == 1 else KINDS[1::3])):

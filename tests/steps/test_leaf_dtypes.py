@@ -30,7 +30,7 @@ from tests.harness.formats import (
 from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, looped
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import Batch, E, V, masked_loss
 from yafsdp_fn.params.layout import tree_layout
 
@@ -167,7 +167,8 @@ def test_gradients_and_steps_are_those_of_the_plain_loop(
     pools[world].run(exact, "shard", kind, parts, schedule)
 
 
-def to_the_bit(mesh: Any) -> None:
+@on_ranks(1)
+def test_bits_at_one_rank(mesh: Any) -> None:
     precisions = ya.Precision(compute=BF16), ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
     for precision in precisions:
         abstract = tree(reduce=F32)
@@ -181,10 +182,6 @@ def to_the_bit(mesh: Any) -> None:
                 own = [("layers", "router"), ("layers", "gain"), ("head", "scale")]
                 for unit, leaf in own:  # never rounded
                     assert torch.equal(ya.unshard(grads)[unit][leaf], expected[1][unit][leaf]), (unit, leaf)
-
-
-def test_bits_at_one_rank(pools: dict[int, Pool]) -> None:
-    pools[1].run(to_the_bit)
 
 
 @pytest.mark.sampled
@@ -219,7 +216,8 @@ def off_by(got: Any, expected: Any, tolerance: float, what: str) -> None:
     compare(ya.unshard(got), expected, tolerance, what)
 
 
-def under_transforms(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_derivatives_by_torch(mesh: Any) -> None:
     abstract = tree()
     state = ya.init(abstract, mesh=mesh, precision=HALF)
     params = optree.tree_map(Tensor.double, ya.unshard(state))
@@ -242,11 +240,6 @@ def under_transforms(mesh: Any) -> None:
         assert abs(float(along - dot)) < 5e-2 * abs(float(dot))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_derivatives_by_torch(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(under_transforms)
-
-
 def reproduced(_: Any) -> int:
     return two_steps_of_micro_shards(loss, tree(reduce=F32), TX, ya.Precision(compute=BF16, reduce=BF16))
 
@@ -255,7 +248,10 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
     alike(pools, (1, 2, 4), reproduced)
 
 
-def over_stages(_: Any, kind: str) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("kind", ["marked", "tied"])
+@on_ranks(2, nightly(4))
+def test_across_stages(_: Any, kind: str) -> None:
     abstract = tree(kind, reduce=F64)
     state, batches, mine = on_two_stages(loss, abstract, TX, HALF)
     params = optree.tree_map(Tensor.double, ya.unshard(state))
@@ -271,14 +267,8 @@ def over_stages(_: Any, kind: str) -> None:
     compare(without(ya.unshard(state), frozen_names(abstract)), oracle.params, 1e-5, kind)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("kind", ["marked", "tied"])
-@pytest.mark.parametrize("world", [2, nightly(4)])
-def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
-    pools[world].run(over_stages, kind)
-
-
-def whole_leaves_updated(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_whole_leaves_go_to_their_owners(mesh: Any) -> None:
     """Muon lends matrices of both kinds to their owners."""
     tx = ya.optim.muon(0.02, dtype=F64)
     abstract = tree()
@@ -292,12 +282,8 @@ def whole_leaves_updated(mesh: Any) -> None:
     compare(ya.unshard(state), oracle.params, 1e-10, "muon")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_whole_leaves_go_to_their_owners(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(whole_leaves_updated)
-
-
-def adapted(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_adapters(mesh: Any) -> None:
     """Adapters are of the dtype of their matrix."""
     abstract = ya.lora(tree(), 2, lambda path, _: path.endswith(("router", "up")))
     router = abstract["layers"].tree["router"]
@@ -314,12 +300,8 @@ def adapted(mesh: Any) -> None:
         state, _ = ya.train_step(loss, TX)(state, batches[mesh.get_rank()])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_adapters(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(adapted)
-
-
-def over_tensor(_: Any) -> None:
+@on_ranks(2, 4)
+def test_over_tensor(_: Any) -> None:
     """Leaves in float32 that are split, and that are not; all else in float64."""
     draw = functools.partial(normal, 2)
     layer = {
@@ -345,12 +327,8 @@ def over_tensor(_: Any) -> None:
         compare(ya.unshard(grads)["embed"], expected[1]["embed"], 1e-12, "gradients in float64")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(over_tensor)
-
-
-def planned(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_plan_is_of_the_state(mesh: Any) -> None:
     """A trace without ranks is that of the state."""
     abstract = tree("marked", reduce=BF16)
     state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
@@ -358,7 +336,3 @@ def planned(mesh: Any) -> None:
     step = ya.train_step(loss, TX)
     state, _ = step(state, batch_of(mesh.get_rank()))
     assert step.program(state).ops == program.ops
-
-
-def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:
-    pools[2].run(planned)

@@ -11,6 +11,7 @@ import torch.nn.functional as F_
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.marks import by_day
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pools, on_ranks
@@ -59,7 +60,7 @@ STAGED = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize("name", by_day(STAGED, "v", "1f1b"))
 def test_stages_draw_what_one_stage_draws(_: Any, name: str) -> None:
     """One rank's part: three steps and an evaluation as on plain tensors, whatever generators rank by rank hold."""
     schedule, per_stage, shape = STAGED[name]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
+from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, check_steps, compare, own_and_all, plain, relative
 from tests.harness.pool import on_ranks
 from tests.harness.problems import CLIPPED as TX
@@ -147,7 +148,7 @@ def test_lower_before_any_step(mesh: Any) -> None:
                 ya.verify(program)
 
 
-@WORLDS
+@on_ranks(nightly(1), 2)
 def test_a_saved_program_gives_the_same_bits(mesh: Any) -> None:
     """A program, saved as text, goes on with the same bits as the step function that made it, as in a resumed run."""
     rank = mesh.get_local_rank()

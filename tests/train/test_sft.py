@@ -18,6 +18,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.marks import nightly
 from tests.harness.pool import Pool
 from tests.train.data.test_sources import Numbered
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
@@ -161,7 +162,7 @@ def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
     assert run.newest(base / "runs", Config).name == "a" and run.newest(base / "runs", Config, Tuning).name == "b"
 
 
-@pytest.mark.parametrize(("world", "batch"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("world", "batch"), [nightly(1, 2), (2, 1)])
 def test_a_small_file_trains_as_it_is_and_says_so(
     pools: dict[int, Pool], base: Path, tmp_path: Path, world: int, batch: int
 ) -> None:
