@@ -134,3 +134,11 @@ def test_help_says_once_what_needs_a_checkout(capsys: pytest.CaptureFixture[str]
         said.append(capsys.readouterr().out)
     assert "".join(said).count("in a checkout") == 1
     assert all(cluster in said[0] for cluster in ya.planner.CLUSTERS)
+
+
+def test_a_program_draws_itself(program: ya.Program, folder: Path) -> None:
+    program.draw(folder / "one.svg", "a100-80g")
+    ya.planner.simulate(program, "a100-80g").save(folder / "two.svg")
+    assert (folder / "one.svg").read_bytes() == (folder / "two.svg").read_bytes()
+    with pytest.raises(ValueError, match="unknown cluster 'a100'"):
+        program.draw(folder / "one.svg", "a100")

@@ -5,6 +5,8 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from yafsdp_fn.program import json, ops, text
@@ -389,6 +391,13 @@ class Program:
             held = ", ".join(f"{trace.units[unit].name} in slot {slot}" for slot, unit in sorted(carried.items()))
             head += f"\ncarried over from the step before: {held}"
         return "\n".join([head, *text.collectives(trace)])
+
+    def draw(self, path: str | Path, cluster: Any) -> None:
+        """Draws a step of it to a .png, .svg or .pdf. cluster: as for `ya.planner.simulate`, which predicts it
+
+        Raises ValueError for another suffix and an unknown cluster, ModuleNotFoundError without matplotlib."""
+        planner = import_module("yafsdp_fn.planner.simulate")  # which stands on programs
+        planner.simulate(self, cluster).save(path)
 
     def diff(self, other: "Program") -> str:
         """Returns the ops that differ, in words, as a unified diff; empty where all ops are equal."""
