@@ -98,31 +98,6 @@ SAME: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
 """And the settings that say the same."""
 
 
-def check(_: Any, names: list[str], shape: tuple[tuple[str, int], ...]) -> None:
-    ranks = torch.distributed.get_world_size()
-    tokens, targets = (torch.arange(8).view(4, 2) % VOCAB for _ in range(2))
-    params, model = ya.functionalize(Model(), "layers")
-
-    def loss(params: Any, batch: Any) -> Tensor:
-        return loss_of(model(params, batch["tokens"]), batch["targets"])
-
-    batch = {"tokens": tokens, "targets": targets}
-    trace = ya.planner.trace(loss, params, batch, mesh=shape, microbatches=M)
-    for name in names:
-        module = Model()
-        apply, settings = SAME[name]
-        apply(module, init_device_mesh("cpu", (ranks,)))
-        program = ya.schedules.fsdp2(**settings)(trace)
-        seen, freed, most = recorded(module, tokens, targets)
-        assert said(ya.verify(program)) == seen, f"{name}: {said(program)} is not {seen}"
-        gathers = [op for op in program.ops if isinstance(op, Gather) and names_of(program, op) <= freed]
-        slots = {slot for op in gathers for slot in op.slots}
-        assert len(slots) == (max(2, most) if freed else 0), f"{name}: {len(slots)} slots, and FSDP2 holds {most}"
-        assert [op for op in peers.fsdp2(**settings)(trace).ops if isinstance(op, Gather | Reduce)] == [
-            op for op in program.ops if isinstance(op, Gather | Reduce)
-        ]
-
-
 Event = tuple[str, frozenset[str]]
 
 
@@ -181,8 +156,28 @@ def recorded(module: Model, tokens: Tensor, targets: Tensor) -> tuple[list[Event
 
 
 @on_ranks(2)
-def test_it_is_what_fsdp2_does(mesh: Any) -> None:
-    check(mesh, [*SAME], (("shard", 2),))
+def test_it_is_what_fsdp2_does(_: Any) -> None:
+    ranks = torch.distributed.get_world_size()
+    tokens, targets = (torch.arange(8).view(4, 2) % VOCAB for _ in range(2))
+    params, model = ya.functionalize(Model(), "layers")
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return loss_of(model(params, batch["tokens"]), batch["targets"])
+
+    batch = {"tokens": tokens, "targets": targets}
+    trace = ya.planner.trace(loss, params, batch, ranks=ranks, microbatches=M)
+    for name, (apply, settings) in SAME.items():
+        module = Model()
+        apply(module, init_device_mesh("cpu", (ranks,)))
+        program = ya.schedules.fsdp2(**settings)(trace)
+        seen, freed, most = recorded(module, tokens, targets)
+        assert said(ya.verify(program)) == seen, f"{name}: {said(program)} is not {seen}"
+        gathers = [op for op in program.ops if isinstance(op, Gather) and names_of(program, op) <= freed]
+        slots = {slot for op in gathers for slot in op.slots}
+        assert len(slots) == (max(2, most) if freed else 0), f"{name}: {len(slots)} slots, and FSDP2 holds {most}"
+        assert [op for op in peers.fsdp2(**settings)(trace).ops if isinstance(op, Gather | Reduce)] == [
+            op for op in program.ops if isinstance(op, Gather | Reduce)
+        ]
 
 
 # ---- errors

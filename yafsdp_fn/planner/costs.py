@@ -19,7 +19,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from yafsdp_fn.planner.activations import state_on_host
 from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
@@ -272,19 +272,14 @@ def half_of(cost: Cost, half: str) -> Cost:
     return Cost(bwd_flops=cost.bwd_flops - inputs, bwd_moved=rest)
 
 
-def by_ops(trace: Trace, policy: str, every: int = 1) -> Trace:
+def by_ops(trace: Trace, policy: Literal["op", "selective", "checkpoint"], every: int = 1) -> Trace:
     """Returns `trace` with every so many-th layer recomputed in its backward by ops, whatever the program is.
 
     policy: "op", torchtitan's: every second product, and all that is no product or attention; "selective", Megatron's:
         attention alone; "checkpoint", torch's `checkpoint(use_reentrant=False)`: all, as far as something is saved: not
         a layer's last product. What is kept beside carries: for "op" two fifths, as counted for Llama's layers; for
         "selective" all, since attention's kernel keeps no scores; for "checkpoint" nothing
-
-    Raises ValueError for another policy.
     """
-    if policy not in ("op", "selective", "checkpoint"):
-        raise ValueError(f'by_ops: {policy!r}, expected "op", "selective" or "checkpoint"')
-
     visits = [*trace.visits]
     for v in remat.layer_visits(trace)[every - 1 :: every]:
         visit = visits[v]

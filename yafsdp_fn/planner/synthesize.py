@@ -1,8 +1,8 @@
 """Writes programs that no builder has: what `search` found, changed visit by visit, unit by unit, and call by call.
 
     a step without stages    a configuration (stage_config.py), changed
-    a pipeline               each cut into stages begins with the rows of each order of that shape, and with as few
-                             recomputed layers on each stage as fit; then by turns
+    a pipeline               the points' orders, with as few recomputed layers on each stage as fit; of the fastest, by
+                             turns
                                  the order of forwards, backwards of inputs and of weights (orders.py), in the memory
                                  that stages have left
                                  a change of one stage's configuration: what it recomputes, gathers again, reduces
@@ -17,13 +17,13 @@ import math
 import operator
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.orders import CallGraph, Rows, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
-from yafsdp_fn.planner.space import Order, Point
+from yafsdp_fn.planner.space import Point
 from yafsdp_fn.planner.stage_config import (
     NOTHING,
     Changes,
@@ -209,12 +209,6 @@ class StepSynthesis(Synthesis):
 
 # ---- A pipeline.
 
-INSIDES = 2
-"""Schedules of stages with which cuts begin, those of the best points."""
-CUTS = 6
-FASTEST = 3
-"""Cuts that take turns, those that begin with the fastest programs; and how many of them go on after `ROUNDS` turns."""
-ROUNDS = 8
 TURN = 250
 """Moves of orders in a turn, which takes about as long as a program is built and simulated."""
 
@@ -235,57 +229,31 @@ class CutCandidate:
 
 
 class PipelineSynthesis(Synthesis):
-    """The best program so far of all cuts. turn: of the cuts that take turns"""
+    """The best program so far. starts: points to begin with; cut: the one whose program is the fastest then"""
 
     def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int) -> None:
         super().__init__(trace, points, cluster, budget, seed)
-        self.turn = 0
-        self.starts = self._starts()
-        self.cuts = list[CutCandidate]()
-
-    def _starts(self) -> Iterator[Point]:
-        """Yields points to begin with: the builders' own orders, then others, on cuts of other shapes."""
-        orders = dict[Point, Order]()  # of the first point with each schedule of stages
-        for point in self.points:
-            if point.order is not None:
-                orders.setdefault(point._replace(order=None, remat=0), point.order)
-        found = dict[Point, None]()
-        for inside, order in [*orders.items()][:INSIDES]:
-            shapes = [(order.name, order.per_stage), *((name, 2) for name in pipelines.V_SHAPED)]
-            shapes += [("one_f_one_b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4)]
-            for name, per_stage in shapes:
-                if per_stage * order.stages <= len(self.trace.visits):
-                    found[inside._replace(order=order._replace(name=name, per_stage=per_stage))] = None
-        return iter(found)
+        self.starts = iter(dict.fromkeys(point._replace(remat=0) for point in points))
+        self.cut: CutCandidate | None = None
 
     def move(self) -> None:
-        """Begins a cut, while there are others; then changes the order or a configuration of one, by turns."""
+        """Begins with a point, while there are others; then changes the order or a configuration, by turns."""
         point = next(self.starts, None)
         if point is not None:
             self._begin(point)
-            return
-        if self.turn in (0, ROUNDS * CUTS):
-            self.cuts = sorted(self.cuts, key=lambda cut: cut.outcome)[: FASTEST if self.turn else CUTS]
-        if not self.cuts:
-            return
-        turn, which = divmod(self.turn, len(self.cuts))
-        self.turn += 1
-        if turn % 2:
-            self._change(self.cuts[which])
-        else:
-            self._reorder(self.cuts[which])
+        elif self.cut is not None and self.moves % 2:
+            self._change(self.cut)
+        elif self.cut is not None:
+            self._reorder(self.cut)
 
     def _begin(self, point: Point) -> None:
         """Begins a cut with as few recomputed layers on each stage as fit, the first ones of its segments."""
         order = point.order
         assert order is not None
-        try:
-            whole = point.whole(self.trace)
-            rows = order.rows(whole)
-            parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)]
-            configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
-        except ValueError:
-            return
+        whole = point.whole(self.trace)
+        rows = order.rows(whole)
+        parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)]
+        configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         cut = CutCandidate(Design(point), whole, [Changes(part, self.rng) for part in parts])
         layers = [remat.layer_visits(part) for part in parts]
         few = [-1] * len(parts)
@@ -298,8 +266,9 @@ class PipelineSynthesis(Synthesis):
                     enough[stage] = counts[stage]
                 else:
                     few[stage] = counts[stage]
-        if self._try(cut, _recomputing(configs, layers, enough), rows):
-            self.cuts.append(cut)
+        fits = self._try(cut, _recomputing(configs, layers, enough), rows)
+        if fits and (self.cut is None or cut.outcome < self.cut.outcome):
+            self.cut = cut
 
     def _design(self, cut: CutCandidate, configs: tuple[StageConfig, ...], rows: Rows) -> Design:
         return cut.design._replace(
