@@ -99,7 +99,7 @@ class Writer:
                 self._made[index] = self._made[index].rename(root / name)
             weight_map = {tensor: file for file, header in zip(names, self._headers, strict=True) for tensor in header}
             metadata = {"total_size": self.total_bytes}
-            index = write_aside(root, INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+            aside = write_aside(root, INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
         if changes:
             (root / CONFIG).unlink(missing_ok=True)
         sync_folder(root)
@@ -109,7 +109,7 @@ class Writer:
             self._made = []
         else:
             self._made = []  # from here on they may be the model
-            index.replace(root / INDEX)
+            aside.replace(root / INDEX)
             sync_folder(root)
             (root / SINGLE).unlink(missing_ok=True)
         sync_folder(root)

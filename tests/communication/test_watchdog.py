@@ -90,6 +90,17 @@ def test_a_rank_that_has_never_spoken_is_silent() -> None:
     assert lines[1].startswith("  rank 3: waiting ") and " s for a; before the first step" in lines[1], lines
 
 
+def test_a_wait_that_ends_while_ranks_are_read_shows_no_table(capsys: pytest.CaptureFixture[str]) -> None:
+    work = Work()
+    ranks = watched([(work, "a")], seconds=3600)
+    ranks.watchdog._silence, ranks.watchdog._patience = 3600.0, 0.0
+    until(lambda: ranks.watchdog._store.check(["waited before the first step"]))
+    work.done = True
+    until(lambda: not ranks.watchdog._status.waits)
+    ranks.watchdog.close()
+    assert capsys.readouterr().err == ""
+
+
 def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
     ranks = watched([(Work(), "a")], seconds=3600)
     ranks.watchdog._patience = 0.0

@@ -157,7 +157,7 @@ class GlooGroup(RankGroup):
             rows = full.view(self._ranks, -1)
             if shard.nbytes >= PACKED_BYTES:
                 step = max(1, PIECE_BYTES // shard.itemsize)
-                for part in zip(shard.split(step), rows.split(step, 1), strict=True):
+                for part in zip(torch.split(shard, step), torch.split(rows, step, 1), strict=True):
                     self._reduce([part])
                 continue
             if small and used + shard.nbytes > PIECE_BYTES:

@@ -184,11 +184,13 @@ class Watchdog:
         if not self._known.is_set():
             self._table = self._find()
             self._known.set()
-        waited = self._status.waited
         # the first rank that waits for long prints it, once between two steps
-        if waited > self._patience and self._store.add(f"waited {self._steps.after}", 1) == 1:
-            text = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{self._find()}"
-            print(text, file=sys.stderr, flush=True)
+        if self._status.waited > self._patience and self._store.add(f"waited {self._steps.after}", 1) == 1:
+            found = self._find()
+            waited = self._status.waited
+            if waited > self._patience:  # still
+                text = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{found}"
+                print(text, file=sys.stderr, flush=True)
 
     def _say(self) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(self._status))

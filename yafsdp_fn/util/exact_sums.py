@@ -45,8 +45,7 @@ def binned(pairs: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Tens
     found = torch.zeros(2 * BINS, dtype=torch.float64, device=device)
     size = BLOCK * CHUNK[device.type]
     for a, b in pairs:
-        ours = _parts(a, size)
-        for x, y in zip(ours, ours if b is a else _parts(b, size), strict=True):
+        for x, y in zip(_parts(a, size), _parts(b, size), strict=True):
             found += _in_bins(_blocks(x, y))
     return found
 
@@ -70,8 +69,7 @@ def _parts(leaf: Tensor, size: int) -> list[Tensor]:
 def _blocks(x: Tensor, y: Tensor) -> Tensor:
     """Sums the products of 8 neighbours, by elementwise operations, which round alike wherever an element lies; in
     float64, since float32 products could overflow or underflow."""
-    ours = [x[at::2].double() for at in range(2)]
-    odd, even = (a * b for a, b in zip(ours, ours if y is x else [y[at::2].double() for at in range(2)], strict=True))
+    odd, even = (x[at::2].double() * y[at::2].double() for at in range(2))
     values = odd + even
     for _ in range(2):
         values = values[0::2] + values[1::2]

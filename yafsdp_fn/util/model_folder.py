@@ -30,12 +30,12 @@ def weight_files(root: Path) -> list[Path]:
         )
     weight_map = read_json(root / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(f"{root / INDEX}: weight_map is {_shown(weight_map)}; expected the file of each tensor")
+        raise ValueError(f"{root / INDEX}: weight_map is {reprlib.repr(weight_map)}; expected the file of each tensor")
     for tensor, name in weight_map.items():
         if not _is_file_name(name):
             raise ValueError(
-                f"{root / INDEX}: weight_map has {_shown(name)} for {_shown(tensor)}; expected the name of a "
-                f"safetensors file in this directory"
+                f"{root / INDEX}: weight_map has {reprlib.repr(name)} for {reprlib.repr(tensor)}; expected the name of "
+                f"a safetensors file in this directory"
             )
     names = sorted(set(weight_map.values()))
     missing = [name for name in names if member(root, name) is None]
@@ -79,7 +79,3 @@ def member(root: Path, name: str) -> Path | None:
 def _is_file_name(name: Any) -> bool:
     plain = isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\:]+\.safetensors", name) is not None
     return plain and len(name.encode()) < 256
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value)
