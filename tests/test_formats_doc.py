@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import runpy
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from models import llama
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, one_rank
 
-BLOCKS = [
-    text.split("```")[0] for text in (Path(__file__).parents[1] / "docs/formats.md").read_text().split("```python\n")
-]
+ROOT = Path(__file__).parents[1]
+BLOCKS = [text.split("```")[0] for text in (ROOT / "docs/formats.md").read_text().split("```python\n")]
 
 
 def page(block: int, **names: Any) -> dict[str, Any]:
@@ -78,3 +81,21 @@ def test_what_pays_is_searched_for_a_state(capsys: pytest.CaptureFixture[str]) -
     found = page(number, int8=ya.formats.Scaled(torch.int8, block=64), **names)["found"]
     assert len(found.choices) == 6 and list(found.errors) == ["int8/64", "roots/64"]
     assert len(capsys.readouterr().out.splitlines()) == 9
+
+
+def test_the_table_and_the_picture_are_made_by_a_command() -> None:
+    made = runpy.run_path(str(ROOT / "docs/formats_saved.py"))
+    config = dataclasses.replace(llama.CONFIGS["debug"], layers=2)
+    rows = made["predicted"](config, 16, "a100-80g", 64)
+    assert [row.name for row in rows][:3] == ["whole", "gathers in int8", "both ways in int8"]
+    lines = made["table"]({"a step": rows}).splitlines()
+    assert lines[0].startswith("| a step |") and len(lines) == 2 + len(rows) and "| whole | 0.0" in lines[2]
+    drawn = ElementTree.fromstring(made["picture"]({"a step": rows}))
+    said = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {row.name for row in rows[1:]} <= set(said) and "a step" in said
+    shown = (ROOT / "docs/images/formats.svg").read_text()
+    page = (ROOT / "docs/formats.md").read_text()
+    for title in made["STEPS"]:  # the picture of the page has its numbers
+        of_step = page.partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[3:]
+        saved = [row.split(" | ")[2] for row in of_step]
+        assert len(saved) == len(made["CHOICES"]) - 1 and all(f">{ms}<" in shown for ms in saved)

@@ -29,7 +29,7 @@ def check(cluster: Cluster, ranks: int) -> None:
     for name in RATES:
         assert 1e5 < getattr(cluster, name) < 1e18, (name, cluster)
     assert 0 < cluster.kernel_latency < 1
-    for name in ("node_latency", "network_latency", "contention", "link_contention"):
+    for name in ("node_latency", "network_latency", "contention", "link_contention", "format_seconds"):
         assert 0 <= getattr(cluster, name) < math.inf, (name, cluster)
     assert 2**20 < cluster.memory_bytes < 2**50
     assert cluster.gpus_per_node == ranks and cluster.host_computes

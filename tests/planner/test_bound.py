@@ -40,6 +40,7 @@ def clusters(rng: random.Random) -> Cluster:
         host_bandwidth=10 ** rng.uniform(7, 11),
         contention=rng.choice([0.0, 0.1, 0.7]),
         unit_overhead=rng.choice([0.0, 1e-4]),
+        format_seconds=rng.choice([0.0, 1e-8]),
         host_computes=rng.random() < 0.2,
     )
 

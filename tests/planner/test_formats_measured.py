@@ -20,5 +20,5 @@ def test_on_a_slow_link_int8_is_faster_as_predicted() -> None:
     assert measured["both"] < measured["gathers"] < measured["whole"]
     ratios = [seconds["gathers"] / seconds["whole"] for seconds in (predicted, measured)]
     assert abs(ratios[1] / ratios[0] - 1) < 0.1
-    # what a CPU computes to encode gradients is not predicted
+    # a thread that encodes gradients waits for those of its core
     assert predicted["both"] < measured["both"]

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from tests.program.traces import layers, trace_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, simulate
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.measured import Cost
-from yafsdp_fn.schedules import Program, Trace, hpz, hsdp, remat, zero1, zero2, zero3
+from yafsdp_fn.program.trace import Encoding
+from yafsdp_fn.schedules import Gather, Program, Reduce, Trace, Update, hpz, hsdp, remat, zero1, zero2, zero3
 from yafsdp_fn.timeline import Timeline
 
 GB = 10**9
@@ -140,6 +142,22 @@ def test_the_host_computes_by_hand() -> None:
 def test_recomputation_by_hand() -> None:
     timeline = simulate(zero3(remat=remat.first(2))(three_layers()), FREE)
     assert [s.seconds for s in timeline.on("compute")] == [2, 2, 2, 4, 6, 6]
+
+
+def test_formats_by_hand() -> None:
+    """Beside their bytes: a gather decodes its vectors, a reduction encodes and decodes them, an update its shards."""
+    trace = three_layers()._replace(update_when="after norm")
+    encoding = Encoding("bytes", 1, 1, GB)
+    units = [u._replace(gathered_as=encoding, reduced_as=encoding, sum_bytes=2 * GB) for u in trace.units]
+    program = zero3(update=True)(trace._replace(units=(*units[:2], trace.units[2])))
+    free, slow = (Costs(program.trace, FREE.replace(format_seconds=seconds)) for seconds in (0.0, 1.0))
+    for op in program.ops:
+        numels = [trace.units[unit].numel for unit in getattr(op, "units", ()) if unit < 2]
+        shards = sum(numel // 2 for numel in numels)
+        more = {Gather: sum(numels), Reduce: 2 * sum(numels), Update: shards}.get(type(op), 0)  # type: ignore[call-overload]
+        assert slow.seconds(op) - free.seconds(op) == pytest.approx(more)
+    kinds = {type(op) for op in program.ops}
+    assert {Gather, Reduce, Update} <= kinds and trace.units[0].numel > 0
 
 
 def test_replicas_by_hand() -> None:

@@ -122,6 +122,25 @@ def test_three_steps_are_those_of_the_plain_loop(
 # ---- with what else there is
 
 
+class Counted(Halves):
+    calls = 0
+
+    def encode(self, blocks: Tensor) -> Tensor:
+        Counted.calls += 1
+        return super().encode(blocks)
+
+
+def test_a_large_plan_encodes_one_part_of_each_unit() -> None:
+    """Its parts allocate alike, and a stack of matrices has thousands: a plan of 70B took hours."""
+    abstract = {"layers": ya.Stacked({"w": normal(2, 2**12, 2**12)})}
+
+    def sum_of(params: Any, x: Tensor) -> Tensor:
+        return ya.scan(lambda x, w: (x @ w["w"], None), x, params["layers"])[0].sum()
+
+    ya.planner.trace(sum_of, abstract, torch.ones(1, 2**12), tx=adamw(Counted()))
+    assert 0 < Counted.calls < 20
+
+
 def test_the_definition_on_a_plain_tree() -> None:
     abstract, tx = tree(Wire(), "marked"), adamw(ROOTS)
     oracle = ya.PlainState.create(optree.tree_map(lambda leaf: dataclasses.replace(leaf, dtype=F64), abstract), tx)

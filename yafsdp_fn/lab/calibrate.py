@@ -6,6 +6,7 @@ kernels, memory        a norm and a gate, forward and backward, of one row and o
 matmul                 the three products of a linear layer and its backward, without what kernels and bytes take
 attention              causal, forward and backward
 host                   a copy from the GPU to pinned memory; on the CPU, a copy through memory
+formats                int8 by blocks, encoded and decoded, without their bytes
 links                  gathers and reductions of two sizes: what a further byte takes is the bandwidth, the rest latency
 contention             products beside running gathers and reductions, and these beside products, over the same alone
 
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from yafsdp_fn.communication import formats
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.communication.groups import group_of
 from yafsdp_fn.communication.store import new_group
@@ -127,6 +129,7 @@ def calibrate(
         if kind == "cuda":
             pinned = torch.empty_like(source, device="cpu", pin_memory=True)
             to_host = _seconds(partial(pinned.copy_, source, non_blocking=True), kind)
+        formats_s = _formats(sizes, kind, memory)
     counted = 3 * ((x.nbytes + up.nbytes + out.nbytes) / memory + latency)  # as costs have it, beside the FLOPs
     inside = inside or Link(0.0, memory / 2)
     network = between or inside
@@ -148,6 +151,7 @@ def calibrate(
         "contention": contention[0],
         "link_contention": contention[1],
         "kernel_latency": latency,
+        "format_seconds": formats_s,
     }
     every: list[Any] = [figures] * world
     if world > 1:
@@ -174,6 +178,20 @@ def _kernels(sizes: Sizes, kind: str) -> tuple[float, float]:
     (few_s, few), (many_s, many) = found
     latency = few_s / few.eager_kernels if kind == "cpu" else 0.0
     return latency, many.eager / max(many_s - many.eager_kernels * latency, many_s / 2)
+
+
+def _formats(sizes: Sizes, kind: str, memory: float) -> float:
+    """Returns seconds that an element takes which is encoded, or decoded, beside its bytes through memory."""
+    format = formats.Scaled()
+    values = torch.ones(sizes.moved * sizes.width, device=kind)
+    encoded = torch.empty(format.nbytes(values.numel()), dtype=torch.uint8, device=kind)
+
+    def both() -> None:
+        formats.encode(format, values, encoded)
+        formats.decode(format, encoded, values)
+
+    through = 2 * (values.nbytes + encoded.nbytes) / memory
+    return max(0.0, _seconds(both, kind) - through) / (2 * values.numel())
 
 
 def _links(
@@ -303,5 +321,5 @@ def _memory_bytes(kind: str, local: int) -> int:
 
 def _slowest(key: str, values: list[float]) -> float:
     """Returns the worst value to three digits: more are not known, and every rank plans with the same ones."""
-    worst = max(values) if key.endswith(("latency", "contention")) else min(values)
+    worst = max(values) if key.endswith(("latency", "contention", "format_seconds")) else min(values)
     return float(f"{worst:.3g}") if key != "memory_bytes" else worst

@@ -56,6 +56,7 @@ COSTS = (
     "kernel_latency",
     "jitter",
     "congestion",
+    "format_seconds",
 )
 """Figures of a cluster of which less is better; of the others more is."""
 
@@ -70,6 +71,8 @@ class Cluster:
     node_bandwidth, network_bandwidth: bus bandwidth in bytes/s, as nccl-tests count it, of a collective inside a node
         and over whole nodes; node_latency, network_latency: seconds per hop of a ring
     host_bandwidth: bytes/s of copies between one GPU and pinned memory of the host, one way at a time
+    format_seconds: seconds per element that is encoded into a wire format, or decoded, beside its bytes through memory:
+        for the CPU, which computes them by many kernels
     congestion: part of the network's bandwidth that a collective loses with each node beyond the second
     contention: compute takes 1 + contention times as long while another stream runs something
     link_contention: communication takes 1 + link_contention times as long while its rank computes: on the CPU both
@@ -105,6 +108,7 @@ class Cluster:
     kernel_latency: float = 0.0
     jitter: float = 0.0
     congestion: float = 0.0
+    format_seconds: float = 0.0
     host_computes: bool = False
 
     def __post_init__(self) -> None:
@@ -242,10 +246,12 @@ LOCAL = Cluster(
     network_latency=0.3e-3,
     host_bandwidth=10e9,
     contention=0.66,
+    format_seconds=1.7e-9,
     host_computes=True,
 )
 """Two gloo ranks in fp32, a thread each, on a shared machine of two AMD EPYC cores: what `ya.planner.calibrate` found
-there in a quiet minute. It stands for nobody's machine: `ya.planner.calibrate` measures yours."""
+there in a quiet minute; format_seconds by a processor's time in a busy one. It stands for nobody's machine:
+`ya.planner.calibrate` measures yours."""
 
 CLUSTERS: dict[str, Cluster] = {preset.name: preset for preset in (A100, H100, H200, LOCAL)}
 """The presets by name."""

@@ -5,8 +5,9 @@ Forward      flops / rate, matrix products and attention apart; what products an
 Backward     the same for the backward, and for the forward again if the graph was not kept; in halves, the half of
              inputs has as many products as the forward, attention and all else, the half of weights the other products
 both         and the collectives of their visit, and of the loss after it, over axes inside blocks: rings, messages
-Gather       a ring over the shard group, or over the ranks of a node
-Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes
+Gather       a ring over the shard group, or over the ranks of a node; out of a format, decoding
+Reduce       a ring; with `Precision.accumulate` exchanges, inside nodes first where the mesh has nodes; in a format
+             encoding and decoding
 AllReduce    two rings over replicas, or over the stages that share a unit
 Stash, Norm, Update    bytes through memory; parts of an update on whole leaves: flops, evenly over ranks
 Exchange     the bytes of a unit's leaves that their owners lack, evenly over ranks
@@ -94,8 +95,9 @@ class Costs:
                 return self._rings((u.gather_bytes, cluster.group(trace.local_ranks_of(u))) for u in units)
             case ops.Gather():
                 rings = self._rings((u.gather_wire, self.holders[u.over]) for u in units)
-                decoded = [u.gather_wire + u.gather_bytes for u in units if u.gathered_as is not None]
-                return rings + through_memory(cluster, sum(decoded))
+                decoded = [u for u in units if u.gathered_as is not None]
+                nbytes = sum(u.gather_wire + u.gather_bytes for u in decoded)
+                return rings + through_memory(cluster, nbytes, sum(u.numel for u in decoded))
             case ops.Reduce() if any(u.sum_bytes for u in units):
                 return tuple(itertools.chain.from_iterable(map(self._exchange, units)))
             case ops.Reduce():
@@ -121,7 +123,8 @@ class Costs:
                 # on the CPU it is one kernel, whatever those of blocks are
                 each = UPDATE_BYTES["fused" if cluster.host_computes else trace.kernels]
                 shares = [each * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
-                updated = through_memory(cluster, sum(shares))
+                encoded = [u.numel // trace.ranks_of(u) for u in units if u.gathered_as is not None]
+                updated = through_memory(cluster, sum(shares), sum(encoded))
                 # states on the host: fetched beside the update of the unit before, and returned
                 copied = [2 * state_on_host(trace, u) // (1 + trace.parts(u.id) // 2) for u in units]
                 waited = sum(copied) / cluster.host_bandwidth - seconds_of(updated)
@@ -186,8 +189,8 @@ class Costs:
         cluster = self.cluster
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
-        encoded = unit.reduce_bytes + 2 * unit.reduce_wire if unit.reduced_as is not None else 0
-        through = through_memory(cluster, encoded)  # and decoded
+        times = unit.reduced_as is not None  # encoded, and decoded
+        through = through_memory(cluster, times * (unit.reduce_bytes + 2 * unit.reduce_wire), times * 2 * unit.numel)
         if nodes == 1 or local == 1:
             return cluster.all_to_all(unit.reduce_wire, self.holders[unit.over]) + through
         inside = cluster.all_to_all(unit.reduce_wire / nodes, cluster.group(local))
@@ -306,9 +309,10 @@ def by_ops(trace: Trace, policy: Literal["op", "selective", "checkpoint"], every
     return trace._replace(visits=tuple(visits))
 
 
-def through_memory(cluster: Cluster, nbytes: float) -> tuple[Phase, ...]:
-    """So many bytes read or written."""
-    return (Phase("memory", nbytes / cluster.memory_bandwidth),) if nbytes else ()
+def through_memory(cluster: Cluster, nbytes: float, encoded: int = 0) -> tuple[Phase, ...]:
+    """So many bytes read or written. encoded: elements among them that are encoded or decoded"""
+    seconds = nbytes / cluster.memory_bandwidth + encoded * cluster.format_seconds
+    return (Phase("memory", seconds),) if nbytes else ()
 
 
 def phases_of_compute(

@@ -23,7 +23,7 @@ from yafsdp_fn.program.trace import Trace
 
 
 class FormatsFound(NamedTuple):
-    """What `search_formats` found.
+    """The choices that `search_formats` has tried.
 
     choices: wire format, or "whole", and place of moments -> the fastest schedule that fits; the fastest choice first
     errors: format -> unit -> error, as `ya.formats.relative_errors` measures it
