@@ -299,7 +299,22 @@ def by_closure(mesh: Any) -> Any:
     return ya.train_step(lambda params, batch: loss_fn({**params, **state.params}, batch), TX)(state, BATCH)
 
 
+def let_out(params: Any, batch: Any) -> Any:
+    """A loss that multiplies by a weight that a block has kept."""
+    kept = []
+
+    def block(x: Any, w: Any) -> Any:
+        kept.append(w["w"])
+        return x + ya.linear(x, w["w"]), None
+
+    x, _ = ya.scan(block, batch["x"], params["layers"])
+    return (x @ kept[0]).square().mean()
+
+
 SILENT: dict[str, Any] = {
+    "ValueError: layers[0]: the block keeps a weight (4, 4), and the loss uses it afterwards, when its memory": (
+        lambda mesh: ya.train_step(let_out, TX, schedule=ya.schedules.zero3(remat="all"))(new(mesh), BATCH)
+    ),
     "ValueError: layers[0]: the loss uses params of the state that this step trains, but not those that it": by_closure,
     "TypeError: shard_batch: the batch is a list of 4, of which every one would get all rows; give a tensor, whose": (
         lambda mesh: ya.shard_batch([{"x": row} for row in torch.ones(4, 4)], mesh)
@@ -397,6 +412,9 @@ SILENT: dict[str, Any] = {
 }
 
 UNCLEAR: dict[str, Any] = {
+    "TypeError: layers.w: expected a Param, a tensor or a Lazy leaf, got ndarray; torch.from_numpy(array)": (
+        lambda mesh: ya.shard({"layers": ya.Stacked({"w": np.ones((2, 4, 4))})}, TX, mesh=mesh)
+    ),
     "TypeError: train_step(optimizer=...): it is here tx=": (
         lambda mesh: ya.train_step(loss_fn, optimizer=TX)  # type: ignore[call-arg]
     ),

@@ -151,6 +151,18 @@ def parameter_before_a_visit(params: Params, x: Tensor) -> Any:
     return ya.scan(block, x * SCALE, params.layers)[0]
 
 
+def lets_a_weight_out(params: Params, batch: Batch) -> Any:
+    kept = []
+
+    def keeping(table: Tensor, tokens: Tensor) -> Tensor:
+        kept.append(table)
+        return embed(table, tokens)
+
+    x = ya.apply(keeping, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(head, params.head, x + kept[0].mean(), batch["targets"])
+
+
 LEAF_WRITTEN = "RuntimeError: the loss writes into the leaves of its parameters in place"
 WEIGHT_WRITTEN = "RuntimeError: layers[0]: the block writes into its weights in place"
 NOT_BY_TORCH = "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed"
@@ -196,6 +208,7 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         (scaled, {}, "RuntimeError: a torch.amp.GradScaler scales the loss"),
         (reduced, {}, NOT_BY_TORCH),
         (reduced_in_a_block, {}, NOT_BY_TORCH),
+        (lets_a_weight_out, {}, "ValueError: embed: the block keeps a weight (37, 7), and the loss uses it afterwards"),
         (scaled_by_a_parameter, {}, OF_A_MODULE),
         (parameter_before_a_visit, {}, OF_A_MODULE),
         (
