@@ -293,7 +293,41 @@ class Around:
     inner: dict[str, Rows]
 
 
+def by_closure(mesh: Any) -> Any:
+    """A loss that takes a part of the parameters from the state around it."""
+    state = new(mesh)
+    return ya.train_step(lambda params, batch: loss_fn({**params, **state.params}, batch), TX)(state, BATCH)
+
+
+def let_out(params: Any, batch: Any) -> Any:
+    """A loss that multiplies by a weight that a block has kept."""
+    kept = []
+
+    def block(x: Any, w: Any) -> Any:
+        kept.append(w["w"])
+        return x + ya.linear(x, w["w"]), None
+
+    x, _ = ya.scan(block, batch["x"], params["layers"])
+    return (x @ kept[0]).square().mean()
+
+
 SILENT: dict[str, Any] = {
+    "ValueError: layers[0]: the block keeps a weight (4, 4), and the loss uses it afterwards, when its memory": (
+        lambda mesh: ya.train_step(let_out, TX, schedule=ya.schedules.zero3(remat="all"))(new(mesh), BATCH)
+    ),
+    "ValueError: layers[0]: the loss uses params of the state that this step trains, but not those that it": by_closure,
+    "TypeError: shard_batch: the batch is a list of 4, of which every one would get all rows; give a tensor, whose": (
+        lambda mesh: ya.shard_batch([{"x": row} for row in torch.ones(4, 4)], mesh)
+    ),
+    "TypeError: shard_batch: the batch is a generator, of which every one would get all rows": (
+        lambda mesh: ya.shard_batch((row for row in torch.ones(4, 4)), mesh)
+    ),
+    "TypeError: shard_batch: x is a range, of which every one": lambda mesh: ya.shard_batch({"x": range(4)}, mesh),
+    "TypeError: argument 1 is a generator, of which each call of the loss takes more, and there are more calls": (
+        lambda mesh: ya.train_step(lambda params, batch: loss_fn(params, next(batch)), TX)(
+            new(mesh), (BATCH for _ in range(9))
+        )
+    ),
     "RuntimeError: layers[0]: the block writes into its weights in place; work": (
         lambda mesh: in_block(mesh, lambda weight: weight.data.mul_(0.5))
     ),
@@ -378,6 +412,18 @@ SILENT: dict[str, Any] = {
 }
 
 UNCLEAR: dict[str, Any] = {
+    "TypeError: layers.w: expected a Param, a tensor or a Lazy leaf, got ndarray; torch.from_numpy(array)": (
+        lambda mesh: ya.shard({"layers": ya.Stacked({"w": np.ones((2, 4, 4))})}, TX, mesh=mesh)
+    ),
+    "TypeError: train_step(optimizer=...): it is here tx=": (
+        lambda mesh: ya.train_step(loss_fn, optimizer=TX)  # type: ignore[call-arg]
+    ),
+    "TypeError: train_step(gradient_accumulation_steps=...): it is here microbatches=": (
+        lambda mesh: ya.train_step(loss_fn, TX, gradient_accumulation_steps=4)  # type: ignore[call-arg]
+    ),
+    "AttributeError: 'ShardedState' object has no attribute 'cuda'; it is here: ya.mesh(), which": (
+        lambda mesh: new(mesh).cuda()
+    ),
     "AttributeError: layers.requires_grad_: layers is sharded, its weights are whole only inside ya.scan(f, x, params"
     "...) or ya.map_whole_layers; ya.unshard makes whole tensors of it; it is here: ya.frozen(tree) before": (
         lambda mesh: new(mesh).params["layers"].requires_grad_(False)
@@ -547,6 +593,60 @@ def of_other_layouts(mesh: Any) -> list[float]:
 def test_a_sparse_tensor_may_be_in_a_batch(pools: dict[int, Pool], world: int) -> None:
     for dense, sparse in pools[world].run(of_other_layouts):
         assert dense == sparse
+
+
+# ---- writes to leaves between two steps
+
+
+def emptied(leaf: Any) -> None:
+    leaf.data = torch.zeros_like(leaf)
+
+
+WRITES: dict[str, Any] = {
+    "under no_grad": lambda leaf: leaf.mul_(0.0),
+    "detached": lambda leaf: leaf.detach().mul_(0.0),
+    "by .data": lambda leaf: leaf.data.mul_(0.0),
+    "by .numpy()": lambda leaf: leaf.numpy().fill(0.0),
+    "other memory": emptied,
+}
+
+
+def between_steps(mesh: Any, how: str, compute: torch.dtype) -> list[Any]:
+    """The loss of each step and evaluation after a write to all leaves, before the first step and after it; or what is
+    raised. Without weights a block changes nothing."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        return loss_fn(params, {"x": batch["x"].to(compute)})
+
+    found: list[Any] = []
+    for steps in (0, 1):
+        state, step = ya.init(PARAMS, TX, mesh=mesh, precision=ya.Precision(compute=compute)), ya.train_step(loss, TX)
+        for _ in range(steps):
+            state, _ = step(state, BATCH)
+        with torch.no_grad():
+            for leaf in optree.tree_leaves(state.params):
+                WRITES[how](leaf)
+        for train in (False, True):
+            try:
+                metrics = step(state, BATCH)[1] if train else ya.eval_step(loss)(state, BATCH)
+                found.append(metrics["loss"].item())
+            except RuntimeError as error:
+                found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_between_steps_is_computed_with_or_refused(pools: dict[int, Pool], world: int, how: str) -> None:
+    for compute in (torch.float32, torch.bfloat16):
+        counts = how in ("under no_grad", "detached")
+        same_memory = compute == torch.float32 and how != "other memory"
+        for found in pools[world].run(between_steps, how, compute):
+            for each in found:
+                if counts or same_memory:
+                    assert each == 1.0
+                else:
+                    assert each.startswith("a leaf of the state's params was written through .data or .numpy(), or giv")
 
 
 def under_inference_mode(mesh: Any) -> list[float]:

@@ -619,6 +619,17 @@ def refused() -> Iterator[tuple[str, Callable[[Model], Any], str]]:
         lambda m: setattr(m.layers[2], "norm", nn.BatchNorm1d(8)),
         "layers.2.norm keeps running statistics",
     )
+    yield (
+        "statistics of a batch",
+        lambda m: setattr(m.layers[2], "norm", nn.BatchNorm1d(8, track_running_stats=False).eval()),
+        "layers.2.norm normalises by the rows of one rank and microbatch",
+    )
+    yield "lazy", lambda m: setattr(m, "tail", nn.LazyLinear(2)), "tail.weight is a Uninit.* after its first call"
+    yield (
+        "wrapped",
+        lambda m: m.layers.__setitem__(1, nn.DataParallel(second(m))),
+        "layers.1 is a DataParallel; give the module inside",
+    )
     yield "meta", lambda m: setattr(m, "tail", nn.Linear(2, 2, device="meta")), "tail.weight is on the meta device"
     yield "integers", lambda m: setattr(m, "n", nn.Parameter(torch.ones(2, dtype=torch.int8), False)), "n is torch.int8"
     yield (
@@ -635,6 +646,11 @@ def test_a_module_is_refused_by_name(change: Callable[[Model], Any], message: st
     change(module)
     with pytest.raises((TypeError, ValueError), match=f"functionalize: .*{message}"):
         ya.functionalize(module, "layers")
+
+
+def test_a_compiled_module_says_so_before_its_layers_are_looked_for() -> None:
+    with pytest.raises(TypeError, match="the module is compiled; give the module that it was made of"):
+        ya.functionalize(torch.compile(made(), backend="eager"), "layers")  # type: ignore[arg-type]
 
 
 def test_layers_must_be_lists() -> None:

@@ -23,6 +23,7 @@ from yafsdp_fn.runtime.state import ShardedState
 from yafsdp_fn.runtime.updates import Measured, StepUpdates, combined, divided
 from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.util.foreign_names import with_hints
 from yafsdp_fn.util.squares import squared_norm, sum_of_squares
 from yafsdp_fn.util.torch_private import eval_frame_callback
 
@@ -164,6 +165,7 @@ class TrainStep:
 # ---- The verb.
 
 
+@with_hints
 def train_step(
     loss_fn: Callable[[Tree, Tree], Any],
     tx: optim.GradientTransformation,

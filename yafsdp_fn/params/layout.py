@@ -477,7 +477,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
                 )
             walk(node.tree, path, kind._replace(pinned=True), False)
         elif isinstance(node, Marker) or optree.tree_is_leaf(node):
-            if not hasattr(node, "shape") or not hasattr(node, "dtype"):
+            if not isinstance(getattr(node, "dtype", None), torch.dtype):
                 raise TypeError(no_leaf(path, node))
             if not node.dtype.is_floating_point:
                 raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -177,6 +178,8 @@ def no_leaf(path: str, node: object) -> str:
     hint = ""
     if hasattr(node, "named_parameters"):
         hint = "; an nn.Module becomes parameters by ya.functionalize"
+    elif isinstance(node, np.ndarray):
+        hint = "; torch.from_numpy(array) is a tensor"
     elif isinstance(node, int):
         hint = "; a shape alone is no parameter: ya.Param((16, 8))"
     return f"{path or 'params'}: expected a Param, a tensor or a Lazy leaf, got {type(node).__name__}{hint}"

@@ -266,7 +266,10 @@ def in_one_unit(nbytes: float) -> tuple[float, str]:
 
 def _planned(name: str, program: Program, cluster: str | Cluster | None, memory: int | None) -> Plan:
     if cluster is None:
-        raise TypeError(f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g")')
+        raise TypeError(
+            f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g"), or '
+            "--cluster a100-80g on the command line"
+        )
     proved(program)
     try:
         return Plan.of(program, cluster, memory)

@@ -3,7 +3,7 @@ ranks, and into microbatches.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -102,8 +102,14 @@ class Arguments:
             self._microbatch = split_batch(self.rest, self.microbatches, "microbatches", "microbatches", argument_name)
 
     def check_rest(self) -> None:
-        """Raises TypeError for a tensor that nothing can be learnt from: asked before the first call."""
+        """Raises TypeError for a tensor that nothing can be learnt from, and for what a call uses up: asked before the
+        first one."""
         for accessor, leaf in handles_and_leaves(self.rest):
+            if isinstance(leaf, Iterator):
+                raise TypeError(
+                    f"{argument_name(accessor)} is a {type(leaf).__name__}, of which each call of the loss takes more, "
+                    "and there are more calls than steps: give what it yields, step(state, next(batches))"
+                )
             if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.is_inference()):
                 raise TypeError(
                     f"{argument_name(accessor)} was made on the meta device, where it has no values, or under "
@@ -350,11 +356,14 @@ def split_batch(
 
 def _has_rows(leaf: Any) -> bool:
     """Returns whether `leaf` is a container of rows, presumably, that is not cut: a list of values, an array, a mapping
-    such as transformers' BatchEncoding, or a dataclass with tensors."""
+    such as transformers' BatchEncoding, a generator, or a dataclass with tensors."""
     if dataclasses.is_dataclass(leaf):
         inside: Any = vars(leaf)
         return any(_is_cut(value) or _has_rows(value) for value in optree.tree_leaves(inside))
-    return isinstance(leaf, Mapping) or (isinstance(leaf, np.ndarray) and leaf.ndim > 0) or _is_list(leaf)
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    one = isinstance(leaf, str | bytes | tuple | list | set | frozenset | Tensor)
+    return _is_list(leaf) or (isinstance(leaf, Iterable) and not one)
 
 
 def _is_list(node: Any) -> bool:

@@ -8,6 +8,7 @@ from yafsdp_fn.params.tree import shape_of
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.runtime.graph_walks import OF_VISIT
 
 SAME_ORDER = (
     "A loss must visit the same units in the same order at every step and in every microbatch; make another step "
@@ -113,7 +114,13 @@ def closed_over(visit: str) -> ValueError:
 
 
 def parameter_of_a_module(leaf: Tensor) -> ValueError:
-    """Returns the error for a loss that calls a module which has weights of its own, beside the state's."""
+    """Returns the error for a loss that calls a module which has weights of its own, beside the state's, or uses
+    weights outside of their visit."""
+    if (visit := getattr(leaf, OF_VISIT, None)) is not None:
+        return ValueError(
+            f"{visit}: the block keeps a weight {tuple(leaf.shape)}, and the loss uses it afterwards, when its memory "
+            "holds others, and where no gradient comes back. Use it in the block, or visit its unit again"
+        )
     return ValueError(
         f"the loss depends on a torch.nn.Parameter {tuple(leaf.shape)} that is none of its arguments: it would not be "
         "trained. ya.functionalize makes a tree of its module's weights, for ya.shard; if it is to stay as it is, "

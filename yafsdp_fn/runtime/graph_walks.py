@@ -51,9 +51,13 @@ def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[in
 
 
 def parameters_behind(roots: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the parameters of modules that `roots` depend on."""
+    """Returns the parameters of modules that `roots` depend on, and weights of visits that blocks have let out."""
     leaves = [getattr(node, "variable", None) for node in _nodes(roots)]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or hasattr(leaf, OF_VISIT)]
+
+
+OF_VISIT = "_yafsdp_of_visit"
+"""Attribute of the weights of a visit that is recorded or traced: its name."""
 
 
 # ---- Finds tensors that reach a block from outside: neither arguments, nor weights, nor made inside.

@@ -16,7 +16,7 @@ from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.graph_walks import saved_by
+from yafsdp_fn.runtime.graph_walks import OF_VISIT, saved_by
 from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.recompute import differentiated
@@ -190,6 +190,8 @@ def measure(
     inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     leaves = [leaf for unit in weights for leaf in unit]
     memory = list(map(memory_key, leaves))
+    for leaf in leaves:
+        setattr(leaf, OF_VISIT, call.name)
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
     for unit, of_unit in zip(call.units, weights, strict=True):

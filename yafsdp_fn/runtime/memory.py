@@ -220,8 +220,8 @@ class StateMemory(Placement[Communicators]):
             with self.using([], [("shard", unit) for unit in units]):
                 self.refresh(units)
         if self._compares:
-            self._compares -= 1
             self._compare_copies()
+            self._compares -= 1
 
     def _versions(self) -> list[tuple[int, int]]:
         """Returns what tells of each master whether it has been written to in place, or was given other memory."""

@@ -14,7 +14,7 @@ from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.graph_walks import TensorWatch
+from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.visit import BlockCall
@@ -233,6 +233,10 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
         # without a graph nothing else would notice a write
         leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
         before = content(leaves, compare)
+        for leaf in leaves if compare else ():
+            setattr(
+                leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name
+            )  # a graph shows one that got out
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)

@@ -65,6 +65,7 @@ MEANT = {
     "state.half": _PRECISION,
     "state.bfloat16": _PRECISION,
     "state.to": _PRECISION,
+    "state.cuda": "ya.mesh(), which takes the GPUs if there are any: a state is where its mesh is",
     "model.eval": _MODE,
     "model.train": _MODE,
     "model.parameters": "the tree that ya.functionalize returned beside it, or state.params",
@@ -99,8 +100,16 @@ def hint(name: str) -> str:
     return f"; it is here: {MEANT[name].format(name)}" if name in MEANT else ""
 
 
-KEYWORDS = {"lr": "learning_rate", "betas": "b1", "r": "rank", "lora_alpha": "alpha", "target_modules": "where"}
-"""Keywords of torch's optimizers and of peft's LoraConfig."""
+KEYWORDS = {
+    "lr": "learning_rate",
+    "betas": "b1",
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "where",
+    "optimizer": "tx",
+    "gradient_accumulation_steps": "microbatches",
+}
+"""Keywords of torch's optimizers, of peft's LoraConfig and of Trainers."""
 
 
 def with_hints(function: Function) -> Function:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -85,6 +86,89 @@ def plain(params: Params, x: Tensor) -> Any:
     return ya.scan(block, x, params.layers)[0]
 
 
+# ---- what a recorded call refuses where there are no stages
+
+
+def in_place(leaf: Tensor) -> None:
+    leaf.mul_(0.5)
+
+
+def by_data(leaf: Tensor) -> None:
+    leaf.data.mul_(0.5)
+
+
+def replaced(leaf: Tensor) -> None:
+    leaf.data = leaf.data * 0.5
+
+
+def writes_leaves(write: Callable[[Tensor], None], params: Params, batch: Batch) -> ya.Mean:
+    with torch.no_grad():
+        write(params.layers.leaves[0])
+    return plain(params, batch)
+
+
+def writes_weights(write: Callable[[Tensor], None], params: Params, batch: Batch) -> ya.Mean:
+    def writing(x: Tensor, w: Any) -> Any:
+        write(w.up)
+        return block(x, w)
+
+    x = ya.apply(embed, params.embed, batch["tokens"])
+    x, _ = ya.scan(writing, x, params.layers)
+    return ya.apply(head, params.head, x, batch["targets"])
+
+
+def scaled(params: Params, batch: Batch) -> Tensor:
+    total: Tensor = plain(params, batch).total
+    return torch.amp.GradScaler("cpu").scale(total)
+
+
+def reduced(params: Params, batch: Batch) -> Tensor:
+    total: Tensor = plain(params, batch).total
+    torch.distributed.all_reduce(total)
+    return total
+
+
+@with_ends
+def reduced_in_a_block(params: Params, x: Tensor) -> Any:
+    def reducing(x: Tensor, w: Any) -> Any:
+        x, _ = block(x, w)
+        torch.distributed.all_reduce(x)
+        return x, None
+
+    return ya.scan(reducing, x, params.layers)[0]
+
+
+SCALE = torch.nn.Parameter(torch.ones(()))
+
+
+def scaled_by_a_parameter(params: Params, batch: Batch) -> ya.Mean:
+    total, weight = plain(params, batch)
+    return ya.Mean(total * SCALE, weight)
+
+
+@with_ends
+def parameter_before_a_visit(params: Params, x: Tensor) -> Any:
+    return ya.scan(block, x * SCALE, params.layers)[0]
+
+
+def lets_a_weight_out(params: Params, batch: Batch) -> Any:
+    kept = []
+
+    def keeping(table: Tensor, tokens: Tensor) -> Tensor:
+        kept.append(table)
+        return embed(table, tokens)
+
+    x = ya.apply(keeping, params.embed, batch["tokens"])
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(head, params.head, x + kept[0].mean(), batch["targets"])
+
+
+LEAF_WRITTEN = "RuntimeError: the loss writes into the leaves of its parameters in place"
+WEIGHT_WRITTEN = "RuntimeError: layers[0]: the block writes into its weights in place"
+NOT_BY_TORCH = "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed"
+OF_A_MODULE = "ValueError: the loss depends on a torch.nn.Parameter () that is none of its arguments"
+
+
 SCHEDULES: dict[str, Any] = {
     "zero2": ya.schedules.zero2,
     "gpipe over gpipe": lambda: ya.schedules.gpipe(ya.schedules.gpipe()),
@@ -117,6 +201,16 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         (part_of_a_stack, {}, "ValueError: scan: local shards of layers are torch.float32 (1,"),
         (asks, {}, "RuntimeError: the loss depends on the values of tensors"),
         (odd_aux, {"has_aux": True}, "ValueError: aux: a leaf is made by visits that only one stage computes"),
+        (partial(writes_leaves, in_place), {}, LEAF_WRITTEN),
+        (partial(writes_leaves, by_data), {}, LEAF_WRITTEN),
+        (partial(writes_weights, by_data), {}, WEIGHT_WRITTEN),
+        (partial(writes_weights, replaced), {}, WEIGHT_WRITTEN),
+        (scaled, {}, "RuntimeError: a torch.amp.GradScaler scales the loss"),
+        (reduced, {}, NOT_BY_TORCH),
+        (reduced_in_a_block, {}, NOT_BY_TORCH),
+        (lets_a_weight_out, {}, "ValueError: embed: the block keeps a weight (37, 7), and the loss uses it afterwards"),
+        (scaled_by_a_parameter, {}, OF_A_MODULE),
+        (parameter_before_a_visit, {}, OF_A_MODULE),
         (
             plain,
             {"schedule": "zero2"},
@@ -132,6 +226,31 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
 def test_refused(mesh: Any, loss: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     text = said(mesh, loss, options)
     assert message in text, text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("per_stage", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_may_write_to_its_batch(_: Any, per_stage: int, microbatches: int) -> None:
+    """Each segment calls the loss anew, and forwards of later microbatches come before a backward."""
+    trace = ya.planner.trace(plain, base_params(4), batch_of(0))
+    stages = ya.schedules.assign(trace, 2, per_stage=per_stage)
+    order = ya.schedules.one_f_one_b if per_stage == 1 else ya.schedules.interleaved
+    mesh, found = mesh_of(stage=2, shard=1), []
+    for write in (True, False):
+
+        def loss(params: Params, batch: Batch, write: bool = write) -> Any:
+            if not write:
+                return plain(params, batch)
+            batch["targets"].sub_(1)
+            return plain(params, {"tokens": batch.pop("tokens"), "targets": batch["targets"] + 1})
+
+        state = ya.init(base_params(4), TX, mesh=mesh, stages=stages)
+        step = ya.train_step(loss, TX, schedule=order(ya.schedules.zero3()), microbatches=microbatches)
+        for rank in range(2):
+            state, metrics = step(state, batch_of(rank, rows=4))
+        found.append(metrics["loss"].item())
+    assert found[0] == found[1]
 
 
 @on_ranks(2)
