@@ -52,7 +52,7 @@ def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[in
 
 def parameters_behind(roots: Iterable[Tensor]) -> list[Tensor]:
     """Returns the parameters of modules that `roots` depend on, and weights of visits that blocks have let out."""
-    leaves = [getattr(node, "variable", None) for node in _nodes(roots)]
+    leaves: list[Any] = [getattr(node, "variable", None) for node in _nodes(roots)]
     return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or hasattr(leaf, OF_VISIT)]
 
 
