@@ -94,7 +94,7 @@ def test_a_wait_that_ends_while_ranks_are_read_shows_no_table(capsys: pytest.Cap
     work = Work()
     ranks = watched([(work, "a")], seconds=3600)
     ranks.watchdog._silence, ranks.watchdog._patience = 3600.0, 0.0
-    until(lambda: ranks.watchdog._store.check(["waited before the first step"]))
+    until(lambda: ranks.watchdog._store.check(["rank 0"]))  # it reads all
     work.done = True
     until(lambda: not ranks.watchdog._status.waits)
     ranks.watchdog.close()
@@ -105,10 +105,10 @@ def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixtu
     ranks = watched([(Work(), "a")], seconds=3600)
     ranks.watchdog._patience = 0.0
     store = ranks.watchdog._store
-    until(lambda: store.check(["waited before the first step"]))
+    until(lambda: store.check(["table before the first step"]))
     ranks.watchdog.ask()
     ranks.steps.after = "after step 0"
-    until(lambda: store.check(["waited after step 0"]))
+    until(lambda: store.check(["table after step 0"]))
     ranks.watchdog.close()
     said = capsys.readouterr().err
     assert said.count("rank 3 has waited for ") == said.count("Where ranks are:") == 2, said

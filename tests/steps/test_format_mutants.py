@@ -191,7 +191,7 @@ class Fault:
     def strikes(self, what: str, got: Tensor, right: Tensor) -> bool:
         """Whether elements, but zeros as padding has, are off by as much as a format rounds."""
         off = (got.double() - right.double()).abs().where(right != 0, 0)
-        if bool((off > 1e-3 * right.double().abs().max()).any()) or not got.double().isfinite().all():
+        if bool((off > 1e-3 * right.double().abs().max()).any()) or not off.isfinite().all():
             self.over, self.struck = True, f"{what}, {self.how}"
         return self.over
 

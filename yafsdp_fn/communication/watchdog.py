@@ -185,10 +185,11 @@ class Watchdog:
             self._table = self._find()
             self._known.set()
         # the first rank that waits for long prints it, once between two steps
-        if self._status.waited > self._patience and self._store.add(f"waited {self._steps.after}", 1) == 1:
+        shown = f"table {self._steps.after}"
+        if self._status.waited > self._patience and not self._store.check([shown]):
             found = self._find()
             waited = self._status.waited
-            if waited > self._patience:  # still
+            if waited > self._patience and self._store.add(shown, 1) == 1:  # it waits still
                 text = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{found}"
                 print(text, file=sys.stderr, flush=True)
 
