@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import optree
 import torch
 from torch import Tensor
@@ -178,7 +177,7 @@ def no_leaf(path: str, node: object) -> str:
     hint = ""
     if hasattr(node, "named_parameters"):
         hint = "; an nn.Module becomes parameters by ya.functionalize"
-    elif isinstance(node, np.ndarray):
+    elif hasattr(node, "__array__"):
         hint = "; torch.from_numpy(array) is a tensor"
     elif isinstance(node, int):
         hint = "; a shape alone is no parameter: ya.Param((16, 8))"

@@ -47,12 +47,16 @@ def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[in
     nodes = list(_nodes([total], ends=lambda node: hasattr(node, "running")))
     ends = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    return read, any(hasattr(node, "running") for node in nodes), parameters_behind([total])
+    return read, any(hasattr(node, "running") for node in nodes), foreign(leaves_behind([total]))
 
 
-def parameters_behind(roots: Iterable[Tensor]) -> list[Tensor]:
-    """Returns the parameters of modules that `roots` depend on, and weights of visits that blocks have let out."""
-    leaves: list[Any] = [getattr(node, "variable", None) for node in _nodes(roots)]
+def leaves_behind(roots: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the leaves that `roots` depend on."""
+    return [node.variable for node in _nodes(roots) if hasattr(node, "variable")]
+
+
+def foreign(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Returns those that are parameters of modules, or weights of visits that blocks have let out."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or hasattr(leaf, OF_VISIT)]
 
 

@@ -95,7 +95,7 @@ class Shards:
 # ---- The memory of a state, from its first step to its last.
 
 COMPARED = 2
-"""Calls before which working copies are compared with their masters: what writes by `.data` does so from the first step
+"""Calls before which what is gathered is compared with its masters: what writes by `.data` does so from the first step
 on, and later ones are not to wait."""
 
 
@@ -140,7 +140,7 @@ class StateMemory(Placement[Communicators]):
         self._buffers: dict[str, Tensor] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
         self.idle: list[Any] = []
-        self._written = self._versions()
+        self._written = [master._version for master in masters]
         self._compares = COMPARED
         self.nothing = self._buffer(0)  # what receives reductions that go straight into their shards
         self.made([("shard", unit) for unit in self.of_unit])
@@ -211,30 +211,19 @@ class StateMemory(Placement[Communicators]):
     def ready(self) -> None:
         """Detects masters that were written in place by hand, and refreshes their working copies. Raises RuntimeError
         for writes that nothing counts."""
-        now = self._versions()
+        now = [master._version for master in self.master.present]
         if now != self._written:
             written = zip(self.groups, now, self._written, strict=True)
             units = [unit for group, after, before in written if after != before for unit in group.held]
-            if any(after[1] != before[1] for after, before in zip(now, self._written, strict=True)):
-                raise errors.leaf_written_unseen()
             with self.using([], [("shard", unit) for unit in units]):
                 self.refresh(units)
         if self._compares:
-            self._compare_copies()
-            self._compares -= 1
-
-    def _versions(self) -> list[tuple[int, int]]:
-        """Returns what tells of each master whether it has been written to in place, or was given other memory."""
-        return [(master._version, master.data_ptr()) for master in self.master.present]
-
-    def _compare_copies(self) -> None:
-        """Raises RuntimeError where a working copy is not that of its master: no version counts what is written by
-        `.data`. The host waits for the device."""
-        for group, master, working in zip(self.groups, self.master.present, self.working.present, strict=True):
-            for unit in group.held if working is not master else ():
-                made = self._working_copy(group, self.master.rows[unit])
-                if sum_of_bits(made) != sum_of_bits(self.working.rows[unit]):
+            # no version counts what is written by `.data`; the host waits for the device
+            for group, master in zip(self.groups, self.master.present, strict=True):
+                rows = sum(sum_of_bits(self.working.rows[unit]) for unit in group.held)
+                if sum_of_bits(self._working_copy(group, master)) != rows:
                     raise errors.leaf_written_unseen()
+            self._compares -= 1
 
     def refresh(self, units: Sequence[int] | None = None, *, copied: bool = False) -> None:
         """Records that the masters of these units, or of all trainable ones, have changed; refreshes their working
@@ -250,7 +239,7 @@ class StateMemory(Placement[Communicators]):
             if not written:
                 continue
             master, working = self.master.present[number], self.working.present[number]
-            self._written[number] = master._version, master.data_ptr()
+            self._written[number] = master._version
             if working is master or (copied and group.wire.gather is None):
                 continue
             # a whole group at once, or row by row

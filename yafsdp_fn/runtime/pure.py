@@ -233,10 +233,6 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
         # without a graph nothing else would notice a write
         leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
         before = content(leaves, compare)
-        for leaf in leaves if compare else ():
-            setattr(
-                leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name
-            )  # a graph shows one that got out
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)
@@ -244,6 +240,9 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
             outs = call.run_on(weights, args)
         if before != content(leaves, compare):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
+        for leaf in leaves if compare else ():
+            # one that the block has let out is found in the graph of the loss
+            setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
         given = {id(arg) for arg in args}  # an argument must not be both saved and returned
         return tuple(out.view_as(out) if id(out) in given else out for out in outs)
 

@@ -104,11 +104,7 @@ class LossWatch(TorchFunctionMode):
             foreign = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
             if foreign and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
                 raise errors.not_by_torch(func.__name__)
-            caller = sys._getframe(1)
-            while (
-                caller.f_code.co_name == "__torch_function__" and caller.f_back is not None
-            ):  # other modes, of a trace
-                caller = caller.f_back
-            if caller.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            # behind the modes of a trace, if there are any
+            if "torch.amp.grad_scaler" in [sys._getframe(n).f_globals.get("__name__") for n in (1, 2, 3)]:
                 raise RuntimeError(errors.SCALED)
         return func(*args, **(kwargs or {}))

@@ -19,6 +19,7 @@ from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
+from yafsdp_fn.runtime.graph_walks import foreign
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
@@ -27,6 +28,7 @@ from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensor
 from yafsdp_fn.runtime.tracer import Result, Tracer, traced
 from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
+from yafsdp_fn.util.torch_private import memory_key
 
 # ---- What a stage must know of a step that is cut: what travels, and what stands for the outputs of visits
 # elsewhere.
@@ -211,11 +213,11 @@ def _check(found: Tracer) -> None:
             f"{found.untracked[0]}: a visit under no_grad inside of a step across stages, whose program has none. Take "
             "what it gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
         )
-    if found.writes_leaves:
+    if not found.beside.written.isdisjoint(map(memory_key, found.leaves)):
         raise errors.leaf_written()
-    if found.of_modules:
-        raise errors.parameter_of_a_module(found.of_modules[0])
-    if found.reads_leaves:
+    if others := foreign(found.read):
+        raise errors.parameter_of_a_module(others[0])
+    if not set(map(id, found.read)).isdisjoint(map(id, found.leaves)):
         raise RuntimeError(
             "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
             "the sum would lack the others'. Visit them (ya.apply, ya.scan)"

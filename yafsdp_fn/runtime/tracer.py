@@ -19,7 +19,7 @@ from yafsdp_fn.program.split import Argument
 from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
-from yafsdp_fn.runtime.graph_walks import parameters_behind, saved_by
+from yafsdp_fn.runtime.graph_walks import leaves_behind, saved_by
 from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
@@ -121,9 +121,8 @@ class Tracer:
     results: of each visit, without values; trace: of the call; out: the loss's result; total: its total; made: by
         which visits each tensor of `out` was made
     rule: attention's; beside: records the operations of the loss between visits
-    untracked: visits without grad; reads_leaves: the loss reads sharded leaves beside its visits (tested with stages
-        only); writes_leaves: it writes to them; of_modules: parameters of modules that it depends on; reached: the
-        gradient of the loss reaches visits
+    untracked: visits without grad; read: leaves that the loss depends on beside its visits; reached: the gradient of
+        the loss reaches visits
     """
 
     closed = False
@@ -131,16 +130,14 @@ class Tracer:
     out: Any
     total: Tensor
     made: dict[int, Made]
-    reads_leaves = False
     reached = True
 
     def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
         self.placement, self.mode, self._every = placement.abstract(), mode, every
-        self._staged = placement.comms.stages > 1  # the abstract placement is of one stage
         # visits
         self.visits: list[Visit] = []
         self.untracked: list[str] = []
-        self.of_modules: list[Tensor] = []
+        self.read: list[Tensor] = []
         self.rule = AttentionRule()
         self.results: list[Result] = []
         self._seen: dict[Any, BodyCosts] = {}
@@ -203,7 +200,7 @@ class Tracer:
             both = [*call.tensors, *fresh]
             self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
             self._saved_beside |= self._numbered(saved_by(call.tensors))
-            self.of_modules += parameters_behind(call.tensors)
+            self.read += leaves_behind(call.tensors)
             for out in fresh:
                 self.beside.comes_from(out, frozenset({len(self.visits)}))
             calls = found.collectives, found.adjoints
@@ -265,15 +262,13 @@ class Tracer:
         self.out = out
         self.total = total = _total(out)
         self.made = {id(x): self.beside.made(x) for x in tensors_in(out)}
-        if self._staged:
-            self.reads_leaves = self._reaches([leaf for leaf in self.leaves if leaf.requires_grad])
         # memory that the loss still holds, by the visit after which it was made
         after = Counter[int]()
         for memory, nbytes, mark in self.beside.alive():
             if memory not in self._values:
                 after[mark - 1] += nbytes
         self._saved_beside |= self._numbered(saved_by([total]))
-        self.of_modules += parameters_behind([total])
+        self.read += leaves_behind([total])
         # the backward of what comes after the visits
         wanted = [out for out in self._outputs if out.requires_grad]
         if total.requires_grad and wanted:
@@ -293,19 +288,6 @@ class Tracer:
             loss_of=tuple(sorted(self.beside.made(total))) if self.reached else (),
             between=tuple(self.between),
         )
-
-    def _reaches(self, leaves: Sequence[Tensor]) -> bool:
-        """Returns whether the total depends on `leaves` other than through visits."""
-        if not self.total.requires_grad or not leaves:
-            return False
-        self.beside.paused = True  # not part of the step
-        found = torch.autograd.grad(self.total, leaves, retain_graph=True, allow_unused=True)
-        self.beside.paused = False
-        return any(grad is not None for grad in found)
-
-    @property
-    def writes_leaves(self) -> bool:
-        return not self.beside.written.isdisjoint(map(memory_key, self.leaves))
 
     def rewritten(self) -> list[str]:
         """Returns visits with an argument that was written in place afterwards."""
