@@ -106,9 +106,11 @@ def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixtu
     ranks.watchdog._patience = 0.0
     store = ranks.watchdog._store
     until(lambda: store.check(["table before the first step"]))
-    ranks.watchdog.ask()
     ranks.steps.after = "after step 0"
     until(lambda: store.check(["table after step 0"]))
+    ranks.watchdog.ask()
+    ranks.steps.after = "after CommunicationError in step 1"
+    ranks.watchdog.ask()
     ranks.watchdog.close()
     said = capsys.readouterr().err
     assert said.count("rank 3 has waited for ") == said.count("Where ranks are:") == 2, said

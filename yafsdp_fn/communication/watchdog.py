@@ -95,6 +95,7 @@ class Watchdog:
 
     def ask(self) -> str:
         """Returns the table, after a failure. It takes some beats to find out who is silent."""
+        self._patience = float("inf")  # the error says it from now on
         limit = 2 * self._silence + PATIENCE.total_seconds()
         self._known.clear()
         if self._lost is None and self._known.wait(limit) and self._lost is None:
