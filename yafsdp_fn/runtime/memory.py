@@ -218,11 +218,12 @@ class StateMemory(Placement[Communicators]):
             with self.using([], [("shard", unit) for unit in units]):
                 self.refresh(units)
         if self._compares:
-            # no version counts what is written by `.data`; the host waits for the device
+            # no version counts what is written by `.data`; a unit at a time, for which the host waits
             for group, master in zip(self.groups, self.master.present, strict=True):
-                rows = sum(sum_of_bits(self.working.rows[unit]) for unit in group.held)
-                if sum_of_bits(self._working_copy(group, master)) != rows:
-                    raise errors.leaf_written_unseen()
+                rows = master.reshape(len(group.held), -1) if group.held else ()
+                for unit, row in zip(group.held, rows, strict=True):
+                    if sum_of_bits(self._working_copy(group, row)) != sum_of_bits(self.working.rows[unit]):
+                        raise errors.leaf_written_unseen()
             self._compares -= 1
 
     def refresh(self, units: Sequence[int] | None = None, *, copied: bool = False) -> None:

@@ -22,6 +22,7 @@ import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from benchmarks.emulated.group import EmulatedGroup
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
+from yafsdp_fn.planner.cluster import Phase
 from yafsdp_fn.planner.simulate import OpTask, run, tasks
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce
 from yafsdp_fn.timeline import Timeline
@@ -61,7 +62,9 @@ def steps(schedule: str, seconds: float) -> Steps:
         state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", **mesh_of))
         program = build(ya.train_step(Loss(), tx).trace(state, batch()))
         train = ya.train_step(Loss(FORWARD), tx, schedule=program)
-        todo = tasks(program, where, [{number: sum(naps) for number, naps in sleeps(program).items()}])
+        todo = tasks(program, where)
+        for number, naps in sleeps(program).items():
+            todo[number] = todo[number]._replace(phases=(Phase("compute", sum(naps)),))
         simulated = run(program, todo, where, "simulated")
         left = pairs(simulated)
         meetings = len(left)
