@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from tests.interop.test_actions import FAMILIES, rows_of, trace_for
+from tests.interop.test_actions import FAMILIES, MESSAGES, listed, rows_of, trace_for
 from tests.program.traces import cut, model, on
 from tests.schedules.cases import EVERY
-from yafsdp_fn.interop.actions import MESSAGES, REDUCTION, WEIGHTS, read_rows, written
 from yafsdp_fn.schedules import (
     Call,
+    Gather,
     Program,
     Refused,
     Trace,
@@ -52,49 +53,61 @@ def loaded(rows: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize(("order", "places"), ORDERS)
 def test_rows_come_back(order: Any, places: tuple[int, ...], tmp_path: Path) -> None:
-    """As the same program, from the CSV."""
+    """Rows of computes as the same program, with all else as the same rows; and from the CSV."""
     for number, sharding in enumerate(INSIDE):
         if not EVERY and number != len(places) - 2:
             continue
         trace = traced(places, tied=bool(number % 2))
         program = order(sharding)(trace)
-        to_actions(program).save(tmp_path / "rows.csv")
-        assert verify(from_actions(tmp_path / "rows.csv", sharding)(trace)) == program
+        assert verify(from_actions(to_actions(program).rows, sharding)(trace)) == program
+        whole = to_actions(program, "compute_comms")
+        whole.save(tmp_path / "rows.csv")
+        again = verify(from_actions(tmp_path / "rows.csv", sharding)(trace))
+        assert to_actions(again, "compute_comms").rows == whole.rows
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "GPipe"])
-def test_torchs_calls_come_back(family: str) -> None:
-    """From rows as torch has lowered them, with gathers, messages and reductions."""
+def test_torchs_rows_come_back(family: str) -> None:
+    """Calls, gathers and reductions as torch has lowered them, and messages, each in their order; torch, too, would
+    let go of weights where these do."""
     for stages in (2, 3, 4) if EVERY else (3,):
-        given = rows_of(family, stages, 2 * stages, True)
-        rows = to_actions(from_actions(loaded(given))(trace_for(family, stages, 2 * stages))).rows
-        for mine, theirs in zip(rows, read_rows(given), strict=True):
-            assert list(mine) == [written(action.call) for action in theirs if action.call is not None]
+        rows = loaded(rows_of(family, stages, 2 * stages, True))
+        rows = [[part for each in row for part in re.sub(r"[()]|OVERLAP_F_B", "", each).split(";")] for row in rows]
+        found = to_actions(from_actions(rows)(trace_for(family, stages, 2 * stages)), "compute_comms").rows
+        for mine, theirs in zip(found, rows, strict=True):
+            for messages in (True, False):
+                one, other = (
+                    [each for each in row if ("_F" in each or "_B" in each) == messages] for row in (mine, theirs)
+                )
+                assert one == other
 
 
 def test_torch_loads_the_rows(tmp_path: Path) -> None:
-    """Its parser and its checks, without ranks; what it adds are messages, gathers and reductions."""
-    actions = to_actions(v_shaped()(traced((0, 1, 1, 0))))
-    actions.save(tmp_path / "rows.csv")
-    runtime: Any = object.__new__(_PipelineScheduleRuntime)
-    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches, runtime._stages = 2, 4, 3, []
-    runtime._defer_pp_recv, runtime.pipeline_order = False, {}
-    runtime._load_csv(tmp_path / "rows.csv", "compute_only")
-    assert runtime.stage_index_to_group_rank == {0: 0, 1: 1, 2: 1, 3: 0}
-    words = {action.word for row in read_rows(loaded(runtime.pipeline_order_with_comms.values())) for action in row}
-    assert {*MESSAGES, *WEIGHTS, REDUCTION} <= words
+    """Its parser and its checks, without ranks."""
+    for of in ("compute_only", "compute_comms"):
+        actions = to_actions(v_shaped()(traced((0, 1, 1, 0))), of)
+        actions.save(tmp_path / "rows.csv")
+        runtime: Any = object.__new__(_PipelineScheduleRuntime)
+        runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches, runtime._stages = 2, 4, 3, []
+        runtime._defer_pp_recv, runtime.pipeline_order = False, {}
+        runtime._load_csv(tmp_path / "rows.csv", of)
+        assert runtime.stage_index_to_group_rank == {0: 0, 1: 1, 2: 1, 3: 0}
+        if of == "compute_comms":
+            assert loaded(runtime.pipeline_order_with_comms.values()) == [list(row) for row in actions.rows]
 
 
 def text(program: Program) -> str:
-    return str(to_actions(program))
+    return str(to_actions(program, "compute_comms"))
 
 
 def test_the_whole_text() -> None:
     assert text(one_f_one_b(zero2(remat="all"))(traced((0, 1), 2))).splitlines() == [
-        "rank 0: 0F0 0F1 0B0 0B1",
-        "rank 1: 1F0 1B0 1F1 1B1",
+        "rank 0: 0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0REDUCE_GRAD 0RESHARD",
+        "rank 1: 1UNSHARD 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1REDUCE_GRAD 1RESHARD",
         "not in the rows: recomputation of 2 visits: checkpoint those layers inside of the module",
-        "not in the rows: when messages, gathers and reductions are issued: torch adds its own to rows of computes",
+        "not in the rows: slots, of weights 2, 2 on the stages: torch allocates what it gathers",
+        "not in the rows: reductions in each microbatch on stage 0, up to 2 of a unit: REDUCE_GRAD is there once",
+        "not in the rows: reductions in each microbatch on stage 1, up to 2 of a unit: REDUCE_GRAD is there once",
     ]
 
 
@@ -104,6 +117,13 @@ def test_what_rows_cannot_say_is_named() -> None:
     assert "sums of the gradients of units that stages share" in text(gpipe(zero1())(cut(update, (0, 1))))
     nodes = cut(on(model(6, 3), "nodes"), (0, 1))
     assert "gathers inside of a node" in text(one_f_one_b(hpz(2))(nodes))
+    layers = cut(model(6, 2), (0, 1))
+    assert "unit by unit" not in text(one_f_one_b(zero2())(layers))
+    streamed = one_f_one_b(zero3())(layers)
+    gathers = streamed.by_stage[0].count(Gather)
+    assert gathers > 4
+    what = f"gathers unit by unit on stage 0, {gathers} in all: UNSHARD is of a whole segment, which comes to 4 units"
+    assert what in text(streamed)
 
 
 def test_microbatches_are_numbered_as_torch_takes_their_losses() -> None:
@@ -113,9 +133,19 @@ def test_microbatches_are_numbered_as_torch_takes_their_losses() -> None:
     assert actions.left_out[0] == "numbers of microbatches: here they are in the order of losses, [1, 0]"
 
 
+def test_messages_that_would_wait_for_each_other_in_one_communicator() -> None:
+    """Both ranks send first: ours has a communicator for each way."""
+    rows = listed(*MESSAGES)
+    program = verify(from_actions(rows)(traced((0, 1), 2)))
+    assert "as on NCCL, ranks would wait for ever: rank 0 at 0SEND_F1, rank 1 at 1SEND_B0" in text(program)
+    assert "wait for ever" not in text(one_f_one_b()(traced((0, 1), 2)))
+
+
 def test_what_torch_cannot_run() -> None:
     with pytest.raises(ValueError, match="the step has none"):
         to_actions(zero3()(model(4)))
+    with pytest.raises(ValueError, match="expected 'compute_only' or 'compute_comms'"):
+        to_actions(one_f_one_b()(traced((0, 1))), "csv")
     with pytest.raises(ValueError, match="forwards alone"):
         to_actions(one_f_one_b()(traced((0, 1), backward=False)))
     skips = cut(model(6, 1), (0, 1, 2), ((0, 2),))

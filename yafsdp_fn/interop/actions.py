@@ -117,7 +117,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     replaced = (Gather, Stash) * gathers + (Reduce, AllReduce) * reductions
     before, *after = _listed(trace, actions, slots, reductions)
     ops: list[Op] = before
-    for op, call, ends in in_calls(program.ops, _calls(actions), trace.split):
+    for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.split):
         if isinstance(op, replaced):
             continue
         if isinstance(op, ComputeOp):

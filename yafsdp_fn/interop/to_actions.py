@@ -4,22 +4,35 @@
     actions.save("schedule.csv")            # for torchtitan's pipeline_parallel_schedule_csv
     print(actions)                          # the rows, and what the program says and they do not
 
-Rows are of computes, 0F0 0B0: torch adds messages, gathers and reductions itself.
+for each stage:
+    its calls, in order                                       0F0 0B0
+    with "compute_comms" also, between them
+        a segment's weights, from its first gather on         0UNSHARD ... 0RESHARD
+        its gradients, once they are complete                 0REDUCE_GRAD
+        its messages, as the program issues them              0SEND_F0 1RECV_F0
 """
 
 import csv
 import itertools
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from yafsdp_fn.interop.actions import written
-from yafsdp_fn.program.ops import AllReduce, Forward, Stash
+from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, units_of, written
+from yafsdp_fn.program.events import StageEvent, play
+from yafsdp_fn.program.ops import AllReduce, Forward, Gather, MessageOp, Receive, Reduce, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.schedules.build import readers
+from yafsdp_fn.schedules.messages import in_calls
 from yafsdp_fn.schedules.pipelines import split_of
+
+Format = Literal["compute_only", "compute_comms"]
+"""The content of rows, in torch's words: to computes alone torch adds messages, gathers and reductions itself."""
 
 
 class Actions(NamedTuple):
@@ -45,11 +58,16 @@ class Actions(NamedTuple):
         return "\n".join([*rows, *[f"not in the rows: {line}" for line in self.left_out]])
 
 
-def to_actions(program: Program) -> Actions:
+def to_actions(program: Program, format: Format = "compute_only") -> Actions:
     """Writes a program of stages as torch's actions: a segment is a stage of torch's, a stage is its rank.
 
-    Microbatches are numbered in the order in which the last segment has them, since torch finds a microbatch's loss by
-    its number in that order. `from_actions` reads the rows again.
+    format: "compute_only", which torchtitan loads, or "compute_comms", with SEND, RECV, UNSHARD, RESHARD and
+        REDUCE_GRAD, for `_load_csv(path, "compute_comms")`
+
+    A segment is gathered as a whole, and reduced once, after its last backward, since torch knows no smaller part of
+    it; its weights stay until the last call before they are gathered again, with halves of weights, which torch runs on
+    weights. Microbatches are numbered in the order in which the last segment has them, since torch finds a
+    microbatch's loss by its number in that order. `from_actions` reads the rows again.
 
     Raises Refused for a program that is not right, ValueError for a step that torch cannot run: one without stages, of
     forwards alone, or in which segments skip their neighbours.
@@ -60,27 +78,32 @@ def to_actions(program: Program) -> Actions:
     rank 1: 1F0 1B0
     not in the rows: when messages, gathers and reductions are issued: torch adds its own to rows of computes
     """
+    if format not in ("compute_only", "compute_comms"):
+        raise ValueError(f"to_actions: format={format!r}: expected 'compute_only' or 'compute_comms'")
     split = split_of(program.trace)
     if not program.trace.trains:
         raise ValueError("to_actions: the step is of forwards alone; torch's runtime takes rows of a training step")
     _check_neighbours(split)
     parts = verify(program).by_stage
-    stages = [list(calls_of(split, number, part)) for number, part in enumerate(parts)]
-    last = len(split.homes) - 1
-    ends = [call for call in stages[split.homes[last]] if call.kind == "forward" and call.segment == last]
-    taken = [call.microbatch for call in ends]
-    rows = []
-    for calls in stages:
-        rows.append(tuple(written(call._replace(microbatch=taken.index(call.microbatch))) for call in calls))
-    return Actions(tuple(rows), tuple(_left_out(program, taken)))
+    last = calls_of(split, split.homes[-1], parts[split.homes[-1]])
+    taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == len(split.homes) - 1]
+    stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]
+    whole = format == "compute_comms"
+    rows = tuple(tuple(stage.row() if whole else map(written, stage.calls)) for stage in stages)
+    of_communication = _of_communication(stages, rows) if whole else [BY_TORCH]
+    renamed = [f"numbers of microbatches: here they are in the order of losses, {taken}"] * (taken != sorted(taken))
+    return Actions(rows, (*renamed, *_left_out(program), *of_communication))
 
 
 def _check_neighbours(split: Split) -> None:
     """Checks that each segment takes what the one before it has made, and nothing else."""
+    expected = [*itertools.pairwise(range(len(split.homes)))]
     found = [(flow.source, flow.target) for flow in split.flows]
-    why = ""
-    if found != [*itertools.pairwise(range(len(split.homes)))] or not all(flow.grad_bytes for flow in split.flows):
-        why = "a gradient stops between segments"
+    why = (
+        ""
+        if found == expected and all(flow.grad_bytes for flow in split.flows)
+        else "a gradient stops between segments"
+    )
     for source, target in reversed(found):
         if target != source + 1:
             why = f"segment {target} takes something of segment {source}"
@@ -88,10 +111,105 @@ def _check_neighbours(split: Split) -> None:
         raise ValueError(f"to_actions: {why}; torch's runtime sends from each segment to the next, and gradients back")
 
 
-def _left_out(program: Program, taken: list[int]) -> Iterator[str]:
-    """Names what the rows cannot say. taken: microbatches in the order of their losses"""
-    if taken != sorted(taken):
-        yield f"numbers of microbatches: here they are in the order of losses, {taken}"
+class _StageCalls:
+    """The calls of one stage, and its ops with their places among them.
+
+    units: of each of its segments; own: segment -> its calls, by number
+    """
+
+    def __init__(self, split: Split, number: int, program: Program, taken: list[int]) -> None:
+        self.split = split
+        self.program = program
+        self.taken = taken
+        calls = calls_of(split, number, program)
+        self.calls = [call._replace(microbatch=taken.index(call.microbatch)) for call in calls]
+        self.ops = [*in_calls(program.ops, self.calls, split)]
+        self.own: dict[int, list[int]] = defaultdict(list)
+        for at, call in enumerate(self.calls):
+            self.own[call.segment].append(at)
+        self.units = {segment: units_of(program.trace, segment) for segment in self.own}
+
+    def row(self) -> Iterator[str]:
+        """Yields the actions in order: sends, reductions and frees, gathers, receives."""
+        weights: defaultdict[int, list[str]] = defaultdict(list)
+        for segment, at in self._reductions():
+            weights[at].append(f"{segment}{REDUCTION}")
+        for segment, _, end in self.stays:
+            weights[end].append(f"{segment}RESHARD")
+        for segment, first, _ in self.stays:
+            weights[first].append(f"{segment}UNSHARD")
+        messages: defaultdict[int, list[str]] = defaultdict(list)
+        for at, message in self._messages():
+            messages[at].append(message)
+        for at in range(len(self.calls) + 1):
+            sent = max((n + 1 for n, message in enumerate(messages[at]) if "SEND" in message), default=0)
+            yield from (*messages[at][:sent], *weights[at], *messages[at][sent:])
+            yield from map(written, self.calls[at : at + 1])
+
+    def _messages(self) -> Iterator[tuple[int, str]]:
+        """Yields sends and receives, each with the call that it is before: what is issued inside of one is after it."""
+        for op, at, inside, _ in self.ops:
+            if isinstance(op, MessageOp):
+                flow = self.split.flows[op.flow]
+                receives = isinstance(op, Receive)
+                end = flow.target if receives != op.back else flow.source
+                word = ("RECV" if receives else "SEND") + ("_B" if op.back else "_F")
+                yield at + inside, f"{end}{word}{self.taken.index(op.microbatch)}"
+
+    def _reductions(self) -> Iterator[tuple[int, int]]:
+        """Yields segments, each with the call before which its gradients are reduced: after the last reduction of its
+        units."""
+        last: dict[int, int] = {}  # unit -> call
+        for op, at, inside, _ in self.ops:
+            if isinstance(op, Reduce):
+                last |= dict.fromkeys(op.units, at + inside)
+        for segment, units in self.units.items():
+            places = [last[unit] for unit in units if unit in last]
+            if places:
+                yield segment, max(places)
+
+    def _gathered(self) -> dict[int, int]:
+        """Call -> the call before which the first of the gathers that it reads is issued: one of an earlier call goes
+        on beside it."""
+        found: dict[int, int] = {}
+        for number, reader in readers(self.program.ops).items():
+            if reader is not None:
+                found.setdefault(self.ops[reader].call, self.ops[number].call)
+        return found
+
+    def streams(self, segment: int) -> bool:
+        """Tells whether units of the segment share slots, so that it is never there as a whole."""
+        own = self.units[segment]
+        weights_of = self.program.trace.weights_of
+        slots = {slot for op in self.program.ops for unit, slot in weights_of(op) if unit in own}
+        return len(slots) < len(own)
+
+    @cached_property
+    def stays(self) -> list[tuple[int, int, int]]:
+        """`(segment, first, end)` of all times for which weights are there, in the order in which they come."""
+        gathered = self._gathered()
+        found: list[tuple[int, int, int]] = []
+        for segment, calls in self.own.items():
+            streams = self.streams(segment)
+            first = end = 0
+            for number, at in enumerate(calls):
+                # a segment that is streamed stays as long as nothing else is computed
+                goes_on = streams and at == end
+                anew = number == 0 or (at in gathered and not goes_on)
+                if anew:
+                    if number:
+                        found.append((segment, first, end))
+                    first = max(end, min(gathered.get(at, at), at))
+                end = at + 1
+            found.append((segment, first, end))
+        return sorted(found, key=lambda stay: stay[1])
+
+
+BY_TORCH = "when messages, gathers and reductions are issued: torch adds its own to rows of computes"
+
+
+def _left_out(program: Program) -> Iterator[str]:
+    """Names what no rows can say."""
     ops = [op for own in program.stages for op in own]
     recomputed = len({op.visit for op in ops if isinstance(op, Forward) and not op.keep})
     if recomputed:
@@ -102,4 +220,42 @@ def _left_out(program: Program, taken: list[int]) -> Iterator[str]:
         yield "updates of the optimizer inside of the program: torch's runtime ends with the gradients"
     if any(isinstance(op, Stash) for op in ops):
         yield "gathers inside of a node, from secondary shards: torch gathers from all ranks of a stage"
-    yield "when messages, gathers and reductions are issued: torch adds its own to rows of computes"
+
+
+def _of_communication(stages: Sequence[_StageCalls], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Names what rows with messages, gathers and reductions cannot say of these."""
+    slots = [str(len(stage.program.slot_bytes())) for stage in stages]
+    yield f"slots, of weights {', '.join(slots)} on the stages: torch allocates what it gathers"
+    for number, stage in enumerate(stages):
+        ours = stage.program.count(Gather)
+        theirs = sum(len(stage.units[segment]) for segment, *_ in stage.stays)
+        if any(map(stage.streams, stage.own)) or ours != theirs:
+            yield (
+                f"gathers unit by unit on stage {number}, {ours} in all: UNSHARD is of a whole segment, which "
+                f"comes to {theirs} units"
+            )
+        times = Counter(unit for op in stage.program.ops if isinstance(op, Reduce) for unit in op.units)
+        most = max(times.values(), default=0)
+        if most > 1:
+            yield f"reductions in each microbatch on stage {number}, up to {most} of a unit: REDUCE_GRAD is there once"
+    yield from _crossing(rows)
+
+
+def _crossing(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Tells where rows do not end if each message waits for the other rank to come to it, as messages of one
+    communicator do on NCCL; ours has one for each way."""
+    other = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
+    messages = [action for row in read_rows(rows) for action in row if action.word in other]
+    number = {(action.word, action.segment, action.microbatch): at for at, action in enumerate(messages)}
+    events: list[StageEvent] = []
+    for action in messages:
+        word, by = other[action.word]
+        partner = number[word, action.segment + by, action.microbatch]
+        events.append(StageEvent(action.row, "messages", (), partner=partner))
+    waiting: dict[int, Action] = {}  # rank -> its first message that never begins
+    for action, time in zip(messages, play(events), strict=True):
+        if time is None:
+            waiting.setdefault(action.row, action)
+    if waiting:
+        stuck = [f"rank {rank} at {action}" for rank, action in waiting.items()]
+        yield f"a communicator for each way: in one for both, as on NCCL, ranks would wait for ever: {', '.join(stuck)}"

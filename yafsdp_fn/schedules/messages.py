@@ -244,7 +244,7 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
         late.extend(messages[at:])
 
     add(slots.messages[0])
-    for op, call, ends in in_calls(program.ops, [item for item in items if isinstance(item, Call)], split):
+    for op, call, _, ends in in_calls(program.ops, [item for item in items if isinstance(item, Call)], split):
         if op.stream == "compute":
             ops += late
             late.clear()
@@ -262,14 +262,24 @@ def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots,
 # ---- ops, by the call that they belong to
 
 
-def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator[tuple[Op, int, bool]]:
-    """Yields each op of a stage, the number of the call that is under way before it, or comes next, and whether the op
-    is its last compute. The computes of `calls` are in their order."""
+class InCall(NamedTuple):
+    """An op of a stage. call: the number of the call that is under way before it, or comes next; inside: whether it is
+    under way; ends: whether the op is its last compute"""
+
+    op: Op
+    call: int
+    inside: bool
+    ends: bool
+
+
+def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator[InCall]:
+    """Yields each op with its place among the calls of a stage, whose computes are in their order."""
     call = done = 0
     for op in ops:
+        inside = done > 0
         done += isinstance(op, ComputeOp)
         ends = done > 0 and done == len(split.visits(calls[call].segment))
-        yield op, call, ends
+        yield InCall(op, call, inside, ends)
         if ends:
             call = call + 1
             done = 0

@@ -1,6 +1,7 @@
 """Programs, written as rows by `to_actions`, that torch.distributed.pipelining runs: gradients of the plain loop.
 
-Torch's own runtime loads the CSV, on segments that are modules of torch; on stages of two ranks they are cut by FSDP2.
+Torch's own runtime loads the CSV, on segments that are modules of torch; on stages of two ranks they are cut by FSDP2,
+which gathers and reduces where the rows say it.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -174,8 +177,8 @@ def plain(segments: int, ranks: int, microbatches: int) -> tuple[list[dict[str, 
     return [{name: p.grad for name, p in each.named_parameters() if p.grad is not None} for each in whole], losses
 
 
-Case = tuple[str, str, tuple[int, ...], int]
-"""A program's name, its CSV, segment -> stage, and microbatches."""
+Case = tuple[str, str, str, tuple[int, ...], int, Counter[str]]
+"""A program's name, its CSV and the format of it, segment -> stage, microbatches, and actions by word."""
 
 
 def check(_: Any, ranks: int, cases: list[Case]) -> None:
@@ -183,7 +186,7 @@ def check(_: Any, ranks: int, cases: list[Case]) -> None:
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("stage", "shard"))
     here, shard = mesh["stage"].get_local_rank(), mesh["shard"].get_local_rank()
-    for name, path, places, microbatches in cases:
+    for name, path, of, places, microbatches, words in cases:
         own = {number: Segment(number) for number, home in enumerate(places) if home == here}
         for segment in own.values() if ranks > 1 else ():
             for layer in segment.layers:
@@ -193,11 +196,12 @@ def check(_: Any, ranks: int, cases: list[Case]) -> None:
         stages = [PipelineStage(own[n], n, len(places), torch.device("cpu"), group=group) for n in own]
         divided = {"loss_fn": lambda x, t, m=microbatches: loss_of(x, t) / m, "scale_grads": False}
         schedule = _PipelineScheduleRuntime(stages, microbatches, **divided)
-        schedule._load_csv(path, "compute_only")
+        schedule._load_csv(path, of)
         x, target = batch_of(shard, microbatches)
         losses: list[Tensor] = []
-        schedule.step(*[x] * (0 in own), target=target, losses=losses, return_outputs=False)
-        what = f"{name}, {len(places)} segments on {world // ranks} stages of {ranks}, rank {here}.{shard}"
+        with mock.patch.object(FSDPModule, "unshard", autospec=True, side_effect=FSDPModule.unshard) as gathers:
+            schedule.step(*[x] * (0 in own), target=target, losses=losses, return_outputs=False)
+        what = f"{name}, {of}, {len(places)} segments on {world // ranks} stages of {ranks}, rank {here}.{shard}"
         expected, totals = plain(len(places), ranks, microbatches)
         if len(places) - 1 in own:
             assert abs(sum(loss.item() for loss in losses) - totals[shard]) < TOLERANCE, what
@@ -208,24 +212,32 @@ def check(_: Any, ranks: int, cases: list[Case]) -> None:
                 grad = grad.full_tensor() if ranks > 1 else grad
                 error = (grad - expected[number][key]).abs().max().item()
                 assert error < TOLERANCE, f"{what}: segment {number}, {key} is off by {error}"
+        if of == "compute_comms":
+            assert gathers.call_count == (LAYERS + 1) * words[f"{here} UNSHARD"] * (ranks > 1), what
 
 
-def cases_of(folder: Path, stages: int, names: set[str] | None = None) -> list[Case]:
+def cases_of(folder: Path, stages: int, names: set[str] | None, formats: tuple[Any, ...]) -> list[Case]:
     found: list[Case] = []
-    for name, program in programs(stages).items():
+    for (name, program), of in itertools.product(programs(stages).items(), formats):
         if names is not None and name not in names:
             continue
-        path = folder / f"{name}-{stages}.csv"
-        s.to_actions(program).save(path)
-        found.append((name, str(path), program.trace.split.homes, program.trace.microbatches))
+        path = folder / f"{name}-{stages}-{of}.csv"
+        actions = s.to_actions(program, of)
+        actions.save(path)
+        assert not any("wait for ever" in line for line in actions.left_out)
+        words = Counter(f"{rank} {word.lstrip('0123456789')}" for rank, row in enumerate(actions.rows) for word in row)
+        found.append((name, str(path), of, program.trace.split.homes, program.trace.microbatches, words))
     return found
 
 
 def test_torch_runs_what_is_written(pools: Pools, tmp_path: Path) -> None:
-    pools[2].run(check, 1, cases_of(tmp_path, 2, {"zbv", "chance 1", "searched"}))
+    pools[2].run(check, 1, cases_of(tmp_path, 2, {"zbv", "chance 1", "searched"}, ("compute_comms",)))
+
+
+BOTH = ("compute_only", "compute_comms")
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "ranks"), [(2, 1), (4, 1), (4, 2)])
 def test_torch_runs_every_program(pools: Pools, tmp_path: Path, world: int, ranks: int) -> None:
-    pools[world].run(check, ranks, cases_of(tmp_path, world // ranks))
+    pools[world].run(check, ranks, cases_of(tmp_path, world // ranks, None, BOTH))
