@@ -44,8 +44,9 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: int | tuple[int | None, ...
     f: takes positional arguments, any pytrees, and closes over no tensor that requires grad
     in_axes: the axis of the arguments to cut: an int for all, or a tuple with an int or None (every chunk gets the
         whole) per argument, for all of its tensors. The size of a cut axis is a multiple of `n`
+
     Outputs are concatenated along their first axis; what is no tensor must be the same in all chunks. `Mean`, `Sum` and
-    `Max` are combined over chunks (integer sums are int64)
+    `Max` are combined over chunks (integer sums are int64).
 
     Each chunk has the bits of `f` on that slice, and random numbers of its own. Gradients of whole arguments are added
     up in chunk order: with microbatches folded into the batch axis, as `microbatches=n` adds them.

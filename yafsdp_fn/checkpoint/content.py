@@ -51,8 +51,8 @@ class ShardSlice:
         self.shard = shard.narrow(-1, 0, min(start + n, numel) - self.start)
 
     def parts(self, *, saved: bool) -> dict[tuple[int, ...], Tensor]:
-        """Returns the slice per run of neighbouring layers held here, or all of it without layers, by its offsets in
-        the whole.
+        """Returns the pieces of this slice by their offsets in the whole: one for each run of neighbouring layers that
+        are here, or a single one of a leaf outside stacks.
 
         saved: only what this stage saves
         """

@@ -51,7 +51,7 @@ class AutogradRun:
     number: int | None = None
 
     def begins_with(self, roots: Sequence[Tensor]) -> None:
-        """Numbers the run once it has begun, from `roots`."""
+        """Numbers the run of autograd that begins with `roots`, as soon as it does."""
         for root in roots:
             if (node := root.grad_fn) is not None:
                 node.register_prehook(self._begins)

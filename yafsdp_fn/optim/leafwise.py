@@ -141,7 +141,7 @@ def leafwise(rule: Leafwise) -> GradientTransformation:
 
 
 def _by_layer(at: optree.PyTreeAccessor, work: Callable[..., Tree], *trees: Tree) -> Tree:
-    """Returns `work(*trees)`, of a leaf in a stack for each layer on its own, and stacked."""
+    """Returns `work(*trees)`. Of a leaf in a stack each layer is worked on by itself, and the results are stacked."""
     if not in_stack(at):
         return work(*trees)
     layers = range(len(trees[0]))

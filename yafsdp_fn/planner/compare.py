@@ -260,7 +260,7 @@ def _batch(plans: Mapping[str, Plan], tokens: int) -> tuple[int, str]:
 
 
 def in_one_unit(nbytes: float) -> tuple[float, str]:
-    """Returns `(bytes, name)` of the unit that a column is shown in whose largest is `nbytes`."""
+    """Returns the unit for a column whose largest value is `nbytes`, as `(its bytes, its name)`."""
     return (2**30, "GiB") if nbytes >= 2**27 else (2**20, "MiB")
 
 

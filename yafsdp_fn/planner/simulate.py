@@ -302,7 +302,7 @@ class Work(NamedTuple):
     """Seconds of a step if nothing ever waited or was slowed.
 
     compute_s: of the compute stream; comm_s: of what communication needs most, a link or one of its streams;
-    overhead_s: that the cluster adds to any schedule. Of a pipeline, of the stage that has most of it
+    overhead_s: that the cluster adds to any schedule. Across stages each figure is that of the stage with most of it
     """
 
     compute_s: float

@@ -50,7 +50,7 @@ def _pairs(what: str, old: Tree, new: Tree) -> list[tuple[Tensor, Tensor]]:
 
 
 class Lane(NamedTuple):
-    """The memory that a sequence of rules reads and writes in a step: rows of the units that it is for.
+    """The rows that a sequence of rules reads and writes in a step: those of the units that it updates.
 
     stages: the rules, with their states; params, grads, copies: trees of those units alone
     chosen: the leaves that take the step, others are left alone; None for all
