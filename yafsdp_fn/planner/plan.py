@@ -91,8 +91,8 @@ class Plan(NamedTuple):
 
     @property
     def bound_in_words(self) -> str:
-        """Returns `bound`; beside it the overhead, which is a figure of the cluster without a known cause, if it takes a
-        tenth of the step."""
+        """Returns `bound`; beside it the overhead, a figure of the cluster without a known cause, if it takes a tenth
+        of the step."""
         part = self.work.overhead_s / self.step_s if self.step_s else 0.0
         doubt = f" and, for {part:.0%} of the step, by an overhead that nothing explains (unit_overhead)"
         return self.bound + doubt * (part > 0.1)
