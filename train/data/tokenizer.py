@@ -163,7 +163,7 @@ def _hub_answers(named: str) -> bool:
 
 
 def library(name: str, who: str) -> Any:
-    """An optional library, or a ConfigError that says who asked for it and how to install it."""
+    """Imports an optional library. Raises ConfigError that says who asked for it and how to install it."""
     import importlib
 
     try:

@@ -78,8 +78,9 @@ def _of_batch(loaded: Loaded, parts: Sequence[Part]) -> Iterator[Likelihood]:
 
 
 def of_texts(loaded: Loaded, texts: Sequence[str], batch: int) -> list[tuple[int, float]]:
-    """The number of each text's tokens, and the sum of their log-probabilities. The token that stands before a text,
-    what the tokenizer puts there, else what ends one, is given, not predicted. All ranks together, as `likelihoods`."""
+    """Returns the number of each text's tokens, and the sum of their log-probabilities. The token before a text is
+    given, not predicted: the one that the tokenizer puts there, or else the one that ends a text. All ranks together,
+    as `likelihoods`."""
     before, *encoded = (list(map(int, each)) for each in loaded.tokenizer.encode(["", *texts]))
     rows = [row[len(before) :] for row in encoded]
     first = before[-1] if before else loaded.tokenizer.end

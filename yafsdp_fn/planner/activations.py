@@ -142,7 +142,7 @@ def _forwards(program: Program, which: Callable[[Forward], bool]) -> list[frozen
 
 
 def _ends(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[tuple[type, int], list[int]]:
-    """Compute, as `(Forward or Backward, visit)` -> the values that nothing holds any more after it.
+    """Maps each compute, `(Forward or Backward, visit)`, to the values that nothing holds any more after it.
 
     A value ends with the backward of the first visit that holds it, since backwards run from the last visit to the
     first; if none does, with the forward of the last that uses it.

@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
     @property
     def headroom_in_words(self) -> str:
-        """`headroom`, and what it is lost to: with stages, to their bubble, too, which no overlap saves."""
+        """Says what `headroom` is: what a perfect overlap would save; across stages, bubble and waits."""
         part = f"{100 * self.headroom:.1f}%"
         one = self.timeline.stage_count == 1
         return f"a perfect overlap would save {part}" if one else f"bubble and waits take {part}"

@@ -280,8 +280,8 @@ class Program:
         return _largest(pairs, size)
 
     def carry_slot_bytes(self) -> dict[int, int]:
-        """Size of each carry slot: the most that a visit saves in it, zero where nothing has measured that, or that
-        crosses between segments in it."""
+        """Size of each carry slot: the most that a visit saves, or that crosses between segments, in it. Zero where
+        nothing has measured what visits save."""
         # what visits save
         found = [op for op in self.ops if isinstance(op, ops.Forward | ops.Fetch)]
         saved = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
