@@ -1,6 +1,6 @@
-"""Weights of means that visits make: detached, they may be of anything; what requires grad is refused.
+"""Weights of means that visits make: what depends on no parameter may be one, whether or not a visit keeps its graph.
 
-With kept graphs, with recomputation and across stages, against the plain loop.
+In first steps, in later ones and across stages, against the plain loop; what depends is refused everywhere.
 """
 
 from __future__ import annotations
@@ -50,8 +50,18 @@ def in_the_head(params: Params, batch: Batch) -> ya.Mean:
         each = counts(x, targets)
         return ya.Mean(weighed(w, x, targets, each), each.sum())
 
-    mean: ya.Mean = ya.apply(head, params.head, hidden(params, batch), batch["targets"])
-    return mean
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"])
+
+
+def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
+    """Made by the first visit, and added up by the last."""
+
+    def head(w: Head, x: Tensor, targets: Tensor, each: Tensor) -> ya.Mean:
+        return ya.Mean(weighed(w, x, targets, each), each.sum())
+
+    x, each = ya.apply(embed_and_counts, params.embed, batch["tokens"], batch["targets"])
+    x, _ = ya.scan(block, x, params.layers)
+    return ya.apply(head, params.head, x, batch["targets"], each * 2)
 
 
 def beside_visits(params: Params, batch: Batch) -> ya.Mean:
@@ -68,31 +78,22 @@ def of_all_layers(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(ya.apply(weighed, params.head, x, batch["targets"], counts(x, batch["targets"])), sizes.sum())
 
 
-LOSSES: dict[str, Loss] = {loss.__name__: loss for loss in (in_the_head, beside_visits, of_all_layers)}
-
-
-def detached(loss: Loss) -> Loss:
-    def of(params: Params, batch: Batch) -> ya.Mean:
-        total, weight = loss(params, batch)
-        assert isinstance(weight, Tensor)
-        return ya.Mean(total, weight.detach())
-
-    return of
+ALLOWED: dict[str, Loss] = {loss.__name__: loss for loss in (in_the_head, of_an_argument, beside_visits, of_all_layers)}
 
 
 @pytest.mark.sampled
 @on_ranks(1, 2, 4)
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ALLOWED)
 @pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero3-remat-every", "zero2-remat-all"])
-def test_what_is_detached(mesh: Any, name: str, schedule: str) -> None:
-    check_exact(mesh, Problem(base_params, detached(LOSSES[name])), layers=3, schedules=(schedule,))
+def test_what_depends_on_no_parameter(mesh: Any, name: str, schedule: str) -> None:
+    check_exact(mesh, Problem(base_params, ALLOWED[name]), layers=3, schedules=(schedule,))
 
 
 @pytest.mark.sampled
 @on_ranks(2, 4)
-@pytest.mark.parametrize("name", ["in_the_head"])
+@pytest.mark.parametrize("name", ["in_the_head", "of_an_argument"])
 def test_across_stages(mesh: Any, name: str) -> None:
-    loss = detached(LOSSES[name])
+    loss = ALLOWED[name]
     state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2), precision=F64, stages=TWO_STAGES)
     params, batch = ya.unshard(state), global_batch(mesh.size() // 2)
     for sharding in (ya.schedules.zero3(remat="all"), ya.schedules.zero2()):
@@ -102,25 +103,62 @@ def test_across_stages(mesh: Any, name: str) -> None:
             compare(got, ya.value_and_grad(loss)(params, batch), 1e-12, f"{name}, {order.__name__}")
 
 
-# ---- what requires grad
-
-TEXT = "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it: weight.detach()"
+# ---- what depends
 
 
+def of_the_hidden(params: Params, batch: Any) -> ya.Mean:
+    """Of what earlier visits have made, where the batch says so."""
+
+    def head(w: Head, x: Tensor, targets: Tensor, bad: Tensor) -> ya.Mean:
+        each = counts(x, targets)
+        return ya.Mean(weighed(w, x, targets, each), each.sum() + (x.sum() if bad else 0))
+
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
+
+
+def of_the_weights(params: Params, batch: Any) -> ya.Mean:
+    def head(w: Head, x: Tensor, targets: Tensor, bad: Tensor) -> ya.Mean:
+        each = counts(x, targets)
+        return ya.Mean(weighed(w, x, targets, each), each.sum() * (w.scale.sum() if bad else 1))
+
+    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
+
+
+def of_what_passes(params: Params, batch: Any) -> ya.Mean:
+    """Through all layers, untouched, and seen by nothing else."""
+
+    def layer(carry: tuple[Tensor, Tensor], w: Any) -> tuple[tuple[Tensor, Tensor], None]:
+        return (block(carry[0], w)[0], carry[1]), None
+
+    def first(table: Tensor, tokens: Tensor, targets: Tensor, bad: Tensor) -> tuple[Tensor, Tensor]:
+        x, each = embed_and_counts(table, tokens, targets)
+        return x, each.sum() + (x.sum() if bad else 0)
+
+    carry = ya.apply(first, params.embed, batch["tokens"], batch["targets"], batch["bad"])
+    (x, weight), _ = ya.scan(layer, carry, params.layers)
+    return ya.Mean(ya.apply(weighed, params.head, x, batch["targets"], counts(x, batch["targets"])), weight)
+
+
+REFUSED: dict[str, Loss] = {loss.__name__: loss for loss in (of_the_hidden, of_the_weights, of_what_passes)}
+TEXT = "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
+
+
+@pytest.mark.sampled
 @on_ranks(1, 2)
-def test_what_requires_grad_is_refused(mesh: Any) -> None:
-    """Whether or not visits keep their graphs; the state is as before, and trains on."""
-    batch = batch_of(mesh.get_rank())
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_is_refused(mesh: Any, name: str) -> None:
+    """In a first step and in later ones; the state is as before, and trains on."""
     for remat in ("none", "all"):
         state = ya.init(base_params(3), TX, mesh=mesh)
-        before = bits(state)
-        schedule = ya.schedules.zero3(remat=remat)
-        for loss in LOSSES.values():
+        step = ya.train_step(REFUSED[name], TX, schedule=ya.schedules.zero3(remat=remat))
+        good = {**batch_of(mesh.get_rank()), "bad": torch.tensor(0)}
+        for _ in range(2):
+            before = bits(state)
             with pytest.raises(ValueError, match=TEXT):
-                ya.train_step(loss, TX, schedule=schedule)(state, batch)
+                step(state, {**good, "bad": torch.tensor(1)})
             assert same(bits(state), before)
-        _, metrics = ya.train_step(detached(in_the_head), TX, schedule=schedule)(state, batch)
-        assert metrics["loss"].isfinite()
+            state, metrics = step(state, good)
+            assert metrics["loss"].isfinite()
 
 
 def test_what_a_frozen_unit_makes() -> None:

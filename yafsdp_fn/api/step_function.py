@@ -31,6 +31,7 @@ from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency, errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
+from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Shards, StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.programs import Programs, Verified
@@ -449,7 +450,7 @@ def pair_of(out: Any) -> tuple[Any, Tree]:
 def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
     """Returns loss and aux from the function's result. Raises TypeError for anything else."""
     out, aux = pair_of(out) if has_aux else (out, None)
-    mean = as_mean(out)
+    mean = as_mean(out, depends=depends)
     return mean, of_tensors(aux, mean.total.device)
 
 

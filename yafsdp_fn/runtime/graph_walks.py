@@ -1,18 +1,87 @@
-"""Walks of autograd graphs: which tensors a block was made of, and what its graph keeps alive.
+"""Walks of autograd graphs: which tensors a block was made of, and whether a tensor depends on the arguments.
 
-Beside them, what a first step asks of a block that runs again: whether it returns the same. Steady steps do not enter
-this file.
+Beside them, what a first step asks of a block that runs again: whether it returns the same.
+
+Steady steps enter this file only for a loss whose weight has a graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.util.torch_private import is_transform_wrapper, memory_key
+
+# ---- Tests whether a tensor made by a loss depends on the differentiated arguments, by following its graph through
+# visits.
+#
+#     tensor  <-  output of a visit  <-  graph of its block  <-  weights: it does
+#                                                            <-  argument  <-  output of an earlier visit, and so on
+#
+# The graph of a visit that keeps it lies between two nodes: `closes`, whose inputs are the outputs of the block, and
+# `opens`, whose outputs are its arguments and weights. Besides, both pass on the token that chains visits, at place 0.
+# A visit that keeps no graph is one node, `running`, and claims that all its outputs may depend. The question is noted
+# there, and answered when the block runs again; of a visit that is recorded its step answers.
+
+Edge = tuple[Any, int]
+"""An autograd node and the index of one of its outputs."""
+
+
+class Asked(NamedTuple):
+    """A question left at a visit that keeps no graph. outputs: indices that must not depend on anything; arguments: the
+    edges that its arguments come from"""
+
+    outputs: set[int]
+    arguments: Sequence[Edge]
+
+
+def depends(tensor: Tensor) -> bool:
+    """Returns whether `tensor` depends on them. False where only later runs of blocks can tell: call `depends_again` in
+    each."""
+    return tensor.requires_grad and _ends_in_leaf([_edge(tensor)], {})
+
+
+def depends_again(asked: Asked, inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> bool:
+    """Answers a visit's question once it has run with a graph from `inputs` to `outs`."""
+    edges = [_edge(outs[number]) for number in asked.outputs if outs[number].requires_grad]
+    return _ends_in_leaf(edges, dict(zip(map(id, inputs), asked.arguments, strict=True)))
+
+
+def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
+    """Returns whether the graph behind `edges` ends in a leaf. origins: id of a visit's argument -> the edge it comes
+    from; such leaves are no ends"""
+    seen, todo = set[Edge](), list(edges)
+    while todo:
+        node, number = edge = todo.pop()
+        if node is None or edge in seen:
+            continue
+        seen.add(edge)
+        if (running := getattr(node, "running", None)) is not None:
+            before = running.asked.outputs if running.asked else set()
+            running.asked = Asked({number - 1} | before, node.next_functions[1:])
+        elif hasattr(node, "closes"):
+            todo.append(node.next_functions[number])
+        elif hasattr(node, "opens"):
+            if number >= len(node.next_functions):
+                return True  # a weight
+            todo.append(node.next_functions[number])
+        elif (leaf := getattr(node, "variable", None)) is None:
+            todo += node.next_functions
+        elif id(leaf) in origins:
+            todo.append(origins[id(leaf)])
+        else:
+            return True
+    return False
+
+
+def _edge(tensor: Tensor) -> Edge:
+    node, number, *_ = get_gradient_edge(tensor)
+    return node, number
+
 
 # ---- Which memory a graph keeps alive, and which leaves it ends in.
 

@@ -15,16 +15,18 @@ from torch import Tensor
 from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.graph_walks import alike, sample
+from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
 from yafsdp_fn.runtime.memory import GradSlot
 from yafsdp_fn.runtime.protocols import Outs, Replays
+from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
 class RecomputedVisit(Running):
-    """A visit that recomputes."""
+    """A visit that recomputes. asked: whether its outputs depend on anything, which its next run is to tell"""
 
+    asked: Asked | None = None
     _seen: list[Tensor] | None = None  # of the outputs, in a first step
 
     # ---- forward
@@ -85,6 +87,8 @@ class RecomputedVisit(Running):
             calls.again("backward")
         if self._seen is not None and not alike(self._seen, sample(outs)):
             raise errors.other_outputs(self.visit.name)
+        if self.asked is not None and depends_again(self.asked, inputs, outs):
+            raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         # backward, of arguments and weights
         trained = self._trained(leaves)
         wanted = list(inputs)

@@ -25,7 +25,7 @@ class Mean(NamedTuple):
     """A weighted mean over microbatches and ranks.
 
     total: a scalar tensor, in aux of any shape
-    weight: a number or a tensor, scalar or of the total's shape, that requires no grad
+    weight: a number or a tensor, scalar or of the total's shape, that does not depend on parameters
 
     >>> def loss(w, batch):                                     # each microbatch has its share of the elements
     ...     return ya.Mean((w * batch).sum(), batch.numel())
@@ -61,24 +61,29 @@ class Max(NamedTuple):
     value: Tensor | float
 
 
-WEIGHT_DEPENDS = (
-    "the weight of a Mean depends on parameters; its gradient would be lost. Detach it: weight.detach(). What a block "
-    "of ya.scan or ya.apply returns in floating point counts as depending on its weights; integers do not"
-)
+WEIGHT_DEPENDS = "the weight of a Mean depends on parameters; its gradient would be lost. Detach it"
 
 
 # ---- Checks.
 
 
-def as_mean(loss: Any, what: str = "the loss") -> Mean:
+def as_mean(
+    loss: Any, what: str = "the loss", depends: Callable[[Tensor], bool] = lambda weight: weight.requires_grad
+) -> Mean:
     """Checks the result of a loss function, and returns it as a `Mean` whose weight is a tensor on the total's device,
-    without a graph."""
+    without a graph.
+
+    depends: returns whether a weight depends on the differentiated arguments
+    """
     mean = loss if isinstance(loss, Mean) else Mean(loss, 1.0)
     if not isinstance(mean.total, Tensor) or mean.total.ndim:
         got = shape_of(mean.total)
         raise TypeError(f"{what}: expected a scalar tensor or ya.Mean of one, got {got}; with aux, pass has_aux=True")
-    if isinstance(mean.weight, Tensor) and mean.weight.requires_grad:
-        raise ValueError(f"{what}: {WEIGHT_DEPENDS}")
+    weight = mean.weight
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        if depends(weight):
+            raise ValueError(f"{what}: {WEIGHT_DEPENDS}")
+        mean = mean._replace(weight=weight.detach())
     return _checked(mean, what)
 
 
