@@ -92,7 +92,7 @@ ROW, LEFT, BAR, GAP, TOP = 22, 250, 200, 105, 58
 
 
 def picture(steps: dict[str, list[Saved]]) -> str:
-    """An SVG: milliseconds of a step and GiB of a rank that are saved; what costs more goes to the left of nothing."""
+    """Draws milliseconds of a step and GiB of a rank that are saved; what costs more has no bar, and another colour."""
     width = LEFT + 2 * (BAR + GAP)
     parts: list[str] = []
 
@@ -122,7 +122,7 @@ def picture(steps: dict[str, list[Saved]]) -> str:
                 parts.append(
                     f'<rect x="{x}" y="{base + 3:.1f}" width="{max(length, 1):.1f}" height="15" fill="{color}"/>'
                 )
-                text(x + length + 6, base + 15, words, color=LOSS if value < -0.5 else INK)
+                text(x + length + 6, base + 15, words, color=LOSS if value < 0 else INK)
         y += TOP + ROW * (len(rows) - 1) + 16
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y:.0f}" viewBox="0 0 {width} {y:.0f}"'
     ground = f'<rect width="{width}" height="{y:.0f}" fill="#ffffff"/>'
@@ -130,6 +130,6 @@ def picture(steps: dict[str, list[Saved]]) -> str:
 
 
 if __name__ == "__main__":
-    every = {title: predicted(llama.CONFIGS[model], *on) for title, (model, *on) in STEPS.items()}  # type: ignore[arg-type]
+    every = {title: predicted(llama.CONFIGS[model], ranks, on) for title, (model, ranks, on) in STEPS.items()}
     print(table(every))
     PICTURE.write_text(picture(every))

@@ -164,9 +164,10 @@ def save(
     max_shard_bytes: no file passes this, unless a single tensor does; several files get an index
 
     An earlier model in `directory` stays until the new one is complete: a kill leaves one of the two. Where
-    `config.json` changes, a kill between the last renames leaves weights without one, which is no model
-    (`settings.py`). Raises ValueError if a tensor is not of the config's shape, OSError if rank 0
-    cannot write, on every rank of a sharded tree: it leaves what a kill would.
+    `config.json` changes, a kill between the last renames leaves weights without one, no model (`settings.py`).
+
+    Raises ValueError if a tensor is not of the config's shape, OSError if rank 0 cannot write, on every rank of a
+    sharded tree: it leaves what a kill would.
     """
     root, writes = Path(directory), is_rank_0()
     abstract, forms, prefix = family.params(config), family.forms(config), family.prefix

@@ -54,6 +54,7 @@ VERBS: dict[str, Callable[[Any, Tensor, Path], Any]] = {
     "named_weights": lambda state, *_: read(state.params),
     "global_norm": lambda state, *_: ya.global_norm(state.params),
     "shard": lambda state, *_: ya.shard(state, TX),
+    "relative_errors": lambda state, *_: ya.formats.relative_errors(ya.formats.Scaled(), state.params),
     "checksum": lambda state, *_: ya.checksum(state),
     "checkpoint.save": lambda state, _, folder: ya.checkpoint.save(folder, state),
     "save_named": lambda state, _, folder: ya.checkpoint.save_named(

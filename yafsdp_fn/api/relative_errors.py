@@ -7,6 +7,7 @@ from torch import Tensor
 
 from yafsdp_fn.communication.formats import Format, passed
 from yafsdp_fn.params.algebra import global_norm
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, join, named_leaves
 from yafsdp_fn.runtime.whole_layers import whole_unit
@@ -21,13 +22,17 @@ def relative_errors(format: Format, tree: Tree, where: Callable[[str], bool] | N
         counts. Each unit is whole on every rank for a while, so all must call it
     where: chooses leaves by their dotted path, which names no layer; None: all
 
+    Raises RanksDisagree if ranks measure different states.
+
     >>> int8 = ya.formats.Scaled(torch.int8, block=64)
     >>> errors = ya.formats.relative_errors(int8, state.params, lambda path: path.startswith("layers"))
     >>> list(errors), errors["layers[0]"] < 0.01
     (['layers[0]', 'layers[1]', 'layers[2]', 'layers[3]'], True)
     """
     found: dict[str, float] = {}
-    for handle in handles(tree):
+    every = handles(tree)
+    must_be_one("relative_errors", every)
+    for handle in every:
         entry = handle.entry
         pinned: dict[int, list[Tensor]] = {}
         for layer in range(entry.length or 1):

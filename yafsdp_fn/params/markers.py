@@ -1,4 +1,4 @@
-"""Markers in a tree of parameters: they say how the subtrees below them are sharded."""
+"""Markers in a tree of parameters, which say how the subtrees below them are sharded; how a class becomes a node."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,12 +25,12 @@ def register_node(
     )
 
 
-# ---- Markers in a tree of parameters: they say how the subtrees below them are sharded.
+# ---- Markers.
 #
 # Each top-level subtree is one *unit*: one flat vector, gathered and reduced as one. Four markers change that:
 # `Stacked` (a leading layer axis `L`, one unit a layer), `Unit` (a subtree on its own, also inside a stack), `Pinned`
 # (small leaves of all layers of a stack in one unit) and `frozen` (not trained). Markers are pytree nodes with one
-# child, so `tree_map` sees through them, and `strip` removes them.
+# child, so `tree_map` sees through them, and `without_markers` removes them.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
     @property
     def headroom_in_words(self) -> str:
-        """Says what `headroom` is: what a perfect overlap would save; across stages, bubble and waits."""
+        """Returns what a perfect overlap would save, or across stages what bubble and waits take, in words."""
         part = f"{100 * self.headroom:.1f}%"
         one = self.timeline.stage_count == 1
         return f"a perfect overlap would save {part}" if one else f"bubble and waits take {part}"

@@ -62,9 +62,9 @@ def prepare(session: Any, op: Op, visit: Visit | None = None) -> PreparedOp:
         # the session itself copies what travels between segments; slots may be the shards
         reads, writes = op._replace(takes=(), gives=()).uses(session.slots.number)
         pairs = zip(visit.units, op.slots, strict=False)  # a half of a backward may read none
-        reads = aliased(reads, "slot", "shard", pairs, memory.weights_alias)
+        reads = _aliased(reads, "slot", "shard", pairs, memory.weights_alias)
         pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
-        writes = aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
+        writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
     # words
     what = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
     if isinstance(op, Send | Receive):
@@ -78,7 +78,7 @@ def prepare(session: Any, op: Op, visit: Visit | None = None) -> PreparedOp:
     return found
 
 
-def aliased(
+def _aliased(
     uses: list[Buffer], slot: str, shard: str, pairs: Iterable[tuple[int, int]], alias: Collection[int]
 ) -> list[Buffer]:
     """Returns `uses` with shards in place of slots. pairs: `(unit, slot)`; alias: units whose slots are their shards"""

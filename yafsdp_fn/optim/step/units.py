@@ -178,7 +178,8 @@ class UnitSteps:
         self._tx = as_transformation(tx)
         _check_shapes(params, grads)
         self._params, self._grads, self._opt_state = params, grads, opt_state
-        self._memory = _leaves([params, grads, opt_state])
+        whole: Any = [params, grads, opt_state]
+        self._memory: list[Any] = optree.tree_leaves(whole)
         self._clips, lanes, self._why_not = analysis(self._tx, opt_state)
         leaves = leaves_on_host(opt_state)
         if leaves and self._why_not is not None:
@@ -209,7 +210,8 @@ class UnitSteps:
 
     def fits(self, params: Tree, grads: Tree, opt_state: State) -> bool:
         """Returns whether the leaves of these trees are the given memory, while no step over it is under way."""
-        leaves = _leaves([params, grads, opt_state])
+        whole: Any = [params, grads, opt_state]
+        leaves: list[Any] = optree.tree_leaves(whole)
         return not self._begun and list(map(id, leaves)) == list(map(id, self._memory))
 
     def renew(self, params: Tree) -> None:
@@ -309,10 +311,6 @@ def _check_shapes(params: Tree, grads: Tree) -> None:
     for (path, p), g in zip(named_leaves(params), found, strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
             raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
-
-
-def _leaves(tree: Tree) -> list[Any]:
-    return optree.tree_leaves(tree)
 
 
 def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
