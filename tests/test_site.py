@@ -171,6 +171,28 @@ def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) ->
             assert not lines or max(lines) > 120, (name, max(lines))
 
 
+BROKEN = """[...document.querySelectorAll("article td code")].flatMap(code => {
+    const walk = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), broken = [];
+    for (let node; node = walk.nextNode();)
+        for (const word of node.data.matchAll(/[\\w./]+/g)) {
+            const range = document.createRange();
+            range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length);
+            if (new Set([...range.getClientRects()].map(line => Math.round(line.top))).size > 1) broken.push(word[0]);
+        }
+    return broken;
+})"""
+"""Names in code of tables that go on in another line."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_no_name_in_a_table_is_broken_on_a_telephone(site: Site) -> None:
+    with served(site.folder) as url, Browser(400, 1000) as browser:
+        for name in ("deterministic", "coming_from/jax", "coming_from/fsdp2", "know"):
+            browser.open(f"{url}{name}.html")
+            assert browser.evaluate(BROKEN) == [], name
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_page_of_the_reference_is_what_one_reads(site: Site) -> None:
     with served(site.folder) as url, Browser(1400, 1000) as browser:
