@@ -38,7 +38,7 @@ from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
-from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
+from yafsdp_fn.runtime.stage_io import MessageBuffers, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Program, Trace, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
@@ -90,7 +90,6 @@ class StepFunction:
         microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
-        skip_nonfinite: bool = False,
         graphs: bool = False,
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
@@ -101,7 +100,7 @@ class StepFunction:
         # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule, self._tx, self._graphs = schedule, tx, graphs
-        self.programs = Programs(schedule, tx, skips=skip_nonfinite, trains=track)
+        self.programs = Programs(schedule, tx, trains=track)
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
 
@@ -222,6 +221,8 @@ class StepFunction:
         if comms.stages == 1:
             given = self.programs.given_first(memory, arguments.microbatches)
             return given or self._recorded(arguments, memory, shards is not None, seed)
+        from yafsdp_fn.tracing.stages import crossing_of
+
         must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
         return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)

@@ -67,7 +67,7 @@ class Programs:
     known: those that have run, by `Placement.key`, microbatches and shapes of the batch, for which alone a step is cut
         into stages (None without stages); the last to run is the last of them
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
-    tx: the optimizer of its step; skips: it may leave an update out; trains: whether the function is differentiated
+    tx: the optimizer of its step; trains: whether the function is differentiated
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class Programs:
         schedule: AnySchedule,
         tx: optim.GradientTransformation | None = None,
         *,
-        skips: bool = False,
         trains: bool = True,
     ) -> None:
         must_be_made("schedule", schedule)
@@ -84,7 +83,7 @@ class Programs:
                 f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}; calls make "
                 "them: schedule=ya.schedules.zero3()"
             )
-        self._schedule, self._tx, self._skips, self.trains = schedule, tx, skips, trains
+        self._schedule, self._tx, self.trains = schedule, tx, trains
         self._update_when: UpdateWhen = "never" if tx is None else "after norm"
         self._not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
         self.known: dict[tuple[Hashable, int, Hashable], Verified] = {}
@@ -99,7 +98,7 @@ class Programs:
             self._remember(found, memory)
         return found
 
-    def _peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
+    def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
         """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
         word between ranks: one rank may ask alone."""
         if shapes is not None:
@@ -129,35 +128,12 @@ class Programs:
         for oldest in by_shapes[:-KEPT_SHAPES]:
             del self.known[oldest]
 
-    def in_use(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Program | None:
-        """Returns the program that `_peek` finds, of all stages. Across stages what the optimizer costs is added to its
-        trace first: all other costs are there from the first step on."""
-        found = self._peek(memory, microbatches, shapes)
-        if found is None:
-            return None
-        trace = found.all_stages.trace
-        if memory.comms.stages > 1 and trace.optimizer == Trace._field_defaults["optimizer"]:
-            known = self.measured(trace, memory.abstract())
-            found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
-        return found.all_stages
-
     # ---- the trace of a step
 
     def complete(self, trace: Trace, placement: Placement[Any]) -> Trace:
         """Adds to `trace` what only the step knows: when units may be updated, and in how many parts."""
         ordered = placement.comms.deterministic and trace.trains
         return trace._replace(update_when=self._update_when, lent=self._lent(placement), ordered=ordered)
-
-    def measured(self, trace: Trace, placement: Placement[Any]) -> Trace:
-        """Adds to `trace` also what the optimizer costs. Steps need not know, and do not run it on fake tensors."""
-        from yafsdp_fn.runtime.optimizer_memory import measured_leaves, optimizer_memory
-
-        trace = self.complete(trace, placement)
-        if self._tx is None:
-            return trace
-        layout, precision, device = placement.layout, placement.precision, placement.comms.device
-        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
-        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
 
     def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
         """Returns the units that the optimizer updates in parts."""

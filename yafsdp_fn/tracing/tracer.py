@@ -1,18 +1,20 @@
 """Traces a call on fake tensors: the visits, the cost of each, and which visits made what."""
 
 import itertools
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from yafsdp_fn.communication.ranks import Ranks, absent_ranks
+from yafsdp_fn.params.layout import TreeLayout
+from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.measured import Value
 from yafsdp_fn.program.split import Argument
@@ -20,13 +22,15 @@ from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.graph_walks import leaves_behind, saved_by
-from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
-from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.protocols import movable
+from yafsdp_fn.runtime.stage_io import Result
 from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.tracing.attention import AttentionRule
+from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.randomness import acting_over
-from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces
+from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces, not_compiled
 
 # ---- Records which visits each tensor of the loss was made of: these tensors travel when a step is cut into stages.
 #
@@ -87,8 +91,6 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 """Kinds of collectives whose adjoint is of another kind."""
 
-COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
-
 
 # ---- a trace that is over
 
@@ -102,14 +104,6 @@ class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = next(x for x in tensors_in((args, kwargs)) if isinstance(x, FakeTensor))
         raise RuntimeError(errors.kept_from_trace(f"a tensor of shape {tuple(kept.shape)} and {kept.dtype}"))
-
-
-class Result(NamedTuple):
-    """The result of a visit, structure and fake tensors; and what it was given (`BlockCall`)."""
-
-    structure: Any
-    tensors: list[Tensor]
-    given: Hashable
 
 
 # ---- a trace under way
@@ -351,23 +345,27 @@ def traced(
     return tracer
 
 
-def not_compiled() -> AbstractContextManager[Any]:
-    """Runs compiled functions uncompiled: a compiled one would show no operations, and refuses to."""
-    compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and the import takes seconds
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+def trace_abstract(
+    fun: Callable[[Tree, Tree], Any],
+    layout: TreeLayout,
+    axes: tuple[tuple[str, int], ...],
+    precision: Precision,
+    batch: Tree,
+    microbatches: int,
+) -> tuple[Trace, Placement[Ranks]]:
+    """Traces a call of `fun` on parameters of `layout` and a mesh of `axes`, neither of which need exist. Returns the
+    trace, and the placement that it is of."""
+    placement = Placement(layout, axes, precision, absent_ranks(axes, torch.device("cpu")))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = optree.tree_map(_fake, batch)
+    arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
+    return trace_call(arguments, placement, mode), placement
 
 
-def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
-    """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
-    a copy can free.
-
-    passed: indices of carries that leave the visit in the same memory; every visit would copy them again
-    """
-    return [
-        number
-        for number, tensor in enumerate(tensors)
-        if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    ]
+def _fake(leaf: Any) -> Any:
+    # with its strides: what is not contiguous is copied on its way
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _once(values: Sequence[Value]) -> tuple[Value, ...]:

@@ -24,12 +24,24 @@ from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import after_program
-from yafsdp_fn.program.trace import Lent
-from yafsdp_fn.runtime.measuring import LiveBytes
+from yafsdp_fn.program.trace import Lent, Trace
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.tracing.body import LiveBytes
 from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
+
+
+def with_optimizer(trace: Trace, tx: Any, skips: bool, placement: Placement[Any]) -> Trace:
+    """Adds to the trace of a step what its optimizer costs. Steps need not know, and do not run it on fake tensors.
+
+    skips: the step may leave an update out
+    """
+    if tx is None:
+        return trace
+    optimizer = optimizer_memory(tx, placement.layout, placement.precision, skips, placement.comms.device)
+    return trace._replace(optimizer=optimizer, lent=measured_leaves(tx, trace.lent, placement))
+
 
 # ---- State and step of an optimizer, on fake tensors.
 
