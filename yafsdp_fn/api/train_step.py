@@ -131,9 +131,9 @@ class TrainStep:
             from yafsdp_fn.tracing.stages import crossing_of
 
             return self._with_optimizer(crossing_of(arguments, memory, programs).trace, memory)
-        from yafsdp_fn.tracing.tracer import trace_call
+        from yafsdp_fn.tracing.tracer import traced
 
-        return self._with_optimizer(programs.complete(trace_call(arguments, memory), memory), memory)
+        return self._with_optimizer(programs.complete(traced(arguments, memory).trace, memory), memory)
 
     def _with_optimizer(self, trace: Trace, memory: StateMemory) -> Trace:
         from yafsdp_fn.tracing.optimizer_memory import with_optimizer

@@ -180,22 +180,20 @@ def measure(
 ) -> BodyCosts:
     """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
     # weights and arguments, which are there already
-    device = placement.comms.device
-    weights = [
-        [
-            torch.empty(shape, dtype=placement.gather_dtype(unit), device=device, requires_grad=unit in trained)
-            for shape in call.of_unit[unit][0].layout.shapes
-        ]
-        for unit in call.units
-    ]
-    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
-    leaves = [leaf for unit in weights for leaf in unit]
-    memory = list(map(memory_key, leaves))
+    weights: dict[int, list[Tensor]] = {}
+    for unit in call.units:
+        weights[unit] = []
+        how: Any = {"dtype": placement.gather_dtype(unit), "device": placement.comms.device}
+        for shape in call.of_unit[unit][0].layout.shapes:
+            weights[unit].append(torch.empty(shape, **how, requires_grad=unit in trained))
+    leaves = [leaf for of_unit in weights.values() for leaf in of_unit]
     for leaf in leaves:
         setattr(leaf, OF_VISIT, call.name)
+    memory = list(map(memory_key, leaves))
+    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
-    for unit, of_unit in zip(call.units, weights, strict=True):
+    for unit, of_unit in weights.items():
         for leaf in of_unit:
             if leaf.requires_grad and leaf.numel() >= linear.LARGE:
                 to = _TracedDestination(lives, leaf, placement.wire_dtype(unit))
@@ -204,12 +202,13 @@ def measure(
     slots = [held for _, to in destinations for held in to._held]
     # forward
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
-        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
+        outs = call.run(inputs, weights)
     if lives.written.intersection(memory) or memory != list(map(memory_key, leaves)):  # leaf.data = ... in the block
         raise errors.weight_written(call.name)
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
     there = list(map(memory_key, inputs))
-    own = sum({memory_key(x): x.untyped_storage().nbytes() for x in outs if memory_key(x) not in there}.values())
+    made = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in there}
+    own = sum(made.values())
     saved = saved_by(outs)
     last_flops = forward.since(saved)
     top = lives.peak
@@ -230,7 +229,12 @@ def measure(
         del found
     # what the backward of products leaves, or needs
     scratch = {to.scratch_dtype for _, to in destinations if to.scratch_dtype is not None}
-    factors = {of if isinstance(of, int) else id(of): nbytes for _, to in destinations for of, nbytes in to.factors}
+    formed = 0
+    factors: dict[int, int] = {}
+    for _, to in destinations:
+        formed += to.formed
+        for key, nbytes in to.factors:
+            factors[key if isinstance(key, int) else id(key)] = nbytes
     cost = Cost(
         flops=matmul,
         last_flops=last_flops,
@@ -242,19 +246,19 @@ def measure(
         inner_bytes=inner,
         peak_bytes=top,
         bwd_peak_bytes=lives.peak - own,
-        between_bytes=sum(factors.values()) + fresh + sum(to.formed for _, to in destinations),
+        between_bytes=sum(factors.values()) + fresh + formed,
         scratch_bytes=sum(placement.largest_leaf(dtype) * dtype.itemsize for dtype in scratch),
         moved=moved,
         bwd_moved=bwd_moved,
     )
     return BodyCosts(
         call.structure,
-        [out.detach().requires_grad_(out.requires_grad) for out in outs],
-        [there.index(memory_key(out)) if memory_key(out) in there else None for out in outs],
-        [at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
-        cost,
-        tuple(call for call, _ in called),
-        tuple(call for call, _ in back),
+        outs=[out.detach().requires_grad_(out.requires_grad) for out in outs],
+        shares=[there.index(memory_key(out)) if memory_key(out) in there else None for out in outs],
+        saved=[at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
+        cost=cost,
+        collectives=tuple(call for call, _ in called),
+        adjoints=tuple(call for call, _ in back),
     )
 
 

@@ -155,18 +155,12 @@ class Tracer:
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
-        # its body is run once for all visits alike
-        track = torch.is_grad_enabled()
-        trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
-        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
-        layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
-        signature = (call.signature, shapes, layouts, track)
         self.beside.paused = True
         self._end_beside()
         self._end_between()
-        if signature not in self._seen:
-            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
-        found = self._seen[signature]
+        track = torch.is_grad_enabled()
+        trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
+        found = self._measured(call, trained, track)
         # outputs of its own
         call.structure = found.structure
         outs = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
@@ -174,31 +168,7 @@ class Tracer:
         if not track:
             self.untracked.append(call.name)
         if track or self._every:
-            self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
-            # the memory that goes in and out
-            takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
-            gives = [
-                self._value(new, out if shared is None else call.tensors[shared])
-                for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
-            ]
-            # of the carry, what an offload would move
-            passed = {number for number in found.shares if number is not None}
-            moved = [memory_key(call.tensors[k]) for k in movable(call.tensors[: call.carry_length], passed)]
-            cost = found.cost._replace(
-                takes=_once(takes),
-                gives=_once(gives),
-                carries=tuple(dict.fromkeys(self._values[key][0] for key in moved if key in self._values)),
-                arguments=tuple(self._arguments(call.tensors)),
-            )
-            # what its graph keeps, and what is made of its outputs
-            both = [*call.tensors, *fresh]
-            self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
-            self._saved_beside |= self._numbered(saved_by(call.tensors))
-            self.read += leaves_behind(call.tensors)
-            for out in fresh:
-                self.beside.comes_from(out, frozenset({len(self.visits)}))
-            calls = found.collectives, found.adjoints
-            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
+            self._record(call, found, trained, fresh)
             self.results.append(Result(call.structure, outs, call.given))
         self._outputs += outs
         # outputs live as long as the loss keeps them
@@ -213,6 +183,41 @@ class Tracer:
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
 
+    def _measured(self, call: BlockCall, trained: tuple[int, ...], track: bool) -> BodyCosts:
+        """Returns the costs of a visit's body, which is run once for all visits alike."""
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
+        layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
+        signature = (call.signature, shapes, layouts, track)
+        if signature not in self._seen:
+            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
+        return self._seen[signature]
+
+    def _record(self, call: BlockCall, found: BodyCosts, trained: tuple[int, ...], outs: Sequence[Tensor]) -> None:
+        """Records a visit that returns `outs`: the memory that goes in and out, and what its graph keeps."""
+        self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
+        takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
+        gives = []
+        for out, own, shared in zip(outs, found.outs, found.shares, strict=True):
+            gives.append(self._value(out, own if shared is None else call.tensors[shared]))
+        # of the carry, what an offload would move
+        passed = {number for number in found.shares if number is not None}
+        moved = [memory_key(call.tensors[k]) for k in movable(call.tensors[: call.carry_length], passed)]
+        cost = found.cost._replace(
+            takes=_once(takes),
+            gives=_once(gives),
+            carries=tuple(dict.fromkeys(self._values[key][0] for key in moved if key in self._values)),
+            arguments=tuple(self._arguments(call.tensors)),
+        )
+        # what its graph keeps, and what is made of its outputs
+        both = [*call.tensors, *outs]
+        self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
+        self._saved_beside |= self._numbered(saved_by(call.tensors))
+        self.read += leaves_behind(call.tensors)
+        for out in outs:
+            self.beside.comes_from(out, frozenset({len(self.visits)}))
+        calls = found.collectives, found.adjoints
+        self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
+
     # ---- what goes into visits, and what the loss does between them
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
@@ -221,15 +226,16 @@ class Tracer:
             made = tuple(sorted(self.beside.made(x)))
             if made:
                 dtype = str(x.dtype).removeprefix("torch.")
-                number, grad_bytes = self.beside.number(x), x.nbytes * x.requires_grad
-                yield Argument(place, number, made, x.nbytes, grad_bytes, tuple(x.shape), dtype)
+                grad_bytes = x.nbytes * x.requires_grad
+                yield Argument(place, self.beside.number(x), made, x.nbytes, grad_bytes, tuple(x.shape), dtype)
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
-        if memory_key(tensor) not in self._values:
-            number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else next(self._count)
-            self._values[memory_key(tensor)] = number, memory  # with its graph, which a step would hold
-        number, memory = self._values[memory_key(tensor)]
+        key, origin = memory_key(tensor), memory_key(memory)
+        if key not in self._values:
+            number = self._values[origin][0] if origin in self._values else next(self._count)
+            self._values[key] = number, memory  # with its graph, which a step would hold
+        number, memory = self._values[key]
         return Value(number, memory.untyped_storage().nbytes(), tensor.nbytes * tensor.requires_grad)
 
     def _end_beside(self) -> None:
@@ -242,10 +248,15 @@ class Tracer:
     def _end_between(self) -> None:
         """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
         come: a step has none for what its gradient does not reach."""
-        if self.called:
-            back = [call._replace(kind=ADJOINTS.get(call.kind, call.kind)) for call, back in self.called[::-1] if back]
-            self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), tuple(back)))
-            self.called.clear()
+        if not self.called:
+            return
+        adjoints = []
+        for call, has_backward in reversed(self.called):
+            if has_backward:
+                adjoints.append(call._replace(kind=ADJOINTS.get(call.kind, call.kind)))
+        calls = tuple(call for call, _ in self.called)
+        self.between.append(Between(len(self.visits) - 1, calls, tuple(adjoints)))
+        self.called.clear()
 
     # ---- the end of the loss
 
@@ -269,12 +280,13 @@ class Tracer:
             found = torch.autograd.grad(total, wanted, allow_unused=True)
             self.reached = any(grad is not None for grad in found)
         self._end_beside()
-        visits = tuple(
-            v._replace(cost=v.cost._replace(beside_bytes=after[v.id], unsaved=self._unsaved(v))) for v in self.visits
-        )
+        visits = []
+        for visit in self.visits:
+            cost = visit.cost._replace(beside_bytes=after[visit.id], unsaved=self._unsaved(visit))
+            visits.append(visit._replace(cost=cost))
         self.trace = Trace(
             self.placement.units,
-            visits,
+            tuple(visits),
             chained_order(visits, microbatches),
             self.placement.mesh_axes,
             microbatches,
@@ -302,15 +314,6 @@ class Tracer:
 # ---- a trace of one call
 
 
-def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
-    """Returns the trace of one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of
-    tensors.
-
-    mode: that of fake tensors among the arguments
-    """
-    return traced(arguments, placement, mode).trace
-
-
 def traced(
     arguments: Arguments,
     placement: Placement[Any],
@@ -318,9 +321,9 @@ def traced(
     *,
     every: bool = False,
 ) -> Tracer:
-    """Traces one call, with the tensors of the loss.
+    """Traces one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of tensors.
 
-    every: visits without grad are part of it, as in an evaluation
+    mode: that of fake tensors among the arguments; every: visits without grad are part of it, as in an evaluation
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(placement, mode, every)
@@ -360,7 +363,7 @@ def trace_abstract(
     with mode:
         fakes = optree.tree_map(_fake, batch)
     arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
-    return trace_call(arguments, placement, mode), placement
+    return traced(arguments, placement, mode).trace, placement
 
 
 def _fake(leaf: Any) -> Any:
