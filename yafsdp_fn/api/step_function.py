@@ -219,13 +219,16 @@ class StepFunction:
             found = known[key] = known.pop(key)  # the last to run
             return found
         if comms.stages == 1:
-            given = self.programs.given_first(memory, arguments.microbatches)
-            return given or self._recorded(arguments, memory, shards is not None, seed)
+            given = self.programs.given(memory, arguments.microbatches)
+            if given is not None:
+                return self.programs.keep(given, memory)
+            return self._recorded(arguments, memory, shards is not None, seed)
         from yafsdp_fn.tracing.stages import crossing_of
 
         must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
-        return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
+        cut = self.programs.build(crossing.trace, comms.stage, crossing)
+        return self.programs.keep(cut, memory, batch)
 
     def _recorded(self, arguments: Arguments, memory: StateMemory, trains: bool, seed: Seed) -> Verified:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
@@ -244,9 +247,8 @@ class StepFunction:
                 mean, aux = returned(arguments.call(0, recording, self.track, copied=True), self.has_aux)
             recording.end(FIRST, {})
             recording.compare(mean.total, _outline(aux), arguments.plain)
-            verified = self.programs.learn(
-                memory, self.programs.complete(recording.trace(arguments.microbatches), memory)
-            )
+            trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
+            verified = self.programs.keep(self.programs.build(trace), memory)
         recording.close()
         verified.collectives = collectives
         return verified

@@ -1,7 +1,7 @@
 """The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
     found = programs.known.get((memory.key, microbatches, shapes))      None before the first step
-    found = programs.learn(memory, trace)                               from what has been recorded or traced
+    found = programs.keep(programs.build(trace), memory)                from what has been recorded or traced
 
 A program is built and agreed on once for each kind of state, and kept. `.lower` builds one without ranks.
 """
@@ -90,14 +90,6 @@ class Programs:
 
     # ---- kept
 
-    def given_first(self, memory: StateMemory, microbatches: int) -> Verified | None:
-        """Returns the program that stands in the place of a schedule, before its first step, and keeps it. All ranks
-        ask alike."""
-        found = self.given(memory, microbatches)
-        if found is not None:
-            self._remember(found, memory)
-        return found
-
     def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
         """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
         word between ranks: one rank may ask alone."""
@@ -106,14 +98,9 @@ class Programs:
         ran = [found for key, found in self.known.items() if key[:2] == (memory.key, microbatches)]
         return ran[-1] if ran else self.given(memory, microbatches)
 
-    def learn(self, memory: StateMemory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
-        """Builds the program for a complete trace, before its first step; across stages with `crossing`, on a batch of
-        these `shapes`."""
-        found = self.build(trace, memory.comms.stage, crossing)
-        self._remember(found, memory, shapes)
-        return found
-
-    def _remember(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
+    def keep(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> Verified:
+        """Keeps a program, which all ranks agree on before its first step; across stages for batches of these
+        `shapes`. All ranks call it."""
         comms, ops = memory.comms, [*found.ops, *found.tail]
         agree(found.all_stages, comms)
         # what it communicates is connected before its first step: see `Communicators.connect`
@@ -127,6 +114,7 @@ class Programs:
         by_shapes = [each for each in self.known if each[2] is not None]
         for oldest in by_shapes[:-KEPT_SHAPES]:
             del self.known[oldest]
+        return found
 
     # ---- the trace of a step
 
