@@ -71,11 +71,7 @@ class Programs:
     """
 
     def __init__(
-        self,
-        schedule: AnySchedule,
-        tx: optim.GradientTransformation | None = None,
-        *,
-        trains: bool = True,
+        self, schedule: AnySchedule, tx: optim.GradientTransformation | None = None, *, trains: bool = True
     ) -> None:
         must_be_made("schedule", schedule)
         if not isinstance(schedule, Program) and not callable(schedule):
@@ -91,8 +87,8 @@ class Programs:
     # ---- kept
 
     def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
-        """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
-        word between ranks: one rank may ask alone."""
+        """Returns the program that ran last, or on a batch of these `shapes`, or the one given in place of a schedule;
+        without a word between ranks: one rank may ask alone."""
         if shapes is not None:
             return self.known.get((memory.key, microbatches, shapes))
         ran = [found for key, found in self.known.items() if key[:2] == (memory.key, microbatches)]

@@ -1,5 +1,6 @@
 """Measures one run of a body on fake tensors: outputs, FLOPs, and the memory of its forward and backward."""
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ from yafsdp_fn.util.torch_private import memory_key
 # ---- Measures live memory: the bytes that operations allocate, until the last view of their results is freed.
 
 
-class _Allocation(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Allocation:
     storage: weakref.ref[Any]
     nbytes: int
     mark: int
@@ -72,8 +74,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._born.get(memory_key(tensor)) is not None
 
     def birth(self, tensor: Tensor) -> tuple[object, int]:
-        """A key of the memory of `tensor`, the same for all its views and, while held, for no other; and its bytes: the
-        tensor's own where it was made elsewhere, since a batch may be a view of a larger one."""
+        """Returns a key of the memory of `tensor`, the same for all its views and, while held, for no other; and its
+        bytes: the tensor's own where it was made elsewhere, since a batch may be a view of a larger one."""
         key = memory_key(tensor)
         born = self._born.get(key)
         nbytes = tensor.untyped_storage().nbytes()
@@ -123,8 +125,8 @@ class _TracedDestination(Destination):
     """The destination of a weight's gradient in a trace. Gradient slot and scratch memory exist already, and do not
     count.
 
-    factors: of products that a backward in halves would leave for later, as `LiveBytes.birth` returns them; formed:
-    bytes of a gradient that it would form in its first half
+    factors: bytes of the memory that a backward in halves would leave for later, the factors of products, by
+    `LiveBytes.birth`; formed: bytes of a gradient that it would form in its first half
     """
 
     __slots__ = ("_held", "_lives", "factors", "formed", "scratch_dtype")
@@ -132,7 +134,7 @@ class _TracedDestination(Destination):
     def __init__(self, lives: LiveBytes, leaf: Tensor, reduce: torch.dtype) -> None:
         self.scratch_dtype: torch.dtype | None = None
         self._lives = lives
-        self.factors: list[tuple[Any, int]] = []
+        self.factors: dict[object, int] = {}
         self.formed = 0
         self._held = [torch.empty_like(leaf, dtype=reduce)]
         lives.ignore(self._held)
@@ -159,11 +161,11 @@ class _TracedDestination(Destination):
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         super().write_mm(a, b)
-        self.factors += [self._lives.birth(a), self._lives.birth(b)]
+        self.factors |= map(self._lives.birth, (a, b))
 
     def write_rows(self, index: Tensor, rows: Tensor) -> None:
         super().write_rows(index, rows)
-        self.factors += [self._lives.birth(index), self._lives.birth(rows)]
+        self.factors |= map(self._lives.birth, (index, rows))
 
     def confirm(self, scale: Tensor) -> bool:
         self.formed = self._held[0].nbytes
@@ -230,11 +232,10 @@ def measure(
     # what the backward of products leaves, or needs
     scratch = {to.scratch_dtype for _, to in destinations if to.scratch_dtype is not None}
     formed = 0
-    factors: dict[int, int] = {}
+    factors: dict[object, int] = {}
     for _, to in destinations:
         formed += to.formed
-        for key, nbytes in to.factors:
-            factors[key if isinstance(key, int) else id(key)] = nbytes
+        factors |= to.factors
     cost = Cost(
         flops=matmul,
         last_flops=last_flops,

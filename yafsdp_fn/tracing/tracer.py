@@ -112,8 +112,8 @@ class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
 class Tracer:
     """A session that only records, and then what is known of the call.
 
-    results: of each visit, without values; trace: of the call; out: the loss's result; total: its total; made: by
-        which visits each tensor of `out` was made
+    results: of each visit, without values, before the loss gets copies of its outputs; trace: of the call
+    out: the loss's result; total: its total; made: by which visits each tensor of `out` was made
     rule: attention's; beside: records the operations of the loss between visits
     untracked: visits without grad; read: leaves that the loss depends on beside its visits; reached: the gradient of
         the loss reaches visits
@@ -136,7 +136,6 @@ class Tracer:
         self.results: list[Result] = []
         self._seen: dict[Any, BodyCosts] = {}
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
-        self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
         self._held: list[Tensor] = []  # what is numbered by its memory, and must not be freed
         # what the loss gets, and does between visits
         with mode:
@@ -170,7 +169,6 @@ class Tracer:
         if track or self._every:
             self._record(call, found, trained, fresh)
             self.results.append(Result(call.structure, outs, call.given))
-        self._outputs += outs
         # outputs live as long as the loss keeps them
         for new, shared in zip(fresh, found.shares, strict=True):
             if shared is None:  # its memory may be used again
@@ -275,7 +273,7 @@ class Tracer:
         self._saved_beside |= self._numbered(saved_by([total]))
         self.read += leaves_behind([total])
         # the backward of what comes after the visits
-        wanted = [out for out in self._outputs if out.requires_grad]
+        wanted = [out for result in self.results for out in result.tensors if out.requires_grad]
         if total.requires_grad and wanted:
             found = torch.autograd.grad(total, wanted, allow_unused=True)
             self.reached = any(grad is not None for grad in found)

@@ -62,8 +62,7 @@ def _on_cpu(leaves: Sequence[Tensor]) -> list[Tensor]:
         return found
     sums = []
     for leaf, value, number in zip(leaves, found, torch.stack(found).tolist(), strict=True):
-        lost = LOST * leaf.numel()
-        held = 1e6 * lost < number < torch.inf or (number == 0 and not leaf.any())
+        held = 1e6 * LOST * leaf.numel() < number < torch.inf or (number == 0 and not leaf.any())
         sums.append(value if held else inner(leaf, leaf))
     return sums
 
@@ -88,10 +87,8 @@ class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
         size = CHUNK[a.device.type]
-        terms = []
-        for x, y in zip(a.reshape(-1).split(size), b.reshape(-1).split(size), strict=True):
-            terms.append(x.double().dot(y.double()))
-        return sum_of(terms).to(a.device)
+        parts = zip(a.reshape(-1).split(size), b.reshape(-1).split(size), strict=True)
+        return sum_of([x.double().dot(y.double()) for x, y in parts]).to(a.device)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
