@@ -139,9 +139,10 @@ def run_block(call: BlockCall) -> Any:
 
 def _numbers(block: list[int]) -> str:
     """Returns the layers of a visit as text: "3", "2:4", "0,2"."""
-    step = 1 if block[-1] >= block[0] else -1
-    if len(block) > 1 and block == list(range(block[0], block[-1] + step, step)):
-        return f"{block[0]}:{block[-1]}"
+    first, last = block[0], block[-1]
+    step = 1 if last >= first else -1
+    if len(block) > 1 and block == list(range(first, last + step, step)):
+        return f"{first}:{last}"
     return ",".join(map(str, block))
 
 

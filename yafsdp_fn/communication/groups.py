@@ -243,11 +243,13 @@ class Groups(MeshRanks):
     def share(self, stages: tuple[int, ...]) -> None:
         """Makes the group of `stages`, which share a unit, from the ranks with this rank's coordinates. All ranks call
         it."""
-        if stages not in self._sharing:
-            by_stage = self.groups_over("stage")
-            of = [[ranks[stage] for stage in stages] for ranks in by_stage]
-            rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
-            self._sharing[stages] = self._new([*of, *filter(None, rest)], f"stages {stages}")
+        if stages in self._sharing:
+            return
+        others = [stage for stage in range(self.stages) if stage not in stages]
+        groups: list[list[int]] = []
+        for members in filter(None, (stages, others)):
+            groups += [[ranks[stage] for stage in members] for ranks in self.groups_over("stage")]
+        self._sharing[stages] = self._new(groups, f"stages {stages}")
 
     def sharing(self, stages: tuple[int, ...]) -> RankGroup:
         """Returns the group that `share` has made, for the stream "replicate"."""

@@ -50,7 +50,8 @@ class Verified:
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.ran = False
         self.collectives: dict[Any, Any] = {}
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in all_stages.stages for op in ops)
+        every = itertools.chain(*all_stages.stages)
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in every)
 
     def list(self, collectives: Any) -> None:
         """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""
@@ -91,8 +92,10 @@ class Programs:
         without a word between ranks: one rank may ask alone."""
         if shapes is not None:
             return self.known.get((memory.key, microbatches, shapes))
-        ran = [found for key, found in self.known.items() if key[:2] == (memory.key, microbatches)]
-        return ran[-1] if ran else self.given(memory, microbatches)
+        for (key, count, _), found in reversed(self.known.items()):
+            if (key, count) == (memory.key, microbatches):
+                return found
+        return self.given(memory, microbatches)
 
     def keep(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> Verified:
         """Keeps a program, which all ranks agree on before its first step; across stages for batches of these
@@ -215,18 +218,24 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
             return f"{name}: it has {there[name]!r}, here it is {here[name]!r}"
     if ours.order != theirs.order:
         return "order"
+
     # a trace that was recorded knows what blocks communicate in their forwards alone
-    visits = [[(v.id, v.name, v.units, v.trained, of.called_by(v.id)[:2]) for v in of.visits] for of in (ours, theirs)]
-    return "visits" if visits[0] != visits[1] else None
+    def visits(trace: Trace) -> list[object]:
+        return [(v.id, v.name, v.units, v.trained, trace.called_by(v.id)[:2]) for v in trace.visits]
+
+    return "visits" if visits(ours) != visits(theirs) else None
 
 
 def _unlike(unit: UnitSpec | None, other: UnitSpec | None) -> str:
     """Names a unit, and the fields in which it is not another one of that name."""
     if unit is None:
         return "none"
-    fields = unit._fields if other is not None and other.name == unit.name else ()
-    differing = [field for field in fields if getattr(unit, field) != getattr(other, field)]
-    return ", ".join([unit.name, *(f"{field}={getattr(unit, field)}" for field in differing)])
+    parts = [unit.name]
+    if other is not None and other.name == unit.name:
+        for field, mine, theirs in zip(unit._fields, unit, other, strict=True):
+            if mine != theirs:
+                parts.append(f"{field}={mine}")
+    return ", ".join(parts)
 
 
 def agree(program: Program, comms: Communicators) -> None:
