@@ -97,7 +97,7 @@ class ActivationBuffers(Protocol):
         """Returns the visit's arguments: the saved ones, among the `others`."""
 
 
-def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
+def movable(tensors: Sequence[Tensor], passed: Collection[int | None]) -> list[int]:
     """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
     a copy can free.
 

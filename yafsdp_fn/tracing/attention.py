@@ -61,19 +61,22 @@ class AttentionRule(TorchFunctionMode):
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, diagonal: str | None) -> int:
     """Returns the FLOPs of the two products of a forward. diagonal: which pair is on it, the "first" or the "last" """
-    rows, columns = query.shape[-2], key.shape[-2]
+    *lead, rows, width = query.shape
+    columns = key.shape[-2]
     pairs = rows * columns
     if diagonal == "last":
         pairs -= rows * rows // 2
     elif diagonal == "first":
         square = min(rows, columns)
-        pairs = square * square - square * square // 2 + max(0, rows - columns) * columns
-    return 2 * math.prod(query.shape[:-2]) * pairs * (query.shape[-1] + value.shape[-1])
+        below = max(0, rows - columns) * columns
+        pairs = square * square - square * square // 2 + below
+    return 2 * math.prod(lead) * pairs * (width + value.shape[-1])
 
 
 def kernel_flops(func: Any, args: Any, kwargs: Any) -> int:
     """Returns the FLOPs of one of torch's fused kernels, forward or backward, called with `args` and `kwargs`."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
     diagonal = "first" if given.get("is_causal", False) else None
     flops = attention_flops(given["query"], given["key"], given["value"], diagonal)
     return flops * 5 // 2 if "backward" in str(func) else flops
@@ -91,11 +94,13 @@ def _grad(
 ) -> tuple[Tensor | None, ...]:
     """Computes `torch.autograd.grad` on fake tensors, bypassing function modes. Unused inputs get None."""
     outs, wanted, given = ((x,) if isinstance(x, Tensor) else x for x in (outputs, inputs, grad_outputs))
-    seeds = [None] * len(outs) if given is None else given
-    grads = tuple(torch.ones_like(out) if g is None else g for out, g in zip(outs, seeds, strict=True))
+    grads = []
+    for out, seed in zip(outs, given or [None] * len(outs), strict=True):
+        grads.append(torch.ones_like(out) if seed is None else seed)
     retain = create_graph if retain_graph is None else retain_graph
+    how = {"allow_unreachable": True, "accumulate_grad": False}
     found: tuple[Tensor | None, ...] = run_autograd(
-        tuple(outs), grads, retain, create_graph, tuple(wanted), allow_unreachable=True, accumulate_grad=False
+        tuple(outs), tuple(grads), retain, create_graph, tuple(wanted), **how
     )
     return found
 
@@ -107,13 +112,16 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.rule, ctx.flops = rule, attention_flops(q, k, v, diagonal)
         rule.flops += ctx.flops
-        lead, rows, width = q.shape[:-2], q.shape[-2], v.shape[-1]
+        *lead, rows, _ = q.shape
+        width = v.shape[-1]
         if q.ndim > 3:  # heads lie beside each other in memory, so that they are joined without a copy
-            out = q.new_empty(*lead[:-1], rows, lead[-1], width).transpose(-2, -3)
+            *outer, heads = lead
+            out = q.new_empty(*outer, rows, heads, width).transpose(-2, -3)
         else:
             out = q.new_empty(*lead, rows, width)
         logsumexp = q.new_empty(*lead, rows, dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, logsumexp, *([] if mask is None else [mask]))
+        masks = [] if mask is None else [mask]
+        ctx.save_for_backward(q, k, v, out, logsumexp, *masks)
         return out
 
     @staticmethod

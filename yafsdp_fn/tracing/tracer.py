@@ -74,12 +74,15 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.paused:
-            made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
-            for x in tensors_in(out) if made else ():
+        if self.paused:
+            return out
+        made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
+        if made:
+            for x in tensors_in(out):
                 self.comes_from(x, made | self.made(x))
-            if made and func.overloadpacket.__name__.rstrip("_") in DRAW_BY_VALUE:
-                self.by_value.append(func.overloadpacket.__name__)
+            name = func.overloadpacket.__name__
+            if name.rstrip("_") in DRAW_BY_VALUE:
+                self.by_value.append(name)
         return out
 
 
@@ -193,23 +196,27 @@ class Tracer:
     def _record(self, call: BlockCall, found: BodyCosts, trained: tuple[int, ...], outs: Sequence[Tensor]) -> None:
         """Records a visit that returns `outs`: the memory that goes in and out, and what its graph keeps."""
         self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
-        takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
+        takes = []
+        for x in call.tensors:
+            if self.beside.saw(x) or memory_key(x) in self._values:
+                takes.append(self._value(x, x))
         gives = []
         for out, own, shared in zip(outs, found.outs, found.shares, strict=True):
             gives.append(self._value(out, own if shared is None else call.tensors[shared]))
         # of the carry, what an offload would move
-        passed = {number for number in found.shares if number is not None}
-        moved = [memory_key(call.tensors[k]) for k in movable(call.tensors[: call.carry_length], passed)]
+        carry = call.tensors[: call.carry_length]
+        moved = [memory_key(carry[k]) for k in movable(carry, found.shares)]
         cost = found.cost._replace(
             takes=_once(takes),
             gives=_once(gives),
-            carries=tuple(dict.fromkeys(self._values[key][0] for key in moved if key in self._values)),
+            carries=tuple(self._numbered(moved)),
             arguments=tuple(self._arguments(call.tensors)),
         )
         # what its graph keeps, and what is made of its outputs
         both = [*call.tensors, *outs]
-        self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
-        self._saved_beside |= self._numbered(saved_by(call.tensors))
+        saved = [memory_key(both[at]) for at in found.saved]
+        self._saved.append(set(self._numbered(saved)))
+        self._saved_beside.update(self._numbered(saved_by(call.tensors)))
         self.read += leaves_behind(call.tensors)
         for out in outs:
             self.beside.comes_from(out, frozenset({len(self.visits)}))
@@ -270,7 +277,7 @@ class Tracer:
         for memory, nbytes, mark in self.beside.alive():
             if memory not in self._values:
                 after[mark - 1] += nbytes
-        self._saved_beside |= self._numbered(saved_by([total]))
+        self._saved_beside.update(self._numbered(saved_by([total])))
         self.read += leaves_behind([total])
         # the backward of what comes after the visits
         wanted = [out for result in self.results for out in result.tensors if out.requires_grad]
@@ -300,13 +307,18 @@ class Tracer:
 
     def _unsaved(self, visit: Visit) -> tuple[int, ...]:
         """Returns the numbers of values that neither the graph of a visit saves nor, of what it gives, the loss."""
-        cost, own = visit.cost, self._saved[visit.id]
-        takes = [value.number for value in cost.takes if value.number not in own]
-        gives = [value.number for value in cost.gives if value.number not in own | self._saved_beside]
-        return tuple(dict.fromkeys([*takes, *gives]))
+        by_graph = self._saved[visit.id]
+        by_any = by_graph | self._saved_beside
+        takes = [value.number for value in visit.cost.takes]
+        gives = [value.number for value in visit.cost.gives]
+        unsaved = [number for number in takes if number not in by_graph]
+        unsaved += [number for number in gives if number not in by_any]
+        return tuple(dict.fromkeys(unsaved))
 
-    def _numbered(self, memory: Iterable[int]) -> set[int]:
-        return {self._values[key][0] for key in memory if key in self._values}
+    def _numbered(self, memory: Iterable[int]) -> list[int]:
+        """Returns the numbers of the memory that has one, each once, in its order."""
+        numbers = [self._values[key][0] for key in memory if key in self._values]
+        return list(dict.fromkeys(numbers))
 
 
 # ---- a trace of one call
