@@ -26,10 +26,10 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
-from yafsdp_fn.api.trace import trace
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
 from yafsdp_fn.runtime.slots import acquire

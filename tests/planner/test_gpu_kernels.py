@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
-from yafsdp_fn.api.trace import trace
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.program.trace import Trace
 
 B, S, E = 2, 8, 16

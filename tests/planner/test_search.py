@@ -13,13 +13,13 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from models.parts.axes import Axes
-from yafsdp_fn.api.trace import trace as abstract_trace
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.cluster import CollectiveRanks
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.search import Sweep
 from yafsdp_fn.planner.space import Point, arrangements
+from yafsdp_fn.planner.trace import trace as abstract_trace
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.schedules import Gather, Trace, one_f_one_b, verify
 

@@ -8,6 +8,7 @@
 A bit that flips in one replica's memory, or on its way, shows nowhere else: the replica trains on.
 """
 
+import itertools
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -109,9 +110,11 @@ def _of_tree(what: str, tree: Tree) -> Iterator[SummedValue]:
             path = f"{dotted(at)} of " if what == "opt_state." else ""
             for _, group, leaf in node.group_leaves():
                 stacked = leaf.ndim > 1
-                rows = dict(zip(group.here, leaf.unbind() if stacked else (leaf,), strict=False))
+                held = leaf.unbind() if stacked else (leaf,)
+                rows = dict(zip(group.here, held, strict=False))
                 for index in range(len(group.units)):
-                    name = f"{what}{path}{group.name or 'params'}{f'[{index}]' * stacked}"
+                    layer = f"[{index}]" if stacked else ""
+                    name = f"{what}{path}{group.name or 'params'}{layer}"
                     yield SummedValue(name, group.holders(index), rows.get(index))
         elif isinstance(node, Tensor | int | float):
             yield SummedValue(f"{what}{dotted(at)}", None, torch.as_tensor(node))
@@ -132,7 +135,10 @@ def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communica
     ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
     faults = []
     for value, sums in zip(found, every.T.tolist(), strict=True):
-        alike = ranks.view(1, -1) if value.stages is None else ranks[list(value.stages)].flatten(0, 1).T
+        if value.stages is None:
+            alike = ranks.view(1, -1)
+        else:
+            alike = ranks[list(value.stages)].flatten(0, 1).T
         for members in alike.tolist():
             sides: dict[int, list[int]] = {}
             for rank in members:
@@ -144,13 +150,15 @@ def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communica
     lines = ["ranks that should hold the same bits do not:", *faults[:SHOWN]]
     if len(faults) > SHOWN:
         lines.append(f"  and {len(faults) - SHOWN} more")
-    raise Corrupted("\n".join([*lines, TO_DO]))
+    lines.append(TO_DO)
+    raise Corrupted("\n".join(lines))
 
 
 def _odd_ones(sides: list[list[int]]) -> str:
     """Describes the ranks that differ from the majority, if there is one."""
-    most = max(sides, key=len)
-    if sum(len(side) == len(most) for side in sides) > 1:
+    *fewer, most = sorted(sides, key=len)
+    if any(len(side) == len(most) for side in fewer):
         return f"{' and '.join(map(named, sides))} differ"
-    others = sorted(rank for side in sides if side is not most for rank in side)
-    return f"{named(others)} differ{'s' * (len(others) == 1)} from {named(most)}"
+    others = sorted(itertools.chain(*fewer))
+    verb = "differs" if len(others) == 1 else "differ"
+    return f"{named(others)} {verb} from {named(most)}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Tree, dotted, join, shape_of
+from yafsdp_fn.params.tree import Tree, dotted, join, shape_of, tensors_in
 from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
 from yafsdp_fn.runtime.pure import Rematerialised, is_smooth
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
@@ -80,9 +80,9 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: int | tuple[int | None, ...
     def chunked(*args: Any) -> Any:
         tree: Any = args
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
-        rows = list(zip(*_cut(name, args, leaves, in_axes, n), strict=True))
+        columns = _cut(name, args, leaves, in_axes, n)
         device, ranks = device_of_leaves(leaves), getattr(ranks_around(), "ranks", None)
-        parts = [_Part(name, f, row, spec, device, None, ranks) for row in rows]
+        parts = [_Part(name, f, row, spec, device, None, ranks) for row in zip(*columns, strict=True)]
         return _joined(name, _run(parts))
 
     return chunked
@@ -102,29 +102,25 @@ class _Part(TensorCall):
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._ready is not None:
-            ready = self._ready
-            self._ready = None
+            ready, self._ready = self._ready, None
             return ready
-        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self.watch:
-            watch = TensorWatch(tensors, self.name)
-            self.watch = False
-        with watch:
+        watched, self.watch = self.watch, False
+        with TensorWatch(tensors, self.name) if watched else contextlib.nullcontext():
             outs = self.replay(tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too
             return tuple(out.view_as(out) for out in outs)
 
-    def run_ahead(self, tensors: Sequence[Tensor], check: bool) -> list[bool]:
+    def run_ahead(self, check: bool) -> list[bool]:
         """Runs before the autograd node exists, which then takes the result. Returns, per output, whether it depends on
         tensors that require grad: found in a graph that is dropped at once, whose nodes also reveal tensors from
         outside."""
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
+        versions = [tensor._version for tensor in self.tensors]
         with _hidden_graph():
             outs = self(*inputs)
         if check:
             check_graph(outs, inputs, self.name, again=lambda: self(*inputs))
-        for tensor, before in zip(tensors, versions, strict=True):
+        for tensor, before in zip(self.tensors, versions, strict=True):
             if tensor._version != before:
                 raise RuntimeError(
                     f"{self.name} writes into an argument of shape {tuple(tensor.shape)} in place; the recomputation "
@@ -144,27 +140,29 @@ def _hidden_graph() -> contextlib.AbstractContextManager[Any]:
 
 def _run(parts: Sequence[_Part]) -> list[Tree]:
     """Returns the outputs of each part."""
-    calls = [(part, part.tensors) for part in parts]
-    results: Sequence[Sequence[Tensor]]
+    results: list[Sequence[Tensor]] = []
     if transforms_active():
         parts[0].watch = True
-        run: Any = Rematerialised.apply
-        results = [run(part, *given) if any(map(is_smooth, given)) else part(*given) for part, given in calls]
+        for part in parts:
+            results.append(_result(part, any(map(is_smooth, part.tensors))))
     elif not torch.is_grad_enabled():
-        results = [part(*given) for part, given in calls]
+        results += [_result(part, False) for part in parts]
     else:
-        depend = [part.run_ahead(given, check=part is parts[0]) for part, given in calls]
+        depends = [part.run_ahead(check=part is parts[0]) for part in parts]
         # autograd takes ready nodes from the latest to the earliest: made in reverse, they run in chunk order
-        made = [_attached(*call, those) for call, those in zip(calls[::-1], depend[::-1], strict=True)]
-        results = made[::-1]
+        for part, of_part in zip(reversed(parts), reversed(depends), strict=True):
+            outs = _result(part, any(of_part))
+            results.append([out if of_out else out.detach() for out, of_out in zip(outs, of_part, strict=True)])
+        results.reverse()
     return [part.outputs(result) for part, result in zip(parts, results, strict=True)]
 
 
-def _attached(part: _Part, tensors: Sequence[Tensor], depend: Sequence[bool]) -> list[Tensor]:
-    """Returns the results of a part that has run, as outputs of an autograd node where they depend on tensors that
-    require grad."""
-    outs = Rematerialised.apply(part, *tensors) if any(depend) else part(*tensors)  # type: ignore[no-untyped-call]
-    return [out if depends else out.detach() for out, depends in zip(outs, depend, strict=True)]
+def _result(part: _Part, differentiable: bool) -> Sequence[Tensor]:
+    """Returns the outputs of a part; `differentiable`, as those of one autograd node that saves its inputs."""
+    if not differentiable:
+        return part(*part.tensors)
+    outs: Sequence[Tensor] = Rematerialised.apply(part, *part.tensors)  # type: ignore[no-untyped-call]
+    return outs
 
 
 # ---- cutting and joining
@@ -205,31 +203,36 @@ def _pieces(where: str, leaf: Any, axis: int, n: int) -> Sequence[Tensor]:
 
 
 def _joined(name: str, outs: Sequence[Tree]) -> Tree:
-    flat = [optree.tree_flatten(out, is_leaf=is_reduction, none_is_leaf=True) for out in outs]
-    spec = flat[0][1]
-    for number, (_, other) in enumerate(flat):
+    how: Any = {"is_leaf": is_reduction, "none_is_leaf": True}
+    accessors, first, spec = optree.tree_flatten_with_accessor(outs[0], **how)
+    rows = [first]
+    for number, out in enumerate(outs[1:], start=1):
+        leaves, other = optree.tree_flatten(out, **how)
         if other != spec:
             raise ValueError(f"{name}: chunk {number} returned the structure {other}, chunk 0 {spec}")
-    accessors = optree.tree_accessors(outs[0], is_leaf=is_reduction, none_is_leaf=True)
-    names = [join(f"{name}: output", dotted(accessor)) for accessor in accessors]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return optree.tree_unflatten(spec, list(map(_join, names, columns)))
+        rows.append(leaves)
+    joined = []
+    for accessor, column in zip(accessors, zip(*rows, strict=True), strict=True):
+        joined.append(_join(join(f"{name}: output", dotted(accessor)), column))
+    return optree.tree_unflatten(spec, joined)
 
 
 def _join(where: str, column: tuple[Any, ...]) -> Any:
     first = column[0]
-    if len({Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in column}) > 1:
-        raise TypeError(f"{where} is {', '.join(shape_of(leaf) for leaf in column)} in the chunks; expected one type")
-    if isinstance(first, Mean):
-        return Mean(_sum([mean.total for mean in column]), _sum([mean.weight for mean in column]))
-    if isinstance(first, Sum):
-        return Sum(_sum([leaf.value for leaf in column]))
+    kinds = {Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in column}
+    if len(kinds) > 1:
+        found = ", ".join(map(shape_of, column))
+        raise TypeError(f"{where} is {found} in the chunks; expected one type")
+    if isinstance(first, Mean | Sum):
+        fields = zip(*column, strict=True)
+        return type(first)(*map(_sum, fields))
     if isinstance(first, Max):
         return Max(torch.stack([leaf.value for leaf in column]).amax(0))
     if not isinstance(first, Tensor):
         if all(leaf is first or leaf == first for leaf in column):
             return first
-        raise ValueError(f"{where} is {', '.join(map(repr, column))} in the chunks; what is no tensor must be equal")
+        found = ", ".join(map(repr, column))
+        raise ValueError(f"{where} is {found} in the chunks; what is no tensor must be equal")
     if first.ndim == 0:
         raise TypeError(
             f"{where} is a 0-dim tensor, which has no axis to concatenate along: say how chunks combine by returning "
@@ -239,7 +242,8 @@ def _join(where: str, column: tuple[Any, ...]) -> Any:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = tensors_in(list(values))
     if not tensors:
         return sum(values)
-    return torch.stack([torch.as_tensor(value, device=tensors[0].device) for value in values]).sum(0)
+    terms = [torch.as_tensor(value, device=tensors[0].device) for value in values]
+    return torch.stack(terms).sum(0)

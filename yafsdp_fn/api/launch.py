@@ -312,14 +312,18 @@ def _failure(answers: Sequence[Answer | None]) -> RankFailed:
 
     def order(rank: int) -> tuple[int, float]:
         error = failed[rank].error
-        return (0 if not error else 2 if error == "CommunicationError" else 1), failed[rank].at
+        late = 2 if error == "CommunicationError" else 1
+        return late if error else 0, failed[rank].at
 
     first, *others = sorted(failed, key=order)
     _, _, error, text = failed[first]
-    head = [f"rank {first} of {len(answers)} {f'raised {error}' if error else 'was lost'}"]
+    how = f"raised {error}" if error else "was lost"
+    head = [f"rank {first} of {len(answers)} {how}"]
     for rank in others:
-        alike = failed[rank][2:] == (error, text)
-        head.append(f"rank {rank} {'the same' if alike else 'then ' + (failed[rank].error or 'was lost, too')}")
+        how = f"then {failed[rank].error or 'was lost, too'}"
+        if failed[rank][2:] == (error, text):
+            how = "the same"
+        head.append(f"rank {rank} {how}")
     head += [f"rank {rank} was ended" for rank, answer in enumerate(answers) if answer is None]
     return RankFailed(first, f"{'; '.join(head)}\n{text}")
 

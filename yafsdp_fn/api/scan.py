@@ -67,42 +67,40 @@ def scan(
         must_be_function(f, "scan(f, carry, xs)")
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
-    xs = xs if isinstance(xs, Sharded) else without_markers(xs)
-    extra = () if isinstance(consts, tuple) and not consts else (without_markers(consts),)
+    if not isinstance(xs, Sharded):
+        xs = without_markers(xs)
+    no_consts = isinstance(consts, tuple) and not consts
+    extra = () if no_consts else (without_markers(consts),)
+    # the layers to visit
     leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
     count = _length(xs, leaves, length)
-    places = list(range(count) if order is None else order)
-    if not places:
-        raise ValueError(
-            f"scan: xs has length {count}{'' if order is None else ', order=[]'}, so that nothing says what ys would "
-            "be; skip the scan"
-        )
-    if odd := [i for i in places if type(i) is not int or not 0 <= i < count]:
-        raise ValueError(f"scan(order=...): {odd[0]!r} is no layer of {count}; expected integers from 0 to {count - 1}")
-    columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
-    by_layer = list(zip(*columns, strict=True)) if leaves else [()] * count
+    places = _places(order, count)
+    if reverse:
+        places.reverse()
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
     if not stacks and isinstance(init, Sharded) and init.entry.length is not None:
         raise TypeError(f"scan(f, carry, xs): the carry is the stack {init.entry.name}: layers are xs")
-    if reverse:
-        places.reverse()
+    columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
+    by_layer = list(zip(*columns, strict=True)) if leaves else [()] * count
     layers = [optree.tree_unflatten(spec, by_layer[i]) for i in places]
-    of = "+".join(stacks) or "layer"
-    blocks = [slice(at, at + unroll) for at in range(0, len(places), unroll)]
-    names = [f"{of}[{_numbers(places[block])}]" for block in blocks]
+    # a visit for every `unroll` of them
+    stack = "+".join(stacks) or "layer"
     carry, ys = init, list[Tree]()
-    for block, name in zip(blocks, names, strict=True):
+    for start in range(0, len(places), unroll):
+        block = slice(start, start + unroll)
+        name = f"{stack}[{_numbers(places[block])}]"
         body, args = partial(_several, f, name), (carry, layers[block], extra)
         if stacks:
             signature = f, len(layers[block])
-            call = BlockCall(name, body, args, first=block.start == 0, signature=signature, carries=True)
+            call = BlockCall(name, body, args, first=start == 0, signature=signature, carries=True)
             carry, found = (call.runner() or pure).visit(call)
         else:
             carry, found = run_plain_visit(device_of_leaves((carry, layers)), body, *args)
         ys += found
     if reverse:
         ys.reverse()
-    return carry, None if set(map(type, ys)) == {type(None)} else stacked(ys)
+    without_ys = all(y is None for y in ys)
+    return carry, None if without_ys else stacked(ys)
 
 
 def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
@@ -141,9 +139,10 @@ def run_block(call: BlockCall) -> Any:
 
 def _numbers(block: list[int]) -> str:
     """Returns the layers of a visit as text: "3", "2:4", "0,2"."""
-    step = 1 if block[-1] >= block[0] else -1
-    if len(block) > 1 and block == list(range(block[0], block[-1] + step, step)):
-        return f"{block[0]}:{block[-1]}"
+    first, last = block[0], block[-1]
+    step = 1 if last >= first else -1
+    if len(block) > 1 and block == list(range(first, last + step, step)):
+        return f"{first}:{last}"
     return ",".join(map(str, block))
 
 
@@ -166,6 +165,20 @@ def _several(
 # ---- Checks of what a scan is given, and of what its body returns.
 
 
+def _places(order: Iterable[int] | None, count: int) -> list[int]:
+    """Returns the numbers of the layers to visit, of `count`."""
+    places = list(range(count) if order is None else order)
+    if not places:
+        given = "" if order is None else ", order=[]"
+        raise ValueError(f"scan: xs has length {count}{given}, so that nothing says what ys would be; skip the scan")
+    for place in places:
+        if type(place) is not int or not 0 <= place < count:
+            raise ValueError(
+                f"scan(order=...): {place!r} is no layer of {count}; expected integers from 0 to {count - 1}"
+            )
+    return places
+
+
 def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
     lengths: dict[int, str] = {} if length is None else {length: "length"}
     for number, leaf in enumerate(leaves):
@@ -180,7 +193,8 @@ def _length(xs: Tree, leaves: Sequence[Any], length: int | None) -> int:
         else:
             lengths.setdefault(leaf.entry.length, leaf.entry.name)
     if len(lengths) > 1:
-        raise ValueError(f"scan: lengths differ: {', '.join(f'{name} has {n}' for n, name in lengths.items())}")
+        found = ", ".join(f"{name} has {count}" for count, name in lengths.items())
+        raise ValueError(f"scan: lengths differ: {found}")
     if not lengths:
         raise ValueError("scan: xs has no leaves; give length=")
     return next(iter(lengths))
@@ -196,10 +210,10 @@ def _check_carry(before: Tree, after: Tree, where: str) -> None:
         raise TypeError(f"scan, {where}: the carry changed its structure {changed}; return it as it came")
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
         if _form(a) != _form(b):
-            path = list(named_leaves(before))[number][0]
+            leaf = join("the carry", list(named_leaves(before))[number][0])
             raise TypeError(
-                f"scan, {where}: the carry{'.' * bool(path)}{path} came in as {shape_of(a)} and left as {shape_of(b)}; "
-                "f must keep its shape and dtype (cast before returning)"
+                f"scan, {where}: {leaf} came in as {shape_of(a)} and left as {shape_of(b)}; f must keep its shape and "
+                "dtype (cast before returning)"
             )
 
 

@@ -251,8 +251,9 @@ def _in_place_of(like: Tree, params: Tree) -> Tree:
     def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
         path = dotted(accessor)
         own = given.pop(path, None)
-        if own is None or tuple(own.shape) != tuple(leaf.shape):
-            raise ValueError(f"shard(like=...): {path} should be of shape {tuple(leaf.shape)}, got {shape_of(own)}")
+        shape = tuple(leaf.shape)
+        if own is None or tuple(own.shape) != shape:
+            raise ValueError(f"shard(like=...): {path} should be of shape {shape}, got {shape_of(own)}")
         give = source(path, own, 0, torch.device("cpu"))
         in_memory = isinstance(own, Tensor) or (isinstance(own, Lazy) and own.in_memory)
         return Lazy.in_place_of(leaf, own.dtype, give, in_memory=in_memory)

@@ -38,7 +38,7 @@ from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
-from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
+from yafsdp_fn.runtime.stage_io import MessageBuffers, shapes
 from yafsdp_fn.runtime.updates import StepUpdates
 from yafsdp_fn.schedules import Program, Trace, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
@@ -90,7 +90,6 @@ class StepFunction:
         microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
-        skip_nonfinite: bool = False,
         graphs: bool = False,
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
@@ -101,7 +100,7 @@ class StepFunction:
         # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule, self._tx, self._graphs = schedule, tx, graphs
-        self.programs = Programs(schedule, tx, skips=skip_nonfinite, trains=track)
+        self.programs = Programs(schedule, tx, trains=track)
         self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
 
@@ -220,11 +219,16 @@ class StepFunction:
             found = known[key] = known.pop(key)  # the last to run
             return found
         if comms.stages == 1:
-            given = self.programs.given_first(memory, arguments.microbatches)
-            return given or self._recorded(arguments, memory, shards is not None, seed)
+            given = self.programs.given(memory, arguments.microbatches)
+            if given is not None:
+                return self.programs.keep(given, memory)
+            return self._recorded(arguments, memory, shards is not None, seed)
+        from yafsdp_fn.tracing.stages import crossing_of
+
         must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
-        return self.programs.learn(memory, crossing.trace, shapes=batch, crossing=crossing)
+        cut = self.programs.build(crossing.trace, comms.stage, crossing)
+        return self.programs.keep(cut, memory, batch)
 
     def _recorded(self, arguments: Arguments, memory: StateMemory, trains: bool, seed: Seed) -> Verified:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
@@ -243,9 +247,8 @@ class StepFunction:
                 mean, aux = returned(arguments.call(0, recording, self.track, copied=True), self.has_aux)
             recording.end(FIRST, {})
             recording.compare(mean.total, _outline(aux), arguments.plain)
-            verified = self.programs.learn(
-                memory, self.programs.complete(recording.trace(arguments.microbatches), memory)
-            )
+            trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
+            verified = self.programs.keep(self.programs.build(trace), memory)
         recording.close()
         verified.collectives = collectives
         return verified
@@ -342,7 +345,7 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
             _append(results, mean, aux)
         else:
             has_loss = of_stage.store(call, mean, aux)
-        session.end(call, {flow: list(map(Tensor.detach, tensors)) for flow, tensors in left.items()})
+        session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
         if not track:
             return
         # for its backward: edges, not tensors, since what has left needs no memory here, nor has the loss
@@ -353,15 +356,18 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
             own.append((get_gradient_edge(mean.total), torch.ones_like(mean.total)))
         # the token is a root, too: visits that the loss does not use get their backward, in its place
         own.append((get_gradient_edge(session.token), torch.zeros_like(session.token)))
-        roots = {flow: list(map(get_gradient_edge, smooth(crossing, flow, xs))) for flow, xs in left.items()}
-        taken = {flow: smooth(crossing, flow, xs) for flow, xs in arrived.items()}
+        roots: dict[int, list[GradientEdge]] = {}
+        for flow, tensors in left.items():
+            roots[flow] = [get_gradient_edge(x) for x in smooth(crossing, flow, tensors)]
+        taken = {flow: smooth(crossing, flow, tensors) for flow, tensors in arrived.items()}
         passed[call.segment, call.microbatch] = Passed(taken, roots, own)
 
     def backward(call: Call) -> None:
         # roots: the loss and the token, and what has left, whose gradients have come back
         before = passed.pop((call.segment, call.microbatch))
         back = session.begin(call)
-        roots, seeds = [root for root, _ in before.own], [seed for _, seed in before.own]
+        roots = [root for root, _ in before.own]
+        seeds = [seed for _, seed in before.own]
         for flow, edges in before.roots.items():
             roots += edges
             seeds += back.get(flow, [])
@@ -372,13 +378,12 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         collectives = _foreign_collectives_refused() if session.watch else nullcontext()
         with session.backward(), seeded(drawn, comms.device), collectives:
             grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
-        of_leaf = grads[1 + len(arrived) :]
-        _add(leaf_grads, of_leaf[: len(leaves)])
-        _add(results.grads, of_leaf[len(leaves) :])
         rest = iter(grads[1:])
         leaving: dict[int, list[Tensor | None]] = {}
         for flow, tensors in before.arrived.items():
             leaving[flow] = list(itertools.islice(rest, len(tensors)))
+        _add(leaf_grads, rest)
+        _add(results.grads, rest)
         session.end(call, leaving)
 
     for call in session.calls():
@@ -391,7 +396,9 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
             backward(call)
     found = iter(leaf_grads)
     session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
-    return results if of_stage is None else Results(of_stage.losses, of_stage.aux, [])
+    if of_stage is None:
+        return results
+    return Results(of_stage.losses, of_stage.aux, [])
 
 
 @contextmanager
@@ -423,7 +430,7 @@ def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> R
             if not mean.total.requires_grad:
                 raise ValueError(INDEPENDENT)
             with seeded(back, device):
-                _add(results.grads, torch.autograd.grad(mean.total, arguments.plain, allow_unused=True))
+                _add(results.grads, iter(torch.autograd.grad(mean.total, arguments.plain, allow_unused=True)))
     return results
 
 
@@ -454,9 +461,8 @@ def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
     return mean, of_tensors(aux, mean.total.device)
 
 
-def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    """Adds the gradients `found` to `sums`, in place of the list's entries."""
-    for index, grad in enumerate(found):
+def _add(sums: list[Tensor | None], found: Iterator[Tensor | None]) -> None:
+    """Adds to each of `sums` the next of the gradients `found`, if there is one."""
+    for index, (before, grad) in enumerate(zip(sums, found, strict=False)):
         if grad is not None:
-            before = sums[index]
             sums[index] = grad if before is None else before + grad

@@ -15,6 +15,7 @@ from yafsdp_fn.api.step_function import NOT_COMPILED, StepFunction, default_sche
 from yafsdp_fn.communication.micro_shards import microbatches_on
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.runtime.arguments import Seed
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.plain_state import PlainState
@@ -124,16 +125,21 @@ class TrainStep:
 
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
         """Records the visits of `loss_fn` on fake tensors: nothing is computed, and the state is unchanged."""
-        from yafsdp_fn.runtime.tracer import trace_call
-
-        memory = state.check().memory
+        memory, programs = state.check().memory, self._function.programs
         arguments = self._function.arguments((state.params, batch), {})
         if memory.comms.stages > 1:
-            from yafsdp_fn.runtime.stage_io import crossing_of
+            from yafsdp_fn.tracing.stages import crossing_of
 
-            whole = crossing_of(arguments, memory, self._function.programs).trace
-            return self._function.programs.measured(whole, memory.abstract())
-        return self._function.programs.measured(trace_call(arguments, memory), memory)
+            return self._with_optimizer(crossing_of(arguments, memory, programs).trace, memory)
+        from yafsdp_fn.tracing.tracer import traced
+
+        return self._with_optimizer(programs.complete(traced(arguments, memory).trace, memory), memory)
+
+    def _with_optimizer(self, trace: Trace, memory: StateMemory) -> Trace:
+        from yafsdp_fn.tracing.optimizer_memory import with_optimizer
+
+        skips = self._skip_nonfinite or self._skip is not None
+        return with_optimizer(trace, self._tx, skips, memory.abstract())
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
@@ -159,7 +165,13 @@ class TrainStep:
 
     def _known(self, memory: StateMemory, batch: Hashable = None) -> Program | None:
         microbatches = microbatches_on(memory.comms, self._function.microbatches)
-        return self._function.programs.in_use(memory, microbatches, batch)
+        found = self._function.programs.peek(memory, microbatches, batch)
+        if found is None:
+            return None
+        trace = found.all_stages.trace
+        if memory.comms.stages > 1 and trace.optimizer == OptimizerMemory():  # all other costs are there
+            found.all_stages = found.all_stages.with_trace(self._with_optimizer(trace, memory))
+        return found.all_stages
 
 
 # ---- The verb.
@@ -211,6 +223,5 @@ def train_step(
     >>> step.program(state).count(ya.schedules.Reduce)         # four units, twice
     12
     """
-    skips = skip_nonfinite or skip is not None
-    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, skip_nonfinite=skips, graphs=graphs)
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, graphs=graphs)
     return TrainStep(function, tx, donate, skip_nonfinite, skip)

@@ -54,13 +54,15 @@ def functional_loss(fun: Callable[..., Any]) -> Callable[..., Tensor]:
 
     def mean(*args: Any, **kwargs: Any) -> Tensor:
         found = handles((args, kwargs))
-        with acting_over(found[0].owner.comms) if found else nullcontext():
+        comms = found[0].owner.comms if found else None
+        with nullcontext() if comms is None else acting_over(comms):
             total, weight = as_mean(fun(*args, **kwargs))
-        both = torch.stack([total.double(), torch.as_tensor(weight, device=total.device).double()])
-        if found and found[0].owner.comms.deterministic:
+        weight = torch.as_tensor(weight, device=total.device)
+        both = torch.stack([total.double(), weight.double()])
+        if comms is not None and comms.deterministic:
             raise RuntimeError(NOT_HERE)
-        if found and not found[0].owner.comms.alone:
-            both = SumOfRanks.apply(found[0].owner.comms, both, in_step())  # type: ignore[no-untyped-call]
+        if comms is not None and not comms.alone:
+            both = SumOfRanks.apply(comms, both, in_step())  # type: ignore[no-untyped-call]
         return (both[0] / both[1]).to(total.dtype)
 
     return mean
@@ -217,10 +219,15 @@ def eval_step(
     function = StepFunction(loss_fn, has_aux, schedule, microbatches, track=False)
 
     def evaluate(state: Any, batch: Tree) -> dict[str, Any]:
-        state = state.check() if isinstance(state, ShardedState) else state
-        params = state.params if isinstance(state, ShardedState | PlainState) else state
+        params = state
+        if isinstance(state, ShardedState):
+            params = state.check().params
+        elif isinstance(state, PlainState):
+            params = state.params
         found = handles(params)
-        seed = Seed(state.seed, state.step, state.rank) if isinstance(state, PlainState) else _seed(found)
+        seed = _seed(found)
+        if isinstance(state, PlainState):
+            seed = Seed(state.seed, state.step, state.rank)
         memory = memory_of(found) if found else None
         results = function.run(function.arguments((params, batch), {}), memory, None, seed).results
         comms = None if memory is None else memory.comms

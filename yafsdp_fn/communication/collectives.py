@@ -143,10 +143,10 @@ class GlooGroup(RankGroup):
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         works: list[dist.Work] = []
         for whole, shard in zip(outs, shards, strict=True):
-            rows = whole.view(self._ranks, -1)
+            rows = whole.view(self._ranks, -1).unbind()
             mine = shard.reshape(-1)
-            works += self._post([mine] * len(self._peers), [rows[peer] for peer in self._peers])
-            _copy([rows[self._rank]], [mine])
+            works += self._post([mine] * self._ranks, rows)
+            _copy(rows[self._rank], mine)
         _wait(works)
 
     def reduce_scatters(self, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
@@ -156,8 +156,8 @@ class GlooGroup(RankGroup):
             shard = out.view(-1)
             rows = full.view(self._ranks, -1)
             if shard.nbytes >= PACKED_BYTES:
-                step = max(1, PIECE_BYTES // shard.itemsize)
-                for part in zip(torch.split(shard, step), torch.split(rows, step, 1), strict=True):
+                step = PIECE_BYTES // shard.itemsize
+                for part in zip(shard.split(step), rows.split(step, dim=1), strict=True):
                     self._reduce([part])
                 continue
             if small and used + shard.nbytes > PIECE_BYTES:
@@ -173,7 +173,7 @@ class GlooGroup(RankGroup):
         self.exchange(out.view(self._ranks, -1).unbind(), full.view(self._ranks, -1).unbind())
 
     def exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        works = self._post([sent[peer] for peer in self._peers], [received[peer] for peer in self._peers])
+        works = self._post(sent, received)
         received[self._rank].copy_(sent[self._rank])
         _wait(works)
 
@@ -182,8 +182,8 @@ class GlooGroup(RankGroup):
             super().all_reduce(values, op)
             return
         rows = values.new_empty(self._ranks, values.numel()).unbind()
-        rows[self._rank].copy_(values.reshape(-1))
-        _wait(self._post([rows[self._rank]] * len(self._peers), [rows[peer] for peer in self._peers]))
+        mine = rows[self._rank].copy_(values.reshape(-1))
+        _wait(self._post([mine] * self._ranks, rows))
         values.copy_(functools.reduce(COMBINES[op], rows).view_as(values))
 
     def send(self, tensor: Tensor, rank: int) -> None:
@@ -197,30 +197,32 @@ class GlooGroup(RankGroup):
         targets, wholes = zip(*piece, strict=True)
         sizes = [target.numel() for target in targets]
         packed = len(sizes) > 1
-        peers = len(self._peers)
-        scratch = self._scratch_rows(peers + (self._ranks + 1) * packed, sum(sizes), wholes[0].dtype)
-        received = scratch[:peers]
-        sent = [*wholes[0].unbind()]
+        others = len(self._peers)
+        rows = others + (self._ranks + 1 if packed else 0)
+        scratch = self._scratch_rows(rows, sum(sizes), wholes[0].dtype)
+        sent: Sequence[Tensor] = wholes[0].unbind()
         total = targets[0]
         if packed:
-            *sent, total = scratch[peers:]
+            *sent, total = scratch[others:]
             for row, parts in zip(sent, zip(*wholes, strict=True), strict=True):
                 torch.cat(parts, out=row)
-        _wait(self._post([sent[peer] for peer in self._peers], received))
-        of_rank = {self._rank: sent[self._rank], **dict(zip(self._peers, received, strict=True))}
-        one, two, *others = [of_rank[rank] for rank in range(self._ranks)]
+        received = scratch[:others]
+        received.insert(self._rank, sent[self._rank])
+        _wait(self._post(sent, received))
+        one, two, *rest = received
         torch.add(one, two, out=total)
-        for part in others:
+        for part in rest:
             total.add_(part)
-        _copy(targets, torch.split(total, sizes))
+        for target, part in zip(targets, total.split(sizes), strict=True):
+            _copy(target, part)
 
-    def _post(self, sent: list[Tensor], received: list[Tensor]) -> list[dist.Work]:
-        """Posts a message to each peer, and a receive from each; both sides leave out what is empty."""
+    def _post(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+        """Posts a message to each other rank, and a receive from each; both sides leave out what is empty."""
         works = []
         for post, parts in ((self.process_group.send, sent), (self.process_group.recv, received)):
-            for peer, part in zip(self._peers, parts, strict=True):
-                if part.numel():
-                    works.append(post([part], peer, _tag(part)))
+            for peer in self._peers:
+                if parts[peer].numel():
+                    works.append(post([parts[peer]], peer, _tag(parts[peer])))
         return works
 
     def _scratch_rows(self, count: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -239,10 +241,9 @@ def _alike(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
     return vectors if same else [vector.view(torch.uint8) for vector in vectors]
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 def _tag(part: Tensor) -> int:

@@ -322,20 +322,13 @@ class Communicators(Groups):
         position: this rank's, for the error raised when the others cannot be reached; in_stage: only the ranks of
             this stage call it
         """
-        if (differs := self.difference(what, parts, position, in_stage=in_stage)) is not None:
-            raise RanksDisagree(differs)
-
-    def difference(
-        self, what: str, parts: Mapping[str, str], position: str = "", *, in_stage: bool = False
-    ) -> str | None:
-        """Describes the first of `parts` that differs between ranks; None if all are equal. Collective."""
         position = position or f"comparing {what}"
         if self.same_on_all(repr(parts), position, in_stage=in_stage):
-            return None
+            return
         first = self.stage * (self.world // self.stages) if in_stage else 0
         with self._comparing_notes(position, in_stage) as group:
             found = agreement.first_difference(parts, group, first)
-        return f"ranks disagree on {what}; {found}"
+        raise RanksDisagree(f"ranks disagree on {what}; {found}")
 
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""

@@ -71,7 +71,6 @@ class MeshRanks(Ranks):
     def __init__(self, mesh: DeviceMesh) -> None:
         inside = _axes_inside(mesh)
         names = mesh.mesh_dim_names or ()
-        sizes = tuple(mesh.shape)
         coordinate = mesh.get_coordinate()
         grid = mesh.mesh.detach().cpu()
         if coordinate is None:
@@ -80,9 +79,12 @@ class MeshRanks(Ranks):
             # process groups number their members in ascending order, whatever a mesh says
             raise ValueError(f"mesh: ranks must ascend along its axes, got {grid.tolist()}")
         outer = names[: -1 - len(inside)]  # of a 1-D mesh the name does not matter
-        size = dict(zip(outer, sizes, strict=False))
-        axes = {name: Axis(*of) for name, *of in zip(names, sizes, coordinate, strict=True) if name in inside}
+        size = dict(zip(outer, mesh.shape, strict=False))
         self.grid = grid.reshape(size.get(STAGE, 1), size.get(REPLICATE, 1), size.get(NODE, 1), -1)
+        axes = {}
+        for name, count, at in zip(names, mesh.shape, coordinate, strict=True):
+            if name in inside:
+                axes[name] = Axis(count, at)
         stages, replicas, nodes, local_ranks = self.grid.shape
         [[stage, replica, self.node, self.local_rank]] = (self.grid == dist.get_rank()).nonzero().tolist()
         rank = self.node * local_ranks + self.local_rank
@@ -92,9 +94,9 @@ class MeshRanks(Ranks):
     def groups_over(self, *members: str) -> list[list[int]]:
         """The ranks in groups, the same list on every rank: those of a group differ on the axes `members` alone, of
         stage, copy, node and local."""
-        axes = ("stage", "copy", "node", "local")
-        others = [axis for axis in axes if axis not in members]
-        return rearrange(self.grid, f"{' '.join(axes)} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
+        axes = "stage copy node local"
+        others = [axis for axis in axes.split() if axis not in members]
+        return rearrange(self.grid, f"{axes} -> ({' '.join(others)}) ({' '.join(members)})").tolist()
 
 
 def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -104,24 +106,23 @@ def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1 and not names:
         raise TypeError("mesh: its axes have no names; make it by ya.mesh(), or give mesh_dim_names=('shard',)")
-    sizes = tuple(mesh.shape)
-    if names == (STAGE,):
+    if names in ((STAGE,), (REPLICATE,)):
+        [name] = names
+        alone, call = ("stages", "stage=...") if name == STAGE else ("copies", "replicate=-1")
         raise TypeError(
-            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'stage'; for stages "
-            "alone give axes ('stage', 'shard') with shard of size 1, as ya.mesh(stage=..., shard=1) does"
-        )
-    if names == (REPLICATE,):
-        raise TypeError(
-            "mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called 'replicate'; for "
-            "copies alone give axes ('replicate', 'shard') with shard of size 1, as ya.mesh(replicate=-1, shard=1) does"
+            f"mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called {name!r}; for "
+            f"{alone} alone give axes ({name!r}, 'shard') with shard of size 1, as ya.mesh({call}, shard=1) does"
         )
     inside = inside_of(names)
-    inside = inside if OUTSIDE.isdisjoint(inside) else ()
-    if mesh.ndim > 1 and names[: len(names) - len(inside)] not in AXES:
+    if not OUTSIDE.isdisjoint(inside):
+        inside = ()
+    outer = names[: len(names) - len(inside)]
+    if mesh.ndim > 1 and outer not in AXES:
         known = " or ".join(map(str, AXES[1:]))
+        got = f"axes {names or 'without names'} of sizes {tuple(mesh.shape)}"
         raise TypeError(
-            f"mesh: expected a 1-D DeviceMesh, or axes {known}, got axes {names or 'without names'} of sizes {sizes}; "
-            "take the dimensions to shard over, such as device_mesh['replicate', 'shard']"
+            f"mesh: expected a 1-D DeviceMesh, or axes {known}, got {got}; take the dimensions to shard over, such as "
+            "device_mesh['replicate', 'shard']"
         )
     return inside
 
@@ -242,11 +243,13 @@ class Groups(MeshRanks):
     def share(self, stages: tuple[int, ...]) -> None:
         """Makes the group of `stages`, which share a unit, from the ranks with this rank's coordinates. All ranks call
         it."""
-        if stages not in self._sharing:
-            by_stage = self.groups_over("stage")
-            of = [[ranks[stage] for stage in stages] for ranks in by_stage]
-            rest = [[ranks[s] for s in range(self.stages) if s not in stages] for ranks in by_stage]
-            self._sharing[stages] = self._new([*of, *filter(None, rest)], f"stages {stages}")
+        if stages in self._sharing:
+            return
+        others = [stage for stage in range(self.stages) if stage not in stages]
+        groups: list[list[int]] = []
+        for members in filter(None, (stages, others)):
+            groups += [[ranks[stage] for stage in members] for ranks in self.groups_over("stage")]
+        self._sharing[stages] = self._new(groups, f"stages {stages}")
 
     def sharing(self, stages: tuple[int, ...]) -> RankGroup:
         """Returns the group that `share` has made, for the stream "replicate"."""
@@ -268,7 +271,8 @@ def make_group(groups: list[list[int]], timeout: timedelta | None, backend: str,
     # others take no part, and names are made of the members and the number of groups that each is in
     local = sum(map(len, groups)) < dist.get_world_size()
     made = [new_group(ranks, timeout, backend, name, use_local_synchronization=local) for ranks in groups]
-    return group_of(next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks))
+    [own] = [group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
+    return group_of(own)
 
 
 def order_launches() -> None:

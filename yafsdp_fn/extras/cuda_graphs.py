@@ -17,9 +17,9 @@ from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.protocols import Outs
-from yafsdp_fn.runtime.tracer import not_compiled
 from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.randomness import seeded
+from yafsdp_fn.util.torch_private import not_compiled
 
 # ---- Computes keys of functions: functions with equal keys run the same code on the same values they close over.
 #

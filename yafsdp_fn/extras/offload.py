@@ -20,8 +20,7 @@ from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.program.ops import Fetch, Offload
 from yafsdp_fn.program.split import in_carry_slot
 from yafsdp_fn.runtime.memory import StateMemory, address_of
-from yafsdp_fn.runtime.protocols import Works
-from yafsdp_fn.runtime.tracer import movable
+from yafsdp_fn.runtime.protocols import Works, movable
 
 
 class CarrySlice(NamedTuple):

@@ -10,7 +10,7 @@ formats                int8 by blocks, encoded and decoded, without their bytes
 links                  gathers and reductions of two sizes: what a further byte takes is the bandwidth, the rest latency
 contention             products beside running gathers and reductions, and these beside products, over the same alone
 
-Work is counted as in a trace (`runtime/operation_costs.py`): a figure is what makes the count take the measured time.
+Work is counted as in a trace (`tracing/counter.py`): a figure is what makes the count take the measured time.
 Ranks begin each measurement together, and on the CPU it lasts a while: those that share a core, or the memory, get the
 part of it that they get in a step.
 """
@@ -36,7 +36,8 @@ from yafsdp_fn.communication.store import new_group
 from yafsdp_fn.communication.streams import HostEvent, HostStream
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.program.measured import Moved
-from yafsdp_fn.runtime.operation_costs import attention_flops, moved_by
+from yafsdp_fn.tracing.attention import attention_flops
+from yafsdp_fn.tracing.counter import moved_by
 from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 TIMES = 5

@@ -15,9 +15,9 @@ from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.synthesize import Synthesized
 
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
-    from yafsdp_fn.api.trace import trace
     from yafsdp_fn.planner.loss_plan import plan
     from yafsdp_fn.planner.search_formats import FormatsFound, search_formats
+    from yafsdp_fn.planner.trace import trace
 
 __all__ = ["CLUSTERS", "Bound", "Cluster", "Comparison", "DoesNotFit", "Found", "Memory", "Plan", "Synthesized"]
 __all__ += ["bound", "compare", "min_ckpt_layers", "plan", "predict_memory", "search", "simulate", "trace"]

@@ -7,12 +7,12 @@ import optree
 from torch import Tensor
 
 from yafsdp_fn.api.step_function import StepFunction, default_schedule
-from yafsdp_fn.api.trace import trace
 from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, axes, read_by
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.program.cut import cut
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.split import Assignment
@@ -64,13 +64,13 @@ def plan(
     """
     if kernels not in KERNELS:
         raise ValueError(f"plan: kernels={kernels!r}, expected one of {', '.join(KERNELS)}")
-    both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches, "skip_nonfinite": skip_nonfinite}
+    both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches}
     count = stages if isinstance(stages, int) else max(stages.homes) + 1
     if count < 1 or ranks % count:
         raise ValueError(f"stages={count} does not divide {ranks} ranks")
     mesh = axes(ranks // count, replicate, local, **inside)
-    more: dict[str, Any] = {"precision": precision, "tx": tx, "device": device, **both}
-    found = trace(loss_fn, params, batch, mesh=mesh, **more)._replace(kernels=kernels)
+    more: dict[str, Any] = {"precision": precision, "skip_nonfinite": skip_nonfinite, "device": device, **both}
+    found = trace(loss_fn, params, batch, tx=tx, mesh=mesh, **more)._replace(kernels=kernels)
     if count > 1:
         found = found.on((("stage", count), *mesh))
         found = cut(found, assign(found, count) if isinstance(stages, int) else stages)

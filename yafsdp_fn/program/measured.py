@@ -67,7 +67,7 @@ class Cost(NamedTuple):
     """The cost of one visit. Zero, or empty, where nothing has measured it.
 
     flops, bwd_flops: of matrix products in forward and backward, without recomputation; attention_flops,
-    bwd_attention_flops: of attention, a causal one half (see `tracing.attention`); kept_bytes: of a kept graph,
+    bwd_attention_flops: of attention, a causal one half (see `tracing/attention.py`); kept_bytes: of a kept graph,
     inputs and what it saves inside, without weights and outputs; carry_bytes: inputs, which a recomputation needs.
 
     For predicted memory: takes, gives: inputs and outputs; inner_bytes: saved by a kept graph beside these; peak_bytes:

@@ -180,29 +180,36 @@ def _text(value: Any, above: tuple[int, ...] = ()) -> str:
         case dict() | list() | tuple() | set() | frozenset() if len(value) > LONG:
             return f"{type(value).__name__} of {len(value)}"
         case dict():
-            return f"{{{', '.join(sorted(f'{inner(key)}: {inner(of)}' for key, of in value.items()))}}}"
+            items = sorted(f"{inner(key)}: {inner(of)}" for key, of in value.items())
+            return f"{{{', '.join(items)}}}"
         case set() | frozenset():
             return f"{{{', '.join(sorted(map(inner, value)))}}}"
         case list() | tuple():
             return f"({', '.join(map(inner, value))})"
         case _ if dataclasses.is_dataclass(value):
-            named = [f"{f.name}={inner(getattr(value, f.name, None))}" for f in dataclasses.fields(value) if f.compare]
+            compared = [field.name for field in dataclasses.fields(value) if field.compare]
+            named = [f"{name}={inner(getattr(value, name, None))}" for name in compared]
             return f"{type(value).__name__}({', '.join(named)})"
         case _:
             return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _of_tensor(value: Tensor) -> str:
-    known = value.ndim == 0 and type(value) is Tensor and value.device.type == "cpu"  # elsewhere the host would wait
-    return f"{value.dtype} {list(value.shape)}{f' {value.item()!r}' if known else ''}"
+    text = f"{value.dtype} {list(value.shape)}"
+    if value.ndim == 0 and type(value) is Tensor and value.device.type == "cpu":  # elsewhere the host would wait
+        text += f" {value.item()!r}"
+    return text
 
 
 def _of_function(value: types.FunctionType, inner: Callable[[Any], str]) -> str:
-    closed = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-    named = [f"{name}={_of_cell(cell, inner)}" for name, cell in closed]
-    named += [inner(default) for default in value.__defaults__ or ()]
-    named += [f"{name}={inner(default)}" for name, default in sorted((value.__kwdefaults__ or {}).items())]
-    return f"{value.__qualname__}({', '.join(named)})"
+    parts = []
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        parts.append(f"{name}={_of_cell(cell, inner)}")
+    parts += map(inner, value.__defaults__ or ())
+    keywords = value.__kwdefaults__ or {}
+    for name in sorted(keywords):
+        parts.append(f"{name}={inner(keywords[name])}")
+    return f"{value.__qualname__}({', '.join(parts)})"
 
 
 def _of_cell(cell: types.CellType, inner: Callable[[Any], str]) -> str:

@@ -113,10 +113,14 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
 def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
     """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, whether
     it depends on one of these, and parameters of modules that it depends on, through visits too."""
-    nodes = list(_nodes([total], ends=lambda node: hasattr(node, "running")))
-    ends = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    visited = False
+    ends = set[int]()
+    for node in _nodes([total], ends=lambda node: hasattr(node, "running")):
+        visited = visited or hasattr(node, "running")
+        if hasattr(node, "variable"):
+            ends.add(id(node.variable))
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    return read, any(hasattr(node, "running") for node in nodes), foreign(leaves_behind([total]))
+    return read, visited, foreign(leaves_behind([total]))
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> list[Tensor]:

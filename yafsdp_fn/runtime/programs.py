@@ -1,7 +1,7 @@
 """The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
     found = programs.known.get((memory.key, microbatches, shapes))      None before the first step
-    found = programs.learn(memory, trace)                               from what has been recorded or traced
+    found = programs.keep(programs.build(trace), memory)                from what has been recorded or traced
 
 A program is built and agreed on once for each kind of state, and kept. `.lower` builds one without ranks.
 """
@@ -50,7 +50,8 @@ class Verified:
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.ran = False
         self.collectives: dict[Any, Any] = {}
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for ops in all_stages.stages for op in ops)
+        every = itertools.chain(*all_stages.stages)
+        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in every)
 
     def list(self, collectives: Any) -> None:
         """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""
@@ -67,16 +68,11 @@ class Programs:
     known: those that have run, by `Placement.key`, microbatches and shapes of the batch, for which alone a step is cut
         into stages (None without stages); the last to run is the last of them
     schedule: a function from a trace to a program, or a program, which is then used from the first step on
-    tx: the optimizer of its step; skips: it may leave an update out; trains: whether the function is differentiated
+    tx: the optimizer of its step; trains: whether the function is differentiated
     """
 
     def __init__(
-        self,
-        schedule: AnySchedule,
-        tx: optim.GradientTransformation | None = None,
-        *,
-        skips: bool = False,
-        trains: bool = True,
+        self, schedule: AnySchedule, tx: optim.GradientTransformation | None = None, *, trains: bool = True
     ) -> None:
         must_be_made("schedule", schedule)
         if not isinstance(schedule, Program) and not callable(schedule):
@@ -84,37 +80,26 @@ class Programs:
                 f"schedule: expected a function from a trace to a program, or a Program, got {schedule!r}; calls make "
                 "them: schedule=ya.schedules.zero3()"
             )
-        self._schedule, self._tx, self._skips, self.trains = schedule, tx, skips, trains
+        self._schedule, self._tx, self.trains = schedule, tx, trains
         self._update_when: UpdateWhen = "never" if tx is None else "after norm"
         self._not_unitwise = None if tx is None else optim.why_not_unitwise(tx)
         self.known: dict[tuple[Hashable, int, Hashable], Verified] = {}
 
     # ---- kept
 
-    def given_first(self, memory: StateMemory, microbatches: int) -> Verified | None:
-        """Returns the program that stands in the place of a schedule, before its first step, and keeps it. All ranks
-        ask alike."""
-        found = self.given(memory, microbatches)
-        if found is not None:
-            self._remember(found, memory)
-        return found
-
-    def _peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
-        """The one that ran last, or on a batch of these `shapes`, or the one given in place of a schedule; without a
-        word between ranks: one rank may ask alone."""
+    def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
+        """Returns the program that ran last, or on a batch of these `shapes`, or the one given in place of a schedule;
+        without a word between ranks: one rank may ask alone."""
         if shapes is not None:
             return self.known.get((memory.key, microbatches, shapes))
-        ran = [found for key, found in self.known.items() if key[:2] == (memory.key, microbatches)]
-        return ran[-1] if ran else self.given(memory, microbatches)
+        for (key, count, _), found in reversed(self.known.items()):
+            if (key, count) == (memory.key, microbatches):
+                return found
+        return self.given(memory, microbatches)
 
-    def learn(self, memory: StateMemory, trace: Trace, *, shapes: Hashable = None, crossing: Any = None) -> Verified:
-        """Builds the program for a complete trace, before its first step; across stages with `crossing`, on a batch of
-        these `shapes`."""
-        found = self.build(trace, memory.comms.stage, crossing)
-        self._remember(found, memory, shapes)
-        return found
-
-    def _remember(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> None:
+    def keep(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> Verified:
+        """Keeps a program, which all ranks agree on before its first step; across stages for batches of these
+        `shapes`. All ranks call it."""
         comms, ops = memory.comms, [*found.ops, *found.tail]
         agree(found.all_stages, comms)
         # what it communicates is connected before its first step: see `Communicators.connect`
@@ -128,18 +113,7 @@ class Programs:
         by_shapes = [each for each in self.known if each[2] is not None]
         for oldest in by_shapes[:-KEPT_SHAPES]:
             del self.known[oldest]
-
-    def in_use(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Program | None:
-        """Returns the program that `_peek` finds, of all stages. Across stages what the optimizer costs is added to its
-        trace first: all other costs are there from the first step on."""
-        found = self._peek(memory, microbatches, shapes)
-        if found is None:
-            return None
-        trace = found.all_stages.trace
-        if memory.comms.stages > 1 and trace.optimizer == Trace._field_defaults["optimizer"]:
-            known = self.measured(trace, memory.abstract())
-            found.all_stages = found.all_stages.with_trace(trace._replace(lent=known.lent, optimizer=known.optimizer))
-        return found.all_stages
+        return found
 
     # ---- the trace of a step
 
@@ -147,17 +121,6 @@ class Programs:
         """Adds to `trace` what only the step knows: when units may be updated, and in how many parts."""
         ordered = placement.comms.deterministic and trace.trains
         return trace._replace(update_when=self._update_when, lent=self._lent(placement), ordered=ordered)
-
-    def measured(self, trace: Trace, placement: Placement[Any]) -> Trace:
-        """Adds to `trace` also what the optimizer costs. Steps need not know, and do not run it on fake tensors."""
-        from yafsdp_fn.runtime.optimizer_memory import measured_leaves, optimizer_memory
-
-        trace = self.complete(trace, placement)
-        if self._tx is None:
-            return trace
-        layout, precision, device = placement.layout, placement.precision, placement.comms.device
-        optimizer = optimizer_memory(self._tx, layout, precision, self._skips, device)
-        return trace._replace(optimizer=optimizer, lent=measured_leaves(self._tx, trace.lent, placement))
 
     def _lent(self, placement: Placement[Any]) -> tuple[Lent, ...]:
         """Returns the units that the optimizer updates in parts."""
@@ -255,18 +218,24 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
             return f"{name}: it has {there[name]!r}, here it is {here[name]!r}"
     if ours.order != theirs.order:
         return "order"
+
     # a trace that was recorded knows what blocks communicate in their forwards alone
-    visits = [[(v.id, v.name, v.units, v.trained, of.called_by(v.id)[:2]) for v in of.visits] for of in (ours, theirs)]
-    return "visits" if visits[0] != visits[1] else None
+    def visits(trace: Trace) -> list[object]:
+        return [(v.id, v.name, v.units, v.trained, trace.called_by(v.id)[:2]) for v in trace.visits]
+
+    return "visits" if visits(ours) != visits(theirs) else None
 
 
 def _unlike(unit: UnitSpec | None, other: UnitSpec | None) -> str:
     """Names a unit, and the fields in which it is not another one of that name."""
     if unit is None:
         return "none"
-    fields = unit._fields if other is not None and other.name == unit.name else ()
-    differing = [field for field in fields if getattr(unit, field) != getattr(other, field)]
-    return ", ".join([unit.name, *(f"{field}={getattr(unit, field)}" for field in differing)])
+    parts = [unit.name]
+    if other is not None and other.name == unit.name:
+        for field, mine, theirs in zip(unit._fields, unit, other, strict=True):
+            if mine != theirs:
+                parts.append(f"{field}={mine}")
+    return ", ".join(parts)
 
 
 def agree(program: Program, comms: Communicators) -> None:

@@ -5,7 +5,7 @@ Replays             runs a visit that keeps nothing in a way of its own         
 ActivationBuffers   keeps what recomputed visits save; work for its ops           (extras/offload.py)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -95,3 +95,16 @@ class ActivationBuffers(Protocol):
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, among the `others`."""
+
+
+def movable(tensors: Sequence[Tensor], passed: Collection[int | None]) -> list[int]:
+    """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
+    a copy can free.
+
+    passed: indices of carries that leave the visit in the same memory; every visit would copy them again
+    """
+    return [
+        number
+        for number, tensor in enumerate(tensors)
+        if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    ]

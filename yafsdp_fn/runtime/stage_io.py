@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -11,24 +11,18 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.program.cut import crossing, cut
+from yafsdp_fn.program.cut import crossing
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import LINE, Message
 from yafsdp_fn.program.text import describe_message
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
-from yafsdp_fn.runtime.graph_walks import foreign
+from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.memory import StateMemory
-from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.runtime.protocols import Works
-from yafsdp_fn.runtime.recording import LossWatch
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
-from yafsdp_fn.runtime.tracer import Result, Tracer, traced
 from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
-from yafsdp_fn.util.torch_private import memory_key
 
 # ---- What a stage must know of a step that is cut: what travels, and what stands for the outputs of visits
 # elsewhere.
@@ -83,6 +77,14 @@ def _ones(x: Any) -> Any:
 # ---- what stands for the outputs of a visit elsewhere
 
 
+class Result(NamedTuple):
+    """The result of a visit, structure and fake tensors; and what it was given (`BlockCall`)."""
+
+    structure: Any
+    tensors: list[Tensor]
+    given: Hashable
+
+
 class Placeholder:
     """Stands for the outputs of a visit: their structure, and tensors without values; given: see `Result`"""
 
@@ -106,18 +108,22 @@ class Placeholder:
 class Crossing:
     """The values of a step that cross between stages, and stand-ins for those of visits elsewhere.
 
-    trace: the whole step, cut; flow_of: `(visit, number of its argument)` -> `(flow, number of the piece)`
+    trace: the whole step, cut; results: of its visits; out, total: what the loss returns, and its total; made: by which
+        visits each tensor of `out` was made, by its id
+    flow_of: `(visit, number of its argument)` -> `(flow, number of the piece)`
 
     placeholders: by visit; aux: for each node of what the loss returns beside the total, the segment that makes it,
     None where every stage does, and the node without values; loss: the segment that makes the total
     """
 
-    def __init__(self, trace: Trace, found: Tracer) -> None:
+    def __init__(
+        self, trace: Trace, results: Sequence[Result], out: Any, total: Tensor, made: Mapping[int, Collection[int]]
+    ) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
         # what stands for visits that are elsewhere
         mode = PlaceholderMode(allow_non_fake_inputs=True)
-        self.placeholders = [Placeholder(result, mode) for result in found.results]
+        self.placeholders = [Placeholder(result, mode) for result in results]
         # what travels: the tensors of a flow lie one after the other in its message
         self.flow_of: dict[tuple[int, int], tuple[int, int]] = {}
         self._pieces: list[list[MessagePiece]] = []
@@ -133,10 +139,10 @@ class Crossing:
         if not trace.loss_of:
             raise ValueError(INDEPENDENT)
         self.loss = self.split.segment(trace.loss_of[0])
-        self.total = found.total
-        mean, nodes = _mean_and_nodes(found.out)
-        self._home(mean, found.made, "the loss")
-        self.aux = [self._home(node, found.made, "aux") for node in nodes]
+        self.total = total
+        mean, nodes = _mean_and_nodes(out)
+        self._home(mean, made, "the loss")
+        self.aux = [self._home(node, made, "aux") for node in nodes]
 
     def pieces(self, message: Message) -> list[MessagePiece]:
         """The tensors of a message; of one that comes back, those that have a gradient, where the values were."""
@@ -146,7 +152,7 @@ class Crossing:
         """Bytes of a message, one way or the other."""
         return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[message.flow])
 
-    def _home(self, node: Any, made: dict[int, Any], what: str) -> tuple[int | None, Any]:
+    def _home(self, node: Any, made: Mapping[int, Collection[int]], what: str) -> tuple[int | None, Any]:
         visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
         segments = sorted({self.split.segment(visit) for visit in visits})
         if len(segments) > 1:
@@ -186,59 +192,6 @@ def neutral(node: Any, device: torch.device) -> Any:
 def shapes(tree: Any) -> Hashable:
     """The shapes and dtypes of a batch's tensors: a step is cut anew for other ones."""
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
-
-
-def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -> Crossing:
-    """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
-    with LossWatch():
-        found = traced(arguments, memory, every=not programs.trains)
-    if found.beside.by_value:
-        raise RuntimeError(
-            f"{found.beside.by_value[0]} beside the visits, of what one has made: how many random numbers it draws "
-            "depends on values, which other stages do not have. Draw them inside of a visit (ya.apply)"
-        )
-    if programs.trains:
-        _check(found)
-    trace = programs.complete(found.trace, memory.abstract())
-    if not programs.trains:
-        trace = _forward_only(trace)
-    assert memory.assignment is not None, "a mesh with stages"
-    return Crossing(cut(trace._replace(mesh=memory.mesh_axes), memory.assignment), found)
-
-
-def _check(found: Tracer) -> None:
-    """Raises, on all ranks alike, for a loss that no cut into stages can run."""
-    if found.untracked:
-        raise RuntimeError(
-            f"{found.untracked[0]}: a visit under no_grad inside of a step across stages, whose program has none. Take "
-            "what it gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
-        )
-    if not found.beside.written.isdisjoint(map(memory_key, found.leaves)):
-        raise errors.leaf_written()
-    if others := foreign(found.read):
-        raise errors.parameter_of_a_module(others[0])
-    if not set(map(id, found.read)).isdisjoint(map(id, found.leaves)):
-        raise RuntimeError(
-            "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
-            "the sum would lack the others'. Visit them (ya.apply, ya.scan)"
-        )
-    if rewritten := found.rewritten():
-        raise RuntimeError(
-            f"{rewritten[0]}: an argument is written in place after the visit took it; another stage would take "
-            "what is there in the end. Work on a copy"
-        )
-    if not found.total.requires_grad:
-        raise ValueError(INDEPENDENT)
-
-
-def _forward_only(trace: Trace) -> Trace:
-    """The trace of an evaluation: nothing is trained, and no gradient comes back."""
-    visits = []
-    for visit in trace.visits:
-        arguments = tuple(argument._replace(grad_bytes=0) for argument in visit.cost.arguments)
-        visits.append(visit._replace(trained=(), cost=visit.cost._replace(arguments=arguments)))
-    order = tuple(compute for compute in trace.order if compute.kind == "forward")
-    return trace._replace(visits=tuple(visits), order=order)
 
 
 # ---- Carry slots with what crosses between segments, and the work of `Send` and `Receive`.

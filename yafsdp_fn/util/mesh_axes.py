@@ -58,11 +58,13 @@ def subgroups(
     axes: those inside blocks with their sizes, outermost first
     """
     names = (SHARD, *axes)
-    places = itertools.product(*map(range, (ranks // math.prod(axes.values()), *axes.values())))
-    stay = [at for at, name in enumerate(names) if (name not in along if along else name in across)]
+    sizes = (ranks // math.prod(axes.values()), *axes.values())
+    # ranks of a group have the same places on these axes
+    alike = [name not in along if along else name in across for name in names]
     found: dict[tuple[int, ...], list[int]] = {}
-    for rank, place in enumerate(places):
-        found.setdefault(tuple(place[at] for at in stay), []).append(rank)
+    for rank, places in enumerate(itertools.product(*map(range, sizes))):
+        group = tuple(itertools.compress(places, alike))
+        found.setdefault(group, []).append(rank)
     return list(found.values())
 
 

@@ -28,7 +28,8 @@ def squared_norm(leaves: Sequence[Tensor]) -> Tensor:
     """Returns the sum of squares of local leaves, in float64."""
     if transforms_active() or any(leaf.requires_grad for leaf in leaves):
         return sum_of([inner(leaf, leaf) for leaf in leaves])
-    return sum_of((_on_gpu if any(leaf.is_cuda for leaf in leaves) else _on_cpu)(leaves))
+    on_gpu = any(leaf.is_cuda for leaf in leaves)
+    return sum_of(_on_gpu(leaves) if on_gpu else _on_cpu(leaves))
 
 
 def squares_in_bins(leaves: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -50,19 +51,20 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
 def _on_gpu(leaves: Sequence[Tensor]) -> list[Tensor]:
     """Sums in one launch, in float64 as elements are read: the host does not wait to see whether a sum is finite."""
     full = [leaf for leaf in leaves if leaf.numel()]
-    norms = foreach_norm(full, 2, dtype=torch.float64) if full else []
-    return [norm.square() for norm in norms] or [leaf.new_zeros((), dtype=torch.float64) for leaf in leaves[:1]]
+    if not full:
+        return [leaf.new_zeros((), dtype=torch.float64) for leaf in leaves[:1]]
+    return [norm.square() for norm in foreach_norm(full, 2, dtype=torch.float64)]
 
 
 def _on_cpu(leaves: Sequence[Tensor]) -> list[Tensor]:
     found = [_in_blocks(leaf) for leaf in leaves]
     if not found or isinstance(found[0], FakeTensor):
         return found
-    held = [
-        1e6 * LOST * leaf.numel() < value < torch.inf or (value == 0 and not leaf.any())
-        for leaf, value in zip(leaves, torch.stack(found).tolist(), strict=True)
-    ]
-    return [value if ok else inner(leaf, leaf) for leaf, value, ok in zip(leaves, found, held, strict=True)]
+    sums = []
+    for leaf, value, number in zip(leaves, found, torch.stack(found).tolist(), strict=True):
+        held = 1e6 * LOST * leaf.numel() < number < torch.inf or (number == 0 and not leaf.any())
+        sums.append(value if held else inner(leaf, leaf))
+    return sums
 
 
 def _in_blocks(leaf: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
         size = CHUNK[a.device.type]
-        parts = zip(*(torch.split(leaf.reshape(-1), size) for leaf in (a, b)), strict=True)
+        parts = zip(a.reshape(-1).split(size), b.reshape(-1).split(size), strict=True)
         return sum_of([x.double().dot(y.double()) for x, y in parts]).to(a.device)
 
     @staticmethod
@@ -101,7 +103,12 @@ class _Inner(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, of_a: Tensor | None, of_b: Tensor | None) -> Tensor:
         a, b = ctx.saved_tensors
-        return sum_of([inner(x, y) for x, y in ((of_a, b), (a, of_b)) if x is not None and y is not None])
+        terms = []
+        if of_a is not None:
+            terms.append(inner(of_a, b))
+        if of_b is not None:
+            terms.append(inner(a, of_b))
+        return sum_of(terms)
 
 
 def sum_of(values: list[Tensor]) -> Tensor:

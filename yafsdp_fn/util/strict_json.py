@@ -9,7 +9,6 @@ Python's own reader takes the last of two values, takes NaN, and raises Recursio
 
 import json
 import reprlib
-from collections import Counter
 from typing import Any, NoReturn
 
 
@@ -22,10 +21,11 @@ def loads(text: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the key {reprlib.repr(key)} is there twice")
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {reprlib.repr(key)} is there twice")
+        found[key] = value
     return found
 
 

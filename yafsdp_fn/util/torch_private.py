@@ -8,7 +8,7 @@ tensors (`_version`, `_backward_hooks`), which a name here would only hide.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -236,6 +236,15 @@ def asked_by_jacfwd() -> bool:
 
 
 # ---- torch.compile
+
+COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
+"""Modules of torch without which nothing is compiled."""
+
+
+def not_compiled() -> AbstractContextManager[Any]:
+    """Runs compiled functions uncompiled: a compiled one would show no operations, and refuses to."""
+    compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and the import takes seconds
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def outside_graphs(function: Function) -> Function:

@@ -1,5 +1,6 @@
 """Measures one run of a body on fake tensors: outputs, FLOPs, and the memory of its forward and backward."""
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,17 +18,19 @@ from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, saved_by
-from yafsdp_fn.runtime.operation_costs import AttentionRule, Counter
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.tracing.attention import AttentionRule
+from yafsdp_fn.tracing.counter import Counter
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.torch_private import memory_key
 
 # ---- Measures live memory: the bytes that operations allocate, until the last view of their results is freed.
 
 
-class _Allocation(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Allocation:
     storage: weakref.ref[Any]
     nbytes: int
     mark: int
@@ -71,8 +74,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._born.get(memory_key(tensor)) is not None
 
     def birth(self, tensor: Tensor) -> tuple[object, int]:
-        """A key of the memory of `tensor`, the same for all its views and, while held, for no other; and its bytes: the
-        tensor's own where it was made elsewhere, since a batch may be a view of a larger one."""
+        """Returns a key of the memory of `tensor`, the same for all its views and, while held, for no other; and its
+        bytes: the tensor's own where it was made elsewhere, since a batch may be a view of a larger one."""
         key = memory_key(tensor)
         born = self._born.get(key)
         nbytes = tensor.untyped_storage().nbytes()
@@ -122,8 +125,8 @@ class _TracedDestination(Destination):
     """The destination of a weight's gradient in a trace. Gradient slot and scratch memory exist already, and do not
     count.
 
-    factors: of products that a backward in halves would leave for later, as `LiveBytes.birth` returns them; formed:
-    bytes of a gradient that it would form in its first half
+    factors: bytes of the memory that a backward in halves would leave for later, the factors of products, by
+    `LiveBytes.birth`; formed: bytes of a gradient that it would form in its first half
     """
 
     __slots__ = ("_held", "_lives", "factors", "formed", "scratch_dtype")
@@ -131,7 +134,7 @@ class _TracedDestination(Destination):
     def __init__(self, lives: LiveBytes, leaf: Tensor, reduce: torch.dtype) -> None:
         self.scratch_dtype: torch.dtype | None = None
         self._lives = lives
-        self.factors: list[tuple[Any, int]] = []
+        self.factors: dict[object, int] = {}
         self.formed = 0
         self._held = [torch.empty_like(leaf, dtype=reduce)]
         lives.ignore(self._held)
@@ -158,11 +161,11 @@ class _TracedDestination(Destination):
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         super().write_mm(a, b)
-        self.factors += [self._lives.birth(a), self._lives.birth(b)]
+        self.factors |= map(self._lives.birth, (a, b))
 
     def write_rows(self, index: Tensor, rows: Tensor) -> None:
         super().write_rows(index, rows)
-        self.factors += [self._lives.birth(index), self._lives.birth(rows)]
+        self.factors |= map(self._lives.birth, (index, rows))
 
     def confirm(self, scale: Tensor) -> bool:
         self.formed = self._held[0].nbytes
@@ -179,22 +182,20 @@ def measure(
 ) -> BodyCosts:
     """Runs `call` on weights of its own. track: its backward, too; rule: attention's, which counts itself"""
     # weights and arguments, which are there already
-    device = placement.comms.device
-    weights = [
-        [
-            torch.empty(shape, dtype=placement.gather_dtype(unit), device=device, requires_grad=unit in trained)
-            for shape in call.of_unit[unit][0].layout.shapes
-        ]
-        for unit in call.units
-    ]
-    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
-    leaves = [leaf for unit in weights for leaf in unit]
-    memory = list(map(memory_key, leaves))
+    weights: dict[int, list[Tensor]] = {}
+    for unit in call.units:
+        weights[unit] = []
+        how: Any = {"dtype": placement.gather_dtype(unit), "device": placement.comms.device}
+        for shape in call.of_unit[unit][0].layout.shapes:
+            weights[unit].append(torch.empty(shape, **how, requires_grad=unit in trained))
+    leaves = [leaf for of_unit in weights.values() for leaf in of_unit]
     for leaf in leaves:
         setattr(leaf, OF_VISIT, call.name)
+    memory = list(map(memory_key, leaves))
+    inputs = [x.detach().requires_grad_(track and x.requires_grad) for x in call.tensors]
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
-    for unit, of_unit in zip(call.units, weights, strict=True):
+    for unit, of_unit in weights.items():
         for leaf in of_unit:
             if leaf.requires_grad and leaf.numel() >= linear.LARGE:
                 to = _TracedDestination(lives, leaf, placement.wire_dtype(unit))
@@ -203,12 +204,13 @@ def measure(
     slots = [held for _, to in destinations for held in to._held]
     # forward
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:
-        outs = call.run(inputs, dict(zip(call.units, weights, strict=True)))
+        outs = call.run(inputs, weights)
     if lives.written.intersection(memory) or memory != list(map(memory_key, leaves)):  # leaf.data = ... in the block
         raise errors.weight_written(call.name)
     matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
     there = list(map(memory_key, inputs))
-    own = sum({memory_key(x): x.untyped_storage().nbytes() for x in outs if memory_key(x) not in there}.values())
+    made = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in there}
+    own = sum(made.values())
     saved = saved_by(outs)
     last_flops = forward.since(saved)
     top = lives.peak
@@ -229,7 +231,11 @@ def measure(
         del found
     # what the backward of products leaves, or needs
     scratch = {to.scratch_dtype for _, to in destinations if to.scratch_dtype is not None}
-    factors = {of if isinstance(of, int) else id(of): nbytes for _, to in destinations for of, nbytes in to.factors}
+    formed = 0
+    factors: dict[object, int] = {}
+    for _, to in destinations:
+        formed += to.formed
+        factors |= to.factors
     cost = Cost(
         flops=matmul,
         last_flops=last_flops,
@@ -241,19 +247,19 @@ def measure(
         inner_bytes=inner,
         peak_bytes=top,
         bwd_peak_bytes=lives.peak - own,
-        between_bytes=sum(factors.values()) + fresh + sum(to.formed for _, to in destinations),
+        between_bytes=sum(factors.values()) + fresh + formed,
         scratch_bytes=sum(placement.largest_leaf(dtype) * dtype.itemsize for dtype in scratch),
         moved=moved,
         bwd_moved=bwd_moved,
     )
     return BodyCosts(
         call.structure,
-        [out.detach().requires_grad_(out.requires_grad) for out in outs],
-        [there.index(memory_key(out)) if memory_key(out) in there else None for out in outs],
-        [at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
-        cost,
-        tuple(call for call, _ in called),
-        tuple(call for call, _ in back),
+        outs=[out.detach().requires_grad_(out.requires_grad) for out in outs],
+        shares=[there.index(memory_key(out)) if memory_key(out) in there else None for out in outs],
+        saved=[at for at, x in enumerate((*inputs, *outs)) if memory_key(x) in saved],
+        cost=cost,
+        collectives=tuple(call for call, _ in called),
+        adjoints=tuple(call for call, _ in back),
     )
 
 

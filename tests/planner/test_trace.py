@@ -20,8 +20,8 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param, with_block, with_ends
-from yafsdp_fn.api.trace import trace
 from yafsdp_fn.planner.footprint import state_bytes
+from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.schedules import Program
 from yafsdp_fn.util.torch_private import causal_to_the_last
 

@@ -24,47 +24,69 @@ from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import after_program
-from yafsdp_fn.program.trace import Lent
-from yafsdp_fn.runtime.measuring import LiveBytes
+from yafsdp_fn.program.trace import Lent, Trace
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.tracing.body import LiveBytes
 from yafsdp_fn.util.mesh_axes import SHARD
 from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
+
+
+def with_optimizer(trace: Trace, tx: Any, skips: bool, placement: Placement[Any]) -> Trace:
+    """Adds to the trace of a step what its optimizer costs. Steps need not know, and do not run it on fake tensors.
+
+    skips: the step may leave an update out
+    """
+    if tx is None:
+        return trace
+    optimizer = optimizer_memory(tx, placement.layout, placement.precision, skips, placement.comms.device)
+    return trace._replace(optimizer=optimizer, lent=measured_leaves(tx, trace.lent, placement))
+
 
 # ---- State and step of an optimizer, on fake tensors.
 
 
 def optimizer_memory(
-    tx: Any, layout: TreeLayout, precision: Precision, skip_nonfinite: bool, device: torch.device
+    tx: Any, layout: TreeLayout, precision: Precision, skips: bool, device: torch.device
 ) -> OptimizerMemory:
     """Returns the memory of `tx` for a state of `layout` on `device`: of its state, and of a step.
 
     An update that reads the values of tensors cannot run here: it counts as one that allocates nothing.
     """
-    placement = Placement(layout, ((SHARD, 1),), precision, absent_ranks(((SHARD, 1),), device))
+    axes = ((SHARD, 1),)
+    placement = Placement(layout, axes, precision, absent_ranks(axes, device))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        params, grads = (trainable(placement.handles(placement.shards(device))) for _ in range(2))
+        params = trainable(placement.handles(placement.shards(device)))
+        grads = trainable(placement.handles(placement.shards(device)))
         state = as_transformation(tx).init(params)
-        # a step, on what is there already
-        trees: Any = params, grads, state
-        lives = LiveBytes(tensors_in(trees))
         one = torch.ones((), device=device)
-        try:
-            with InPlace(), lives:  # type: ignore[no-untyped-call]
-                steps = UnitSteps(tx, params, grads, state)
-                scalars: dict[str, Any] = {"scale": one, "found_inf": one if skip_nonfinite else None, "grad_norm": one}
-                for op in after_program(placement.trained, [Lent(*of) for of in steps.parts.items()]):
-                    if isinstance(op, Update):
-                        steps.run(op.units if steps.parts else None, part=op.part if steps.parts else None, **scalars)
-                steps.finish(scalars["found_inf"])
-        except FAKE_HAS_NO_VALUE:
-            lives.peak = 0
+        trees: Any = params, grads, state
+        lives = LiveBytes(tensors_in(trees))  # a step, on what is there already
+        with InPlace(), lives:  # type: ignore[no-untyped-call]
+            steps = UnitSteps(tx, params, grads, state)
+            try:
+                _run(steps, placement.trained, one, one if skips else None)
+            except FAKE_HAS_NO_VALUE:
+                lives.peak = 0
     # multi-phase updates have a few units under way at a time
     updated = [placement.layout_of(unit).numel for unit in steps.parts or placement.trained]
     block = block_of(tx)
-    elements = max(updated, default=0) if steps.parts or block > 1 else sum(updated)
+    one_by_one = bool(steps.parts) or block > 1
+    elements = max(updated, default=0) if one_by_one else sum(updated)
     fixed, shards, on_host = _spread(state, layout, block)
     return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
+
+
+def _run(steps: UnitSteps, trained: tuple[int, ...], one: Tensor, found_inf: Tensor | None) -> None:
+    """Takes an optimizer's step as after a program without updates. one: for every scalar"""
+    scalars: dict[str, Any] = {"scale": one, "found_inf": found_inf, "grad_norm": one}
+    lent = [Lent(unit, parts) for unit, parts in steps.parts.items()]
+    for op in after_program(trained, lent):
+        if isinstance(op, Update) and lent:
+            steps.run(op.units, part=op.part, **scalars)
+        elif isinstance(op, Update):
+            steps.run(None, part=None, **scalars)
+    steps.finish(found_inf)
 
 
 class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,24 +100,32 @@ class InPlace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if packet in FUSED_IN_PLACE else func(*args, **(kwargs or {}))
 
 
-def _spread(
-    state: Any, layout: TreeLayout, block: int
-) -> tuple[int, tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]:
-    """Returns `fixed`, `shards` and `on_host` of `OptimizerMemory`. layout: on the mesh, of this rank's parts"""
+Spread = tuple[int, tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...]]
+"""`fixed`, `shards` and `on_host` of `OptimizerMemory`."""
+
+
+def _spread(state: Any, layout: TreeLayout, block: int) -> Spread:
+    """Returns where a state's bytes are. layout: on the mesh, of this rank's parts"""
     here = {group.units: group for _, group in layout.groups}
-    fixed, shards, on_host = 0, Counter[tuple[int, int]](), Counter[int]()
+    fixed = 0
+    shards = Counter[tuple[int, int]]()
+    on_host = Counter[int]()
     for node in optree.tree_leaves(state, is_leaf=is_sharded):
-        if isinstance(node, Sharded):
-            for _, group, leaf in node.group_leaves():
-                of = here[group.units]
-                n = leaf.shape[-1] if group.encodes is None else group.encodes.format.numel(leaf.shape[-1])
-                per_element = leaf.nbytes * block // n
-                if group.on_host:
-                    on_host.update(dict.fromkeys(group.held, per_element // len(group.held)))
-                else:
-                    shards[of.layout.numel, math.prod(size for _, size in of.axes)] += per_element
-        elif isinstance(node, Tensor):
+        if isinstance(node, Tensor):
             fixed += node.nbytes
+        if not isinstance(node, Sharded):
+            continue
+        for _, group, leaf in node.group_leaves():
+            numel = leaf.shape[-1]
+            if group.encodes is not None:
+                numel = group.encodes.format.numel(numel)
+            per_element = leaf.nbytes * block // numel
+            if group.on_host:
+                on_host.update(dict.fromkeys(group.held, per_element // len(group.held)))
+                continue
+            of = here[group.units]
+            parts = math.prod(size for _, size in of.axes)
+            shards[of.layout.numel, parts] += per_element
     spread = tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
     return fixed, spread, tuple(sorted(on_host.items()))
 
@@ -107,18 +137,21 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     """Adds to `lent` the bytes of each leaf that travel, and its owner's FLOPs: counted on fake leaves."""
     if not lent:
         return ()
-    # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
-    leaves: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
     params = trainable(placement.handles(placement.shards("meta")))
-    lanes = leafwise_lanes(tx, params)
-    for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        for of_group in plan(rule, handles(own)).values():
-            measured = [_measured(rule, leaf, placement) for leaf in of_group.leaves]
-            for unit in of_group.owners:
-                for leaf, (nbytes, flops) in zip(of_group.leaves, measured, strict=True):
-                    _, _, earlier, before = leaves[unit].get(leaf.offset, (0, (), 0, 0))
-                    leaves[unit][leaf.offset] = (leaf.offset, leaf.shape, max(earlier, nbytes), before + flops)
-    return tuple(of._replace(leaves=tuple(leaves[of.unit][at] for at in sorted(leaves[of.unit]))) for of in lent)
+    # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
+    found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
+    for rules, own in leafwise_lanes(tx, params):
+        for rule in rules:
+            for of_group in plan(rule, handles(own)).values():
+                for leaf in of_group.leaves:
+                    nbytes, flops = _measured(rule, leaf, placement)
+                    for unit in of_group.owners:
+                        _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
+                        found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
+    leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}
+    for (unit, _), measured in sorted(found.items()):
+        leaves[unit].append(measured)
+    return tuple(of._replace(leaves=tuple(leaves[of.unit])) for of in lent)
 
 
 def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:

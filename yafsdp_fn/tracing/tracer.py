@@ -1,18 +1,20 @@
 """Traces a call on fake tensors: the visits, the cost of each, and which visits made what."""
 
 import itertools
-import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from yafsdp_fn.communication.ranks import Ranks, absent_ranks
+from yafsdp_fn.params.layout import TreeLayout
+from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.measured import Value
 from yafsdp_fn.program.split import Argument
@@ -20,13 +22,15 @@ from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.graph_walks import leaves_behind, saved_by
-from yafsdp_fn.runtime.measuring import BodyCosts, LiveBytes, measure, noting
-from yafsdp_fn.runtime.operation_costs import AttentionRule
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.protocols import movable
+from yafsdp_fn.runtime.stage_io import Result
 from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.tracing.attention import AttentionRule
+from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.util.mesh_axes import AxisCollective
 from yafsdp_fn.util.randomness import acting_over
-from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces
+from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces, not_compiled
 
 # ---- Records which visits each tensor of the loss was made of: these tensors travel when a step is cut into stages.
 #
@@ -70,12 +74,15 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.paused:
-            made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
-            for x in tensors_in(out) if made else ():
+        if self.paused:
+            return out
+        made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
+        if made:
+            for x in tensors_in(out):
                 self.comes_from(x, made | self.made(x))
-            if made and func.overloadpacket.__name__.rstrip("_") in DRAW_BY_VALUE:
-                self.by_value.append(func.overloadpacket.__name__)
+            name = func.overloadpacket.__name__
+            if name.rstrip("_") in DRAW_BY_VALUE:
+                self.by_value.append(name)
         return out
 
 
@@ -86,8 +93,6 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 
 ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 """Kinds of collectives whose adjoint is of another kind."""
-
-COMPILES = ("torch._dynamo", "torch.nn.attention.flex_attention")
 
 
 # ---- a trace that is over
@@ -104,22 +109,14 @@ class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
         raise RuntimeError(errors.kept_from_trace(f"a tensor of shape {tuple(kept.shape)} and {kept.dtype}"))
 
 
-class Result(NamedTuple):
-    """The result of a visit, structure and fake tensors; and what it was given (`BlockCall`)."""
-
-    structure: Any
-    tensors: list[Tensor]
-    given: Hashable
-
-
 # ---- a trace under way
 
 
 class Tracer:
     """A session that only records, and then what is known of the call.
 
-    results: of each visit, without values; trace: of the call; out: the loss's result; total: its total; made: by
-        which visits each tensor of `out` was made
+    results: of each visit, without values, before the loss gets copies of its outputs; trace: of the call
+    out: the loss's result; total: its total; made: by which visits each tensor of `out` was made
     rule: attention's; beside: records the operations of the loss between visits
     untracked: visits without grad; read: leaves that the loss depends on beside its visits; reached: the gradient of
         the loss reaches visits
@@ -142,7 +139,6 @@ class Tracer:
         self.results: list[Result] = []
         self._seen: dict[Any, BodyCosts] = {}
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
-        self._outputs: list[Tensor] = []  # of visits, before the loss gets copies of them
         self._held: list[Tensor] = []  # what is numbered by its memory, and must not be freed
         # what the loss gets, and does between visits
         with mode:
@@ -161,18 +157,12 @@ class Tracer:
 
     def visit(self, call: BlockCall) -> Tree:
         """Records a visit; visits without grad are not part of a program."""
-        # its body is run once for all visits alike
-        track = torch.is_grad_enabled()
-        trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
-        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
-        layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
-        signature = (call.signature, shapes, layouts, track)
         self.beside.paused = True
         self._end_beside()
         self._end_between()
-        if signature not in self._seen:
-            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
-        found = self._seen[signature]
+        track = torch.is_grad_enabled()
+        trained = tuple(unit for unit in call.units if track and self.placement.units[unit].trainable)
+        found = self._measured(call, trained, track)
         # outputs of its own
         call.structure = found.structure
         outs = [torch.empty_like(out).requires_grad_(track and out.requires_grad) for out in found.outs]
@@ -180,33 +170,8 @@ class Tracer:
         if not track:
             self.untracked.append(call.name)
         if track or self._every:
-            self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
-            # the memory that goes in and out
-            takes = [self._value(x, x) for x in call.tensors if self.beside.saw(x) or memory_key(x) in self._values]
-            gives = [
-                self._value(new, out if shared is None else call.tensors[shared])
-                for new, out, shared in zip(fresh, found.outs, found.shares, strict=True)
-            ]
-            # of the carry, what an offload would move
-            passed = {number for number in found.shares if number is not None}
-            moved = [memory_key(call.tensors[k]) for k in movable(call.tensors[: call.carry_length], passed)]
-            cost = found.cost._replace(
-                takes=_once(takes),
-                gives=_once(gives),
-                carries=tuple(dict.fromkeys(self._values[key][0] for key in moved if key in self._values)),
-                arguments=tuple(self._arguments(call.tensors)),
-            )
-            # what its graph keeps, and what is made of its outputs
-            both = [*call.tensors, *fresh]
-            self._saved.append(self._numbered(memory_key(both[at]) for at in found.saved))
-            self._saved_beside |= self._numbered(saved_by(call.tensors))
-            self.read += leaves_behind(call.tensors)
-            for out in fresh:
-                self.beside.comes_from(out, frozenset({len(self.visits)}))
-            calls = found.collectives, found.adjoints
-            self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
+            self._record(call, found, trained, fresh)
             self.results.append(Result(call.structure, outs, call.given))
-        self._outputs += outs
         # outputs live as long as the loss keeps them
         for new, shared in zip(fresh, found.shares, strict=True):
             if shared is None:  # its memory may be used again
@@ -219,6 +184,45 @@ class Tracer:
         self.beside.paused, self.beside.mark = False, len(self.visits)
         return call.outputs(fresh)
 
+    def _measured(self, call: BlockCall, trained: tuple[int, ...], track: bool) -> BodyCosts:
+        """Returns the costs of a visit's body, which is run once for all visits alike."""
+        shapes = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in call.tensors)
+        layouts = tuple((call.of_unit[unit][0].layout, unit in trained) for unit in call.units)
+        signature = (call.signature, shapes, layouts, track)
+        if signature not in self._seen:
+            self._seen[signature] = measure(call, trained, track, self.placement, self.rule)
+        return self._seen[signature]
+
+    def _record(self, call: BlockCall, found: BodyCosts, trained: tuple[int, ...], outs: Sequence[Tensor]) -> None:
+        """Records a visit that returns `outs`: the memory that goes in and out, and what its graph keeps."""
+        self._given += [(weakref.ref(x), x._version, call.name) for x in call.tensors]
+        takes = []
+        for x in call.tensors:
+            if self.beside.saw(x) or memory_key(x) in self._values:
+                takes.append(self._value(x, x))
+        gives = []
+        for out, own, shared in zip(outs, found.outs, found.shares, strict=True):
+            gives.append(self._value(out, own if shared is None else call.tensors[shared]))
+        # of the carry, what an offload would move
+        carry = call.tensors[: call.carry_length]
+        moved = [memory_key(carry[k]) for k in movable(carry, found.shares)]
+        cost = found.cost._replace(
+            takes=_once(takes),
+            gives=_once(gives),
+            carries=tuple(self._numbered(moved)),
+            arguments=tuple(self._arguments(call.tensors)),
+        )
+        # what its graph keeps, and what is made of its outputs
+        both = [*call.tensors, *outs]
+        saved = [memory_key(both[at]) for at in found.saved]
+        self._saved.append(set(self._numbered(saved)))
+        self._saved_beside.update(self._numbered(saved_by(call.tensors)))
+        self.read += leaves_behind(call.tensors)
+        for out in outs:
+            self.beside.comes_from(out, frozenset({len(self.visits)}))
+        calls = found.collectives, found.adjoints
+        self.visits.append(Visit(len(self.visits), call.name, call.units, trained, cost, *calls))
+
     # ---- what goes into visits, and what the loss does between them
 
     def _arguments(self, tensors: Sequence[Tensor]) -> Iterator[Argument]:
@@ -227,15 +231,16 @@ class Tracer:
             made = tuple(sorted(self.beside.made(x)))
             if made:
                 dtype = str(x.dtype).removeprefix("torch.")
-                number, grad_bytes = self.beside.number(x), x.nbytes * x.requires_grad
-                yield Argument(place, number, made, x.nbytes, grad_bytes, tuple(x.shape), dtype)
+                grad_bytes = x.nbytes * x.requires_grad
+                yield Argument(place, self.beside.number(x), made, x.nbytes, grad_bytes, tuple(x.shape), dtype)
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
-        if memory_key(tensor) not in self._values:
-            number = self._values[memory_key(memory)][0] if memory_key(memory) in self._values else next(self._count)
-            self._values[memory_key(tensor)] = number, memory  # with its graph, which a step would hold
-        number, memory = self._values[memory_key(tensor)]
+        key, origin = memory_key(tensor), memory_key(memory)
+        if key not in self._values:
+            number = self._values[origin][0] if origin in self._values else next(self._count)
+            self._values[key] = number, memory  # with its graph, which a step would hold
+        number, memory = self._values[key]
         return Value(number, memory.untyped_storage().nbytes(), tensor.nbytes * tensor.requires_grad)
 
     def _end_beside(self) -> None:
@@ -248,10 +253,15 @@ class Tracer:
     def _end_between(self) -> None:
         """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
         come: a step has none for what its gradient does not reach."""
-        if self.called:
-            back = [call._replace(kind=ADJOINTS.get(call.kind, call.kind)) for call, back in self.called[::-1] if back]
-            self.between.append(Between(len(self.visits) - 1, tuple(call for call, _ in self.called), tuple(back)))
-            self.called.clear()
+        if not self.called:
+            return
+        adjoints = []
+        for call, has_backward in reversed(self.called):
+            if has_backward:
+                adjoints.append(call._replace(kind=ADJOINTS.get(call.kind, call.kind)))
+        calls = tuple(call for call, _ in self.called)
+        self.between.append(Between(len(self.visits) - 1, calls, tuple(adjoints)))
+        self.called.clear()
 
     # ---- the end of the loss
 
@@ -267,20 +277,21 @@ class Tracer:
         for memory, nbytes, mark in self.beside.alive():
             if memory not in self._values:
                 after[mark - 1] += nbytes
-        self._saved_beside |= self._numbered(saved_by([total]))
+        self._saved_beside.update(self._numbered(saved_by([total])))
         self.read += leaves_behind([total])
         # the backward of what comes after the visits
-        wanted = [out for out in self._outputs if out.requires_grad]
+        wanted = [out for result in self.results for out in result.tensors if out.requires_grad]
         if total.requires_grad and wanted:
             found = torch.autograd.grad(total, wanted, allow_unused=True)
             self.reached = any(grad is not None for grad in found)
         self._end_beside()
-        visits = tuple(
-            v._replace(cost=v.cost._replace(beside_bytes=after[v.id], unsaved=self._unsaved(v))) for v in self.visits
-        )
+        visits = []
+        for visit in self.visits:
+            cost = visit.cost._replace(beside_bytes=after[visit.id], unsaved=self._unsaved(visit))
+            visits.append(visit._replace(cost=cost))
         self.trace = Trace(
             self.placement.units,
-            visits,
+            tuple(visits),
             chained_order(visits, microbatches),
             self.placement.mesh_axes,
             microbatches,
@@ -296,25 +307,21 @@ class Tracer:
 
     def _unsaved(self, visit: Visit) -> tuple[int, ...]:
         """Returns the numbers of values that neither the graph of a visit saves nor, of what it gives, the loss."""
-        cost, own = visit.cost, self._saved[visit.id]
-        takes = [value.number for value in cost.takes if value.number not in own]
-        gives = [value.number for value in cost.gives if value.number not in own | self._saved_beside]
-        return tuple(dict.fromkeys([*takes, *gives]))
+        by_graph = self._saved[visit.id]
+        by_any = by_graph | self._saved_beside
+        takes = [value.number for value in visit.cost.takes]
+        gives = [value.number for value in visit.cost.gives]
+        unsaved = [number for number in takes if number not in by_graph]
+        unsaved += [number for number in gives if number not in by_any]
+        return tuple(dict.fromkeys(unsaved))
 
-    def _numbered(self, memory: Iterable[int]) -> set[int]:
-        return {self._values[key][0] for key in memory if key in self._values}
+    def _numbered(self, memory: Iterable[int]) -> list[int]:
+        """Returns the numbers of the memory that has one, each once, in its order."""
+        numbers = [self._values[key][0] for key in memory if key in self._values]
+        return list(dict.fromkeys(numbers))
 
 
 # ---- a trace of one call
-
-
-def trace_call(arguments: Arguments, placement: Placement[Any], mode: FakeTensorMode | None = None) -> Trace:
-    """Returns the trace of one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of
-    tensors.
-
-    mode: that of fake tensors among the arguments
-    """
-    return traced(arguments, placement, mode).trace
 
 
 def traced(
@@ -324,9 +331,9 @@ def traced(
     *,
     every: bool = False,
 ) -> Tracer:
-    """Traces one call, with the tensors of the loss.
+    """Traces one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of tensors.
 
-    every: visits without grad are part of it, as in an evaluation
+    mode: that of fake tensors among the arguments; every: visits without grad are part of it, as in an evaluation
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(placement, mode, every)
@@ -351,23 +358,27 @@ def traced(
     return tracer
 
 
-def not_compiled() -> AbstractContextManager[Any]:
-    """Runs compiled functions uncompiled: a compiled one would show no operations, and refuses to."""
-    compiled = not sys.modules.keys().isdisjoint(COMPILES)  # else there are none, and the import takes seconds
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+def trace_abstract(
+    fun: Callable[[Tree, Tree], Any],
+    layout: TreeLayout,
+    axes: tuple[tuple[str, int], ...],
+    precision: Precision,
+    batch: Tree,
+    microbatches: int,
+) -> tuple[Trace, Placement[Ranks]]:
+    """Traces a call of `fun` on parameters of `layout` and a mesh of `axes`, neither of which need exist. Returns the
+    trace, and the placement that it is of."""
+    placement = Placement(layout, axes, precision, absent_ranks(axes, torch.device("cpu")))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        fakes = optree.tree_map(_fake, batch)
+    arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
+    return traced(arguments, placement, mode).trace, placement
 
 
-def movable(tensors: Sequence[Tensor], passed: Collection[int]) -> list[int]:
-    """Returns the indices of a visit's carries that an offload copies: those that are the whole of their storage, which
-    a copy can free.
-
-    passed: indices of carries that leave the visit in the same memory; every visit would copy them again
-    """
-    return [
-        number
-        for number, tensor in enumerate(tensors)
-        if number not in passed and 0 < tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-    ]
+def _fake(leaf: Any) -> Any:
+    # with its strides: what is not contiguous is copied on its way
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 def _once(values: Sequence[Value]) -> tuple[Value, ...]:
