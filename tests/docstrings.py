@@ -32,7 +32,7 @@ ONE_MEANING = {
     "uses": "program/ops.py runtime/works.py",
     "walk": "params/layout.py",
     "keep": "program/ops.py runtime/visit.py",
-    "carries": "program/measured.py runtime/visit.py",
+    "carries": "program/measured.py runtime/block_call.py",
     "carried": "program/program.py proof/execution.py proof/computes.py runtime/slots.py",
 }
 """Names of the core with one meaning (docs/design.md has it), and the files that may give it to a class, function,

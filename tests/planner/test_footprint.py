@@ -27,7 +27,7 @@ from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
 from yafsdp_fn.api.trace import trace
-from yafsdp_fn.nn import cross_entropy
+from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
 from yafsdp_fn.program.measured import Cost, Value
@@ -355,7 +355,7 @@ def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.M
     """In fp32: the CPU's sums of two dtypes take memory of their own."""
     case = (one_rank(), CONFIG, "none", microbatches)
     whole = measured(*case, precision=ya.Precision())[1]
-    monkeypatch.setattr(cross_entropy, "ON_CPU", (1 << 20, 32))
+    monkeypatch.setattr(linear, "ON_CPU", (1 << 20, 32))
     real, predicted = measured(*case, precision=ya.Precision())
     agree(real, predicted, 0.01)
     assert predicted.logits < whole.logits / 2

@@ -29,7 +29,8 @@ from yafsdp_fn.communication.micro_shards import micro_shard_seed
 from yafsdp_fn.params.tree import Tree, must_be_function
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency, errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, batch_axes
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
+from yafsdp_fn.runtime.batch import batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import Shards, StateMemory

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from yafsdp_fn.api.step_function import StepFunction, default_schedule, pair_of
 from yafsdp_fn.communication.ranks import Ranks, absent_ranks
-from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
+from yafsdp_fn.nn.linear import linear_cross_entropy, rows_at_once
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision

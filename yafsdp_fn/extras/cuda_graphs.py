@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.tracer import not_compiled
-from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.randomness import seeded
 
 # ---- Computes keys of functions: functions with equal keys run the same code on the same values they close over.
@@ -220,7 +220,7 @@ class Graphs:
         flat views; pure: it writes none, so that it is run once more, to see what it reads
         """
         try:
-            code = function_key(call.code), call.form
+            code = function_key(call.code), _form(call)
             if code in self._refused:
                 raise NotCapturable(self._refused[code])
         except NotCapturable as reason:
@@ -360,6 +360,19 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = {str(end.device) for end in ends if end is not None and end.device != self._device}
         if others:
             self._find(f"takes or returns a tensor on {', '.join(sorted(others))}")
+
+
+# ---- Keys of what is captured.
+
+
+def _form(call: BlockCall) -> Hashable:
+    """Returns a key of how tensors and weights are passed to the block, and of its autocast."""
+    rows: list[Hashable] = []
+    for row in call.rows:
+        for unit, group in zip(row.units, row.rows.groups, strict=True):
+            layer = row.layer if group.pinned else None
+            rows.append((call.units.index(unit), row.handle.entry.spec, group.leaves, group.layout, layer))
+    return call.spec, tuple(rows), call.autocast
 
 
 def _outline(tensor: Tensor) -> Hashable:

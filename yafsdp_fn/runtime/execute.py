@@ -36,13 +36,14 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
 from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.runtime.updates import StepUpdates
-from yafsdp_fn.runtime.visit import BlockCall, KeptVisit, ToSlots
+from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.

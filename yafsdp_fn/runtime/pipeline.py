@@ -24,6 +24,7 @@ from yafsdp_fn.program.split import Call, Message
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import Session
@@ -31,7 +32,7 @@ from yafsdp_fn.runtime.memory import GradSlot, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
-from yafsdp_fn.runtime.visit import BlockCall, GradTarget, GradTargets, ToSlots
+from yafsdp_fn.runtime.visit import GradTarget, GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values
 
 # ---- Splits a visit's backward into two halves, for schedules that put other ops between them.

@@ -12,12 +12,13 @@ from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.formats import WHOLE, Encoded
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights, Rows
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
-from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
@@ -215,7 +216,7 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
             raise errors.closed_over(call.name)
     if tracked and comms.stages > 1:
         for _, row in call.of_unit.values():
-            row.rows.check()  # the better error for a part of a stack
+            _check_rows(row.rows)  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
     if ranks_around() is None and comms.axes:
         raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(comms.axes))}")
@@ -261,14 +262,49 @@ def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
     return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
 
 
+# ---- This rank's shards of the units of a visit.
+
+
 def _shards(call: BlockCall) -> list[Tensor]:
     """Returns each unit's local shard, checked: a collective on other sizes would not fail, but mix units up."""
-    shards = []
+    shards: list[Tensor] = []
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
-        n, index = group.shard_numel(comms), group.units.index(unit)
-        shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(index))
+        n = group.shard_numel(comms)
+        shard = _local_shard(row, group, n)
+        if comms.stages > 1:
+            shard = comms.from_stage(shard, group.home(group.units.index(unit)))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
         shards.append(shard)
     return shards
+
+
+def _local_shard(row: HandleWeights, group: Group, n: int) -> Any:
+    """Returns this rank's shard [n] of a group in a row, or uninitialised memory of its size if another stage has
+    it."""
+    rows, index = row.rows, 0 if group.pinned else row.layer
+    if rows.columns is None:
+        rows.columns = _columns(rows)
+    if index not in group.here:
+        return row.handle.leaves[rows.groups.index(group)].new_empty(n)
+    return rows.columns[group.name][group.here.index(index)]
+
+
+def _columns(rows: Rows) -> dict[str, tuple[Tensor, ...]]:
+    """Returns local shards [n] by group and layer, split once: indexing a stack layer by layer has a quadratic
+    backward."""
+    _check_rows(rows)
+    columns: dict[str, tuple[Tensor, ...]] = {}
+    for group, leaf in zip(rows.groups, rows.handle.leaves, strict=True):
+        columns[group.name] = leaf.unbind() if rows.handle.entry.stacked(group) else (leaf,)
+    return columns
+
+
+def _check_rows(rows: Rows) -> None:
+    """Raises ValueError if a leaf has not all layers that are here."""
+    handle, runner = rows.handle, rows.handle.context.runner
+    for number, group, leaf in handle.group_leaves():
+        layers = len(group.here if runner is None else runner.leaves[number])
+        if handle.entry.stacked(group) and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
+            raise errors.partial_stack(group.name, leaf, layers)
