@@ -25,7 +25,7 @@ RETIRED = re.compile("(parcel|mail|deal|dealt|sight|lever|weigh|draft)s?", re.IG
 
 CORE = ("params", "program", "proof", "schedules", "runtime")
 ONE_MEANING = {
-    "part": "program/ops.py proof/gradients.py runtime/updates.py",
+    "part": "program/ops.py proof/gradients.py runtime/state.py",
     "parts": "program/trace.py program/program.py",
     "place": "program/split.py",
     "use": "communication/streams.py proof/errors.py",

@@ -32,7 +32,6 @@ from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
-from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
 TX = ya.optim.adamw(1e-2)
@@ -129,7 +128,7 @@ def held_by(state: ya.ShardedState) -> dict[str, int]:
     """Bytes that a state, its slots and its buffers hold after a step, by item."""
     store = state.memory
     store.comms.drain()
-    slots = acquire(store)
+    (slots,) = store.idle
     state_leaves: list[Any] = torch.utils._pytree.tree_leaves(state.opt_state)
     working = [w for w, m in zip(store.working.present, store.masters(), strict=True) if w is not m]
     buffers = [store._buffers.get(name) for name in ("receive", "replicate")]

@@ -33,14 +33,15 @@ from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
 from yafsdp_fn.runtime.batch import batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.graph_walks import depends
-from yafsdp_fn.runtime.memory import Shards, StateMemory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
+from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.stage_io import MessageBuffers, crossing_of, shapes
-from yafsdp_fn.runtime.updates import StepUpdates
+from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.schedules import Program, Trace, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded

@@ -12,8 +12,8 @@ from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, shape_of
 from yafsdp_fn.runtime.batch import is_cut, split_batch
-from yafsdp_fn.runtime.memory import Shards
 from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.runtime.shards import Shards
 
 INDEPENDENT = (
     "the loss does not depend on the differentiated arguments: it was detached or made anew (.item(), torch.tensor), "

@@ -37,12 +37,13 @@ from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
-from yafsdp_fn.runtime.slots import acquire
-from yafsdp_fn.runtime.updates import StepUpdates
+from yafsdp_fn.runtime.shards import GradSlot, Shards
+from yafsdp_fn.runtime.slots import Slots
+from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
 
@@ -237,8 +238,9 @@ class Session(VisitRunner):
         self._ops: Sequence[Op] = verified.ops
         self._cursor = 0
         # slots, with what they hold now
-        self.slots = acquire(memory)
-        self.slots.reserve_for(verified.program)
+        self.slots: Slots = memory.idle.pop() if memory.idle else Slots(memory)
+        if self.slots.reserved is not verified.program:
+            self.slots.reserve_for(verified.program)
         if verified.has_carry_slots and self.slots.activations is None:
             self.slots.activations = activations(memory, self.slots.number)
         self._works: Works = {} if self.slots.activations is None else self.slots.activations.works()
@@ -251,10 +253,17 @@ class Session(VisitRunner):
         """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
         visit."""
         # on the first step of a program, or where weights were written by hand
-        missing = self.slots.missing()
+        missing = self.missing()
         for index, (unit, slot) in enumerate(missing):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
         self.follow()
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Returns `(unit, slot)` of units that slots should hold from the step before, in their current version, and do
+        not."""
+        contents, versions = self.slots.contents, self.memory.versions
+        carried = self.slots.carried.items()
+        return [(unit, slot) for slot, unit in carried if contents.get(slot) != (unit, versions[unit])]
 
     def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
@@ -547,4 +556,4 @@ class Session(VisitRunner):
     def close(self) -> None:
         """Ends a successful step. After an error slots are dropped, not given back: what they hold is of no use."""
         super().close()
-        self.slots.release()
+        self.memory.idle.append(self.slots)

@@ -1,4 +1,4 @@
-"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them.
+"""The memory of a sharded state: shards, working copies, gradient shards, and the hazards over them.
 
 A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances its
 generation, and older views raise.
@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from yafsdp_fn.communication import formats
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
-from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
+from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
@@ -27,69 +27,13 @@ from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.util.bits import sum_of_bits
-
-# ---- Memory of tensors, and views of a unit.
 
 
 def address_of(tensor: Tensor) -> int:
     """Returns the address of the tensor's memory; 0 where it has none."""
     return tensor.untyped_storage().data_ptr()
-
-
-class UnitViews(NamedTuple):
-    """A flat vector of a unit, with views of its leaves, and of the gaps that belong to no leaf."""
-
-    flat: Tensor
-    leaves: list[Tensor]
-    gaps: list[Tensor]
-
-
-def views_of(layout: FlatLayout, flat: Tensor) -> UnitViews:
-    return UnitViews(flat, layout.split(flat), layout.gaps(flat))
-
-
-class GradSlot(NamedTuple):
-    """The gradient slot of one trained unit. add: to its content"""
-
-    views: UnitViews
-    add: bool
-
-
-# ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
-#
-# tensors[g]: [L, n] for a stack, [n] for an unstacked or a pinned unit
-# rows[unit]: view [n] of one unit, for units that this stage holds
-
-
-class Shards:
-    """One tensor per group, and a view per unit. An absent group (a frozen one, in gradients) is None.
-
-    present: the tensors of the groups that are not absent
-    counted: the parts that sums over all ranks include: if several stages hold a unit, only the first counts it;
-    counts: the units in it
-    """
-
-    def __init__(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> None:
-        self.tensors = list(tensors)
-        self.present = [tensor for tensor in tensors if tensor is not None]
-        self.rows: dict[int, Tensor] = {}
-        self.counted: list[Tensor] = []
-        self._views: dict[int, UnitViews] = {}
-        self._layouts = {unit: group.layout for group in groups for unit in group.units}
-        for group, tensor in zip(groups, tensors, strict=True):
-            if tensor is not None:
-                # a single unit may be elsewhere: then it has no row here
-                rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
-                self.rows.update(zip(group.held, rows, strict=True))
-                all_count = len(group.counted) == len(group.here)
-                self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
-
-    def views(self, unit: int) -> UnitViews:
-        """Returns views of a unit. One rank only: the shard is the whole flat vector."""
-        if unit not in self._views:
-            self._views[unit] = views_of(self._layouts[unit], self.rows[unit])
-        return self._views[unit]
 
 
 # ---- The memory of a state, from its first step to its last.

@@ -28,9 +28,10 @@ from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.memory import GradSlot, StateMemory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
+from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
 from yafsdp_fn.runtime.visit import GradTarget, GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values

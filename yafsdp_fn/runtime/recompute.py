@@ -16,9 +16,9 @@ from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
-from yafsdp_fn.runtime.memory import GradSlot
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
+from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
