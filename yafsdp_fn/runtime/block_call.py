@@ -18,7 +18,6 @@ from torch import Tensor
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.runtime import errors
 from yafsdp_fn.util.randomness import (
     States,
     Unnumbered,
@@ -229,14 +228,7 @@ class BlockCall(TensorCall):
         others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
         return self._code, *others
 
-    # ---- checks
-
-    def refuse_views(self, outs: Sequence[Tensor], storages: set[int]) -> None:
-        """Raises if an output is a view of the weights, whose memory will hold other values."""
-        for out in outs:
-            address = out.untyped_storage().data_ptr()
-            if address in storages and address and out.numel():  # 0: no memory, or a fake tensor
-                raise errors.view_of_weights(self.name, out)
+    # ---- its path
 
     def runner(self) -> Any:
         """Returns the session or tracer that owns the leaves of all rows; None means the pure path."""

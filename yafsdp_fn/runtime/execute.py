@@ -49,8 +49,6 @@ from yafsdp_fn.runtime.works import WORKS, prepare
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
-SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
-
 
 class _Root(torch.autograd.Function):
     """Makes the first token. It depends on the leaves, so that a gradient with respect to them inside a loss reaches
@@ -72,6 +70,7 @@ class VisitRunner:
     number: of the step; differentiates: there is a backward; trains: weights of the state get gradients
     position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
+    running: the visit under way, while there is one
     """
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
@@ -85,7 +84,7 @@ class VisitRunner:
         self.collectives: Any = None
         self._trained = frozenset(memory.trained if trains else ())
         self._failure: tuple[str, BaseException] | None = None
-        self._running: Any = None  # the visit under way
+        self.running: Any = None
         # what the loss gets
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
         self.token = self.leaf_token
@@ -114,7 +113,7 @@ class VisitRunner:
 
     def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
         """Begins a visit of this microbatch."""
-        if self._failure or self._running:
+        if self._failure or self.running:
             self._may_begin(name)
         trained = tuple(filter(self._trained.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
@@ -122,7 +121,7 @@ class VisitRunner:
 
     def _may_begin(self, name: str) -> None:
         self.raise_failure()
-        if self._running is not None:
+        if self.running is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise errors.nested_visit(here, self.position)
 
@@ -133,7 +132,7 @@ class VisitRunner:
             self._may_begin(call.name)
         visit = self.new_visit(call.name, call.units) if counts else None
         try:
-            outs = self.without_grad(call) if visit is None else self.outputs_of(call, visit)
+            outs = pure.without_grad(self, call) if visit is None else self.outputs_of(call, visit)
         except BaseException as error:
             self._failure = self.position, error
             raise
@@ -142,28 +141,6 @@ class VisitRunner:
     def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         """Returns the outputs of a visit."""
         raise NotImplementedError
-
-    def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
-        """Returns the outputs of a visit on the pure path without grad. No program says what ranks communicate: they
-        compare it first.
-
-        visit: None where it is no part of a program
-        """
-        number, visit_id = ("without grad", None) if visit is None else (f"visit {visit.id}", visit.id)
-        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
-        self._running = call
-        self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
-        if self.collectives is not None:
-            self.collectives.begin("forward", visit_id)
-        with torch.no_grad():
-            outs = pure.outputs(call, compare=visit is not None)
-        if self.collectives is not None:
-            self.collectives.end()
-        self._running = None
-        self.position = f"after {self.position}"
-        if self.collectives is not None:
-            self.collectives.after("forward", visit_id)
-        return outs
 
     # ---- errors
 
@@ -186,7 +163,7 @@ class VisitRunner:
             return
         VisitRunner.close(self)
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self._failure = self._running = None
+        self._failure = self.running = None
         try:
             self.memory.comms.abort(self.position, error)
         finally:
@@ -344,12 +321,12 @@ class Session(VisitRunner):
         comms = self.memory.comms
         event = comms.event() if comms.streams else None
         self.memory.board.begin(event, prepared.reads, prepared.writes, run)
-        self._running = op, visit, event, run
+        self.running = op, visit, event, run
         return op
 
     def end_compute(self) -> None:
         """Ends the compute under way, and issues what may follow."""
-        (op, visit, event, run), self._running = self._running, None
+        (op, visit, event, run), self.running = self.running, None
         if self.collectives is not None:
             self.collectives.end()
         self.memory.board.end(event, run)

@@ -14,11 +14,13 @@ from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.tree import Tree, shape_of
+from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights, Rows
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
+from yafsdp_fn.runtime.visit import refuse_views
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
@@ -252,7 +254,7 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
     wrapped = tracked and not call.first and not forward_by_hand()
     outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
     if not transformed:  # see above
-        call.refuse_views(outs, set(map(address_of, shards)))
+        refuse_views(call.name, outs, set(map(address_of, shards)))
     found: Sequence[Tensor] = outs
     return found
 
@@ -260,6 +262,34 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
 def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
     """Returns what tells whether `leaves` have been written to. compare: their bits"""
     return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
+
+
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
+
+
+def without_grad(runner: Any, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
+    """Returns the outputs of a visit of a `VisitRunner` without grad. No program says what ranks communicate: they
+    compare it first.
+
+    visit: None where it is no part of a program
+    """
+    number, visit_id = "without grad", None
+    if visit is not None:
+        number, visit_id = f"visit {visit.id}", visit.id
+    runner.position = f"forward of {call.name} ({number}, microbatch {runner.microbatch}, step {runner.number})"
+    runner.running = call
+    runner.memory.comms.must_agree(SAME_VISITS, {"op": runner.position}, runner.position)
+    if runner.collectives is not None:
+        runner.collectives.begin("forward", visit_id)
+    with torch.no_grad():
+        outs = outputs(call, compare=visit is not None)
+    if runner.collectives is not None:
+        runner.collectives.end()
+    runner.running = None
+    runner.position = f"after {runner.position}"
+    if runner.collectives is not None:
+        runner.collectives.after("forward", visit_id)
+    return outs
 
 
 # ---- This rank's shards of the units of a visit.

@@ -19,7 +19,7 @@ from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.runtime.shards import GradSlot
-from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on
+from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on, refuse_views
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
@@ -64,7 +64,7 @@ class RecomputedVisit(Running):
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the outputs of the block, keeping nothing."""
         _, outs = self.run(op, tensors, track=False)
-        self.call.refuse_views(outs, self.session.slots.storages)
+        refuse_views(self.call.name, outs, self.session.slots.storages)
         if self.session.watch:
             self._seen = sample(outs)
         return outs

@@ -16,7 +16,7 @@ visit's; the backward of _Close begins it. A visit that recomputes is one node (
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -210,10 +210,18 @@ class KeptVisit(Running):
         outs = self.call.run_on(leaves, inputs)
         self.check(leaves, inputs, outs)
         self.targets = grad_targets_of(own)
-        self.call.refuse_views(outs, slots.storages)
+        refuse_views(self.call.name, outs, slots.storages)
         results: list[Tensor]
         session.token, *results = _Close.apply(self, token, *outs)
         return results
+
+
+def refuse_views(name: str, outs: Sequence[Tensor], storages: Collection[int]) -> None:
+    """Raises if an output of a block is a view of its weights, at `storages`, whose memory will hold other values."""
+    for out in outs:
+        address = out.untyped_storage().data_ptr()
+        if address in storages and address and out.numel():  # 0: no memory, or a fake tensor
+            raise errors.view_of_weights(name, out)
 
 
 def offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) -> None:
