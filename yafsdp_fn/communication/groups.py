@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
+from yafsdp_fn.communication.collectives import RankGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.micro_shards import Scratch, micro_shards_of
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.communication.store import new_group
