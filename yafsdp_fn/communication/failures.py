@@ -55,5 +55,4 @@ def abort_groups(comms: Any) -> None:
     """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
     groups = [*comms.groups, *comms.others]
     with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(comms.device,)) as threads:
-        for abort in [threads.submit(group.process_group.abort) for group in groups]:
-            abort.result()
+        list(threads.map(lambda group: group.process_group.abort(), groups))

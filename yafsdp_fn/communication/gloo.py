@@ -19,7 +19,8 @@ for another tag it waits. Ranks that are out of step thus reach a timeout, which
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,7 @@ PACKED_BYTES = 1 << 20
 Packing at 256 KiB took up to twice the time for eight shards of 256 to 512 KiB; at 2 MiB, more for shards of 1 MiB.
 Gathers take as long without (eight shards of 1 to 512 KiB)."""
 
-Combine = Callable[[Tensor, Tensor], Tensor]
-COMBINES: dict[dist.ReduceOp.RedOpType, Combine] = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+COMBINES: Any = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
 
 Part = tuple[Tensor, Tensor]
 """A part of a shard [n], and what all ranks get of it from this one [R, n]."""

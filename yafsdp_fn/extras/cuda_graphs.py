@@ -176,11 +176,9 @@ class Graphs:
         self._told: set[str] = set()
 
     def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        def work(tensors: Sequence[Tensor]) -> Outs:
-            return [*visit.outputs(op, tensors)]
-
-        outs = self.run(visit.call, "forward", _slots(visit, op), work, tensors, pure=True)
-        return [out for out in outs if out is not None]
+        work = functools.partial(visit.outputs, op)
+        outs: Any = self.run(visit.call, "forward", _slots(visit, op), work, tensors, pure=True)
+        return list(outs)
 
     def gradients(
         self,
@@ -195,7 +193,7 @@ class Graphs:
         def work(both: Sequence[Tensor]) -> Outs:
             left = iter(both[len(needs) :])
             back = [next(left) if g else None for g in given]
-            return [*visit.gradients(op, both[: len(needs)], needs, back)]
+            return list(visit.gradients(op, both[: len(needs)], needs, back))
 
         trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
         what = (tuple(needs), tuple(given), trained, tuple(grad_slot.add for grad_slot in grad_slots))
@@ -220,7 +218,7 @@ class Graphs:
         flat views; pure: it writes none, so that it is run once more, to see what it reads
         """
         try:
-            code = function_key(call.code), _form(call)
+            code = function_key(call.code), call.form
             if code in self._refused:
                 raise NotCapturable(self._refused[code])
         except NotCapturable as reason:
@@ -360,19 +358,6 @@ class _Inspector(TorchDispatchMode):  # type: ignore[no-untyped-call]
         others = {str(end.device) for end in ends if end is not None and end.device != self._device}
         if others:
             self._find(f"takes or returns a tensor on {', '.join(sorted(others))}")
-
-
-# ---- Keys of what is captured.
-
-
-def _form(call: BlockCall) -> Hashable:
-    """Returns a key of how tensors and weights are passed to the block, and of its autocast."""
-    rows: list[Hashable] = []
-    for row in call.rows:
-        for unit, group in zip(row.units, row.rows.groups, strict=True):
-            layer = row.layer if group.pinned else None
-            rows.append((call.units.index(unit), row.handle.entry.spec, group.leaves, group.layout, layer))
-    return call.spec, tuple(rows), call.autocast
 
 
 def _outline(tensor: Tensor) -> Hashable:

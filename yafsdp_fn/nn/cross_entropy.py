@@ -68,7 +68,7 @@ class Chunked(torch.autograd.Function):
             return *_differentiable_gradients(x, weight, targets, ctx.how[0], scale), *rest
         # formed in the forward, at a scale of one
         if ctx.formed and (found is None or found.confirm(scale)):
-            return _times(grad_x, scale), _times(grad_weight, scale), *rest
+            return *[None if grad is None else grad * scale for grad in (grad_x, grad_weight)], *rest
         # else the logits again
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = None
@@ -90,10 +90,6 @@ def _differentiable_gradients(
     total = F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")
     grads = iter(torch.autograd.grad(total, wanted, scale, create_graph=True))
     return [next(grads) if tensor.requires_grad else None for tensor in (x, weight)]
-
-
-def _times(grad: Tensor | None, scale: Tensor) -> Tensor | None:
-    return None if grad is None else grad * scale
 
 
 def _fresh(weight: Tensor) -> tuple[Tensor, Write]:

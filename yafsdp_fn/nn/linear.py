@@ -242,8 +242,9 @@ def linear_cross_entropy(
     tensor(2.7726)
     """
     if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
-        given: dict[str, Any] = {"ignore_index": ignore_index, "chunk": chunk}
-        result: Tensor = handle_torch_function(linear_cross_entropy, (x, weight), x, weight, targets, **given)
+        result: Tensor = handle_torch_function(
+            linear_cross_entropy, (x, weight), x, weight, targets, ignore_index=ignore_index, chunk=chunk
+        )
         return result
     rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
     device = weight.device.type

@@ -95,7 +95,7 @@ class TensorCall:
         seed: int | None,
         ranks: Any,
     ) -> None:
-        self._function, self.spec = function, spec
+        self._function, self._spec = function, spec
         self._device, self.seed, self.ranks = device, seed, ranks
         # its arguments, taken apart
         self.tensors: list[Tensor] = []
@@ -126,7 +126,7 @@ class TensorCall:
                 assert by_unit is not None
                 leaf = leaf.weights(by_unit)
             args.append(leaf)
-        leaves, spec = optree.tree_flatten(self._function(*self.spec.unflatten(args)))
+        leaves, spec = optree.tree_flatten(self._function(*self._spec.unflatten(args)))
         # outputs, taken apart
         outs: list[Tensor] = []
         template: list[Any] = []
@@ -202,7 +202,7 @@ class BlockCall(TensorCall):
     @property
     def carry_length(self) -> int:
         """The number of leading tensors that belong to a scan's carry."""
-        count = self.spec.child(0).num_leaves if self._carries else 0
+        count = self._spec.child(0).num_leaves if self._carries else 0
         return sum(leaf is ARGUMENT for leaf in self._template[:count])
 
     def run_on(self, weights: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -220,13 +220,23 @@ class BlockCall(TensorCall):
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
         code, *others = self.code
-        return code, self.spec, tuple(map(repr, others))
+        return code, self._spec, tuple(map(repr, others))
 
     @property
     def code(self) -> tuple[Any, ...]:
         """The block and its arguments, without tensors and weights."""
         others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
         return self._code, *others
+
+    @property
+    def form(self) -> Hashable:
+        """A key of how tensors and weights are passed to the block, and of its autocast."""
+        rows = [
+            (self.units.index(unit), row.handle.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
+            for row in self.rows
+            for unit, g in zip(row.units, row.rows.groups, strict=True)
+        ]
+        return self._spec, tuple(rows), self.autocast
 
     # ---- its path
 

@@ -102,8 +102,7 @@ def leafwise_lanes(tx: Any, params: Tree) -> list[tuple[list[Leafwise], Tree]]:
     _, lanes, whole = analysis(tx)
     found = []
     for own, chosen in lanes if whole is None else ():
-        rules = [stage.rule for stage, _ in own if isinstance(stage.rule, Leafwise)]
-        if rules:
+        if rules := [stage.rule for stage, _ in own if isinstance(stage.rule, Leafwise)]:
             found.append((rules, own_part(params, chosen)))
     return found
 

@@ -142,5 +142,7 @@ def _fp32(value: Any, device: torch.device) -> Any:
 def fused_steps(lane: Lane) -> FusedSteps | None:
     """Returns the steps of a lane by a kernel, or None if there is none for its rules, or for its memory."""
     fusion = recognise(lane.stages)
-    columns = None if fusion is None else fusion.columns(lane)
-    return None if fusion is None or columns is None else FusedSteps(lane, fusion, columns)
+    if fusion is None:
+        return None
+    columns = fusion.columns(lane)
+    return None if columns is None else FusedSteps(lane, fusion, columns)

@@ -106,8 +106,8 @@ class UnitSteps:
         refused."""
         self._params = params
         for steps in self._lanes:
-            own = params if steps.lane.chosen is None else own_part(params, steps.lane.chosen)
-            steps.lane = steps.lane._replace(params=own)
+            lane = steps.lane
+            steps.lane = lane._replace(params=params if lane.chosen is None else own_part(params, lane.chosen))
 
     @torch.no_grad()
     def run(
