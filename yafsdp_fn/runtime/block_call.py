@@ -59,8 +59,10 @@ class HandleWeights:
         entry = self.handle.context.entry
         if len(entry.groups) == 1 and not entry.groups[0].pinned:  # all that it usually is
             return entry.spec.unflatten(by_unit[self.units[0]])
-        pairs = zip(self.units, self.rows.groups, strict=True)
-        return entry.unflatten({g.name: g.of_layer(by_unit[unit], self.layer) for unit, g in pairs})
+        leaves: dict[str, Sequence[Tensor]] = {}
+        for unit, group in zip(self.units, self.rows.groups, strict=True):
+            leaves[group.name] = group.of_layer(by_unit[unit], self.layer)
+        return entry.unflatten(leaves)
 
 
 def rows_of(handle: Sharded) -> list[HandleWeights]:

@@ -88,10 +88,9 @@ class VisitRunner:
         # what the loss gets
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
         self.token = self.leaf_token
-        self.leaves = [
-            master.detach().requires_grad_(trains and group.trainable)
-            for group, master in zip(memory.groups, memory.master.present, strict=True)
-        ]
+        self.leaves: list[Tensor] = []
+        for group, master in zip(memory.groups, memory.master.present, strict=True):
+            self.leaves.append(master.detach().requires_grad_(trains and group.trainable))
 
     # ---- calls and visits
 
@@ -305,8 +304,9 @@ class Session(VisitRunner):
         op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
         if not isinstance(op, Forward if kind == "forward" else Backward):
             raise errors.visit_differs_from_program(self.position, op, trace)
-        planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
-        if (op.visit, op.microbatch, planned.units, planned.trained) != here:
+        planned = trace.visits[op.visit]
+        expected = op.visit, op.microbatch, planned.units, planned.trained
+        if (visit.id, microbatch, visit.units, visit.trained) != expected:
             raise errors.visit_differs_from_program(self.position, op, trace)
         if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
             # the scoreboard takes the last compute on a buffer for all earlier ones
@@ -338,7 +338,8 @@ class Session(VisitRunner):
     def target(self, op: Backward, visit: Visit) -> Any:
         """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
         # a gradient is added to what a slot holds of the same unit, and overwrites all else
-        slots, out = self.slots, list[GradSlot]()
+        slots = self.slots
+        out: list[GradSlot] = []
         for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
             if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
@@ -403,9 +404,11 @@ class Session(VisitRunner):
         return self._works[kind](op) if kind in self._works else WORKS[kind](self, op)
 
     def _reduce(self, op: Reduce) -> Work | None:
-        memory, grads = self.memory, self.grads
+        memory, slots, grads = self.memory, self.slots, self.grads
         assert grads is not None
-        slots, units, wholes, shards = self.slots, list[int](), list[Tensor](), list[Tensor]()
+        units: list[int] = []
+        wholes: list[Tensor] = []
+        shards: list[Tensor] = []
         converted = False
         for unit, slot in zip(op.units, op.grad_slots, strict=True):
             if unit in memory.grads_alias:

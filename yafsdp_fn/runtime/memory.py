@@ -98,8 +98,10 @@ class StateMemory(Placement[Communicators]):
         return StateMemory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
 
     def _working_copy(self, group: Group, master: Tensor) -> Tensor:
-        if (format := group.wire.gather) is not None:
-            out = master.new_empty(*master.shape[:-1], format.nbytes(master.shape[-1]), dtype=torch.uint8)
+        format = group.wire.gather
+        if format is not None:
+            nbytes = format.nbytes(master.shape[-1])
+            out = master.new_empty(*master.shape[:-1], nbytes, dtype=torch.uint8)
             formats.encode(format, master, out)
             return out
         return master.to(self.gather_dtype(group.units[0])) if group.trainable else master
@@ -146,9 +148,12 @@ class StateMemory(Placement[Communicators]):
     def copies(self, seed: int, step: int) -> Tree | None:
         """Returns `params` on the working copies, which may be masters; None if all are. What travels in a format is no
         copy that an optimizer could write: `refresh` encodes it."""
-        both = zip(self.groups, self.master.present, self.working.present, strict=True)
-        copies = [working if group.wire.gather is None else master for group, master, working in both]
-        same = all(copy is master for copy, master in zip(copies, self.master.present, strict=True))
+        copies: list[Tensor] = []
+        same = True
+        for group, master, working in zip(self.groups, self.master.present, self.working.present, strict=True):
+            copy = working if group.wire.gather is None else master
+            same &= copy is master
+            copies.append(copy)
         return None if same else self.handles(copies, seed, step)
 
     def ready(self) -> None:
@@ -201,13 +206,10 @@ class StateMemory(Placement[Communicators]):
     @torch.inference_mode(False)
     def new_grads(self) -> Shards:
         """Allocates gradient shards of the trainable groups."""
-        return Shards(
-            self.groups,
-            [
-                torch.empty_like(master) if group.trainable and master is not None else None
-                for group, master in zip(self.groups, self.master.tensors, strict=True)
-            ],
-        )
+        grads: list[Tensor | None] = []
+        for group, master in zip(self.groups, self.master.present, strict=True):
+            grads.append(torch.empty_like(master) if group.trainable else None)
+        return Shards(self.groups, grads)
 
     def kept_grads(self) -> Shards:
         """Returns the gradient shards of `train_step`, allocated once for the life of the memory."""
@@ -231,9 +233,11 @@ class StateMemory(Placement[Communicators]):
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns memory for one fresh gradient of a leaf, on the compute stream; the next caller overwrites it."""
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(self.largest_leaf(dtype), dtype=dtype, device=self.comms.device)
-        return self._scratch[dtype][: shape.numel()].view(shape)
+        found = self._scratch.get(dtype)
+        if found is None:
+            found = torch.empty(self.largest_leaf(dtype), dtype=dtype, device=self.comms.device)
+            self._scratch[dtype] = found
+        return found[: shape.numel()].view(shape)
 
     @property
     def scratches(self) -> list[Tensor]:

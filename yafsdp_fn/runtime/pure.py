@@ -65,9 +65,11 @@ class Rematerialised(torch.autograd.Function):
         wanted = tuple(i for i, arg in enumerate(args) if is_smooth(arg))
 
         def against(*args: Tensor) -> Tensor:
-            outs = ctx.f(*args)
-            parts = [(o * g.conj()).real.sum() for o, g in zip(outs, grads, strict=True) if g is not None]
-            return torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+            products: list[Tensor] = []
+            for out, grad in zip(ctx.f(*args), grads, strict=True):
+                if grad is not None:
+                    products.append((out * grad.conj()).real.sum())
+            return torch.stack([product.to(products[0].dtype) for product in products]).sum()
 
         found = dict(zip(wanted, torch.func.grad(against, argnums=wanted)(*args), strict=True))
         return None, *[found.get(i) for i in range(len(args))]
@@ -75,9 +77,11 @@ class Rematerialised(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         with forward_derivatives():
-            pairs = zip(ctx.saved_tensors, tangents, strict=True)
-            outs = ctx.f(*[_primal(arg) if along is None else make_dual(_primal(arg), along) for arg, along in pairs])  # type: ignore[no-untyped-call]
-            return tuple(_tangent(out) if is_smooth(out) else None for out in outs)
+            duals: list[Tensor] = []
+            for arg, along in zip(ctx.saved_tensors, tangents, strict=True):
+                primal = _primal(arg)
+                duals.append(primal if along is None else make_dual(primal, along))  # type: ignore[no-untyped-call]
+            return tuple([_tangent(out) if is_smooth(out) else None for out in ctx.f(*duals)])
 
     @staticmethod
     def vmap(info: Any, dims: Any, f: Flat, *args: Tensor) -> Any:
@@ -112,9 +116,9 @@ def _first_order(
 ) -> list[Tensor | None]:
     """Returns gradients of the arguments that need one, by running `f` under a graph of its own."""
     with torch.enable_grad():
-        inputs = [
-            _same_destination(arg.detach().requires_grad_(need), arg) for arg, need in zip(args, needs, strict=True)
-        ]
+        inputs: list[Tensor] = []
+        for arg, need in zip(args, needs, strict=True):
+            inputs.append(_same_destination(arg.detach().requires_grad_(need), arg))
         outs = f(*inputs)
     run = AutogradRun()
     with _writes_counted(inputs, run):
@@ -207,47 +211,45 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
 
     compare: with the weights' bits after it, too: no version counts what is written by `.data`
     """
-    # derivatives that would be wrong, or lost, are refused
-    if in_step() and recorded():
-        raise RuntimeError(RECORDED_IN_A_STEP)
-    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
-    for group, row in call.of_unit.values() if tracked else ():
-        if group.trainable and not row.handle.owner.stepping.isdisjoint(map(id, row.handle.leaves)):
-            raise errors.closed_over(call.name)
-    if tracked and comms.stages > 1:
-        for _, row in call.of_unit.values():
-            _check_rows(row.rows)  # the better error for a part of a stack
-        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
+    step = in_step()  # asked here: the backward runs `run` outside the step's context
+    # derivatives that would be wrong, or lost, are refused
+    if step and recorded():
+        raise RuntimeError(RECORDED_IN_A_STEP)
+    comms: Ranks = call.rows[0].handle.owner.comms
+    if tracked:
+        _check_derivatives(call, comms)
     if ranks_around() is None and comms.axes:
         raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(comms.axes))}")
-    shards = _shards(call) if tracked else [shard.detach() for shard in _shards(call)]
+    shards = _shards(call)
+    if not tracked:
+        shards = [shard.detach() for shard in shards]
     if comms.deterministic and (transformed or (tracked and any(x.requires_grad for x in shards))):
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
-    step = in_step()  # asked here: the backward runs `run` outside the step's context
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
-        weights = [
-            call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step))
-            for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
-        ]
+        weights: list[list[Tensor]] = []
+        leaves: list[Tensor] = []
+        for unit, shard in zip(call.units, flat[: len(shards)], strict=True):
+            weights.append(call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step)))
+            leaves += weights[-1]
         args = flat[len(shards) :]
         # without a graph nothing else would notice a write
-        leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
-        before = content(leaves, compare)
+        watched = [] if tracked or torch.is_inference_mode_enabled() else leaves
+        before = content(watched, compare)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
-            watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)
+            watch = TensorWatch([*leaves, *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
-        if before != content(leaves, compare):  # at world size 1 the weights are the shards themselves
+        if before != content(watched, compare):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
-        for leaf in leaves if compare else ():
+        for leaf in watched if compare else ():
             # one that the block has let out is found in the graph of the loss
             setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
-        given = {id(arg) for arg in args}  # an argument must not be both saved and returned
-        return tuple(out.view_as(out) if id(out) in given else out for out in outs)
+        given = set(map(id, args))  # an argument must not be both saved and returned
+        return tuple([out.view_as(out) if id(out) in given else out for out in outs])
 
     # the first visit runs unwrapped: under a transform that is where a closure can be seen. So do all under forward_ad
     # by hand, in which the wrapper's own jvp does not nest
@@ -257,6 +259,18 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
         refuse_views(call.name, outs, set(map(address_of, shards)))
     found: Sequence[Tensor] = outs
     return found
+
+
+def _check_derivatives(call: BlockCall, comms: Ranks) -> None:
+    """Raises for weights of a step under way that a block closes over, and for weights that are on other stages."""
+    for group, row in call.of_unit.values():
+        handle = row.handle
+        if group.trainable and not handle.owner.stepping.isdisjoint(map(id, handle.leaves)):
+            raise errors.closed_over(call.name)
+    if comms.stages > 1:
+        for row in call.rows:
+            _check_rows(row.rows)  # the better error for a part of a stack
+        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
 
 
 def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:

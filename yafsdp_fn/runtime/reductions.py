@@ -187,8 +187,12 @@ def _packed(values: list[Tensor], reduce: Any) -> list[Tensor]:
     if not values:
         return values
     flat = reduce(torch.cat([value.reshape(-1).double() for value in values]))
-    pieces = flat.split([value.numel() for value in values])
-    return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
+    reduced: list[Tensor] = []
+    start = 0
+    for value in values:
+        reduced.append(flat[start : start + value.numel()].view(value.shape))
+        start += value.numel()
+    return reduced
 
 
 # ---- Gradients and metrics of a step.

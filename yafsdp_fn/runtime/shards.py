@@ -56,8 +56,10 @@ class Shards:
                 # a single unit may be elsewhere: then it has no row here
                 rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
                 self.rows.update(zip(group.held, rows, strict=True))
-                all_count = len(group.counted) == len(group.here)
-                self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
+                if len(group.counted) == len(group.here):
+                    self.counted.append(tensor)
+                else:
+                    self.counted += [rows[row] for row in group.counted]
 
     def views(self, unit: int) -> UnitViews:
         """Returns views of a unit. One rank only: the shard is the whole flat vector."""

@@ -82,7 +82,10 @@ class Slots:
         self.storages = self._shards | set(map(address_of, self._weights.values()))
 
     def _grow(self, kind: str, buffers: dict[int, Tensor], sizes: Mapping[int, int]) -> None:
-        small = [slot for slot, size in sizes.items() if slot not in buffers or buffers[slot].numel() < size]
+        small: list[int] = []
+        for slot, size in sizes.items():
+            if slot not in buffers or buffers[slot].numel() < size:
+                small.append(slot)
         if not small:
             return
         if not buffers.keys().isdisjoint(small):
@@ -114,8 +117,11 @@ class Slots:
         memory = self.memory
         if unit in memory.weights_alias:
             return memory.working.views(unit)
-        size, dtype = memory.units[unit].gather_bytes, memory.gather_dtype(unit)
-        return self._views_in(self._weights, self._views, slot, unit, size, dtype)
+        found = self._views.get((slot, unit))
+        if found is None:
+            whole = self._weights[slot][: memory.units[unit].gather_bytes]
+            found = self._views[slot, unit] = views_of(memory.layout_of(unit), whole.view(memory.gather_dtype(unit)))
+        return found
 
     def grad(self, slot: int, unit: int, shards: Shards | None) -> UnitViews:
         """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
@@ -123,16 +129,10 @@ class Slots:
         if unit in memory.grads_alias:
             assert shards is not None
             return shards.views(unit)
-        size, dtype = memory.units[unit].reduce_bytes, memory.wire_dtype(unit)
-        return self._views_in(self._grads, self.grad_views, slot, unit, size, dtype)
-
-    def _views_in(
-        self, buffers: Mapping[int, Tensor], kept: Views, slot: int, unit: int, size: int, dtype: torch.dtype
-    ) -> UnitViews:
-        found = kept.get((slot, unit))
+        found = self.grad_views.get((slot, unit))
         if found is None:
-            flat = buffers[slot][:size].view(dtype)
-            found = kept[slot, unit] = views_of(self.memory.layout_of(unit), flat)
+            whole = self._grads[slot][: memory.units[unit].reduce_bytes]
+            found = self.grad_views[slot, unit] = views_of(memory.layout_of(unit), whole.view(memory.wire_dtype(unit)))
         return found
 
     def encoded(self, slot: int, unit: int) -> Tensor:

@@ -138,13 +138,13 @@ class ShardedState:
             return f"ShardedState(step={self.step}, which {self.memory.why_gone()})"
         # where it is, its handles, and its bytes
         mesh = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
-        axes = ", ".join(f"{name}={size}" for name, size in mesh)
+        axes = ", ".join([f"{name}={size}" for name, size in mesh])
         lines = [f"ShardedState(step={self.step}, seed={self.seed}) on the mesh ({axes})"]
         whole = 0
         for handle in handles(self.params):
             lines.append(f"  {handle.entry.name or 'params'}: {handle.described()}")
-            whole += sum(size for _, _, size in handle.wholes())
-        here, of_optimizer = (_bytes(tree) for tree in (self.params, self.opt_state))
+            whole += sum([size for _, _, size in handle.wholes()])
+        here, of_optimizer = _bytes(self.params), _bytes(self.opt_state)
         lines.append(f"  parameters: {here:,} bytes here, {whole:,} in all; optimizer: {of_optimizer:,} here")
         return "\n".join(lines)
 
@@ -153,7 +153,8 @@ class ShardedState:
 
     def over(self, memory: StateMemory, opt_state: Tree) -> "ShardedState":
         """Returns this step and seed over `memory` as it is now."""
-        params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
+        params = memory.params(self.seed, self.step)
+        steps = self.unit_steps if memory is self.memory else None
         return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
 
 
@@ -280,10 +281,15 @@ class StepUpdates:
         memory = self._memory
         assert self._measured is not None, "the norm comes first"
         # all units at once, where none is updated in parts: fewer launches
-        parts, found_inf = self._steps.parts, self._found_inf
-        scalars: Any = {"scale": self._scale, "found_inf": found_inf, "grad_norm": self._measured["grad_norm"]}
-        whole = units == memory.trained and not parts
-        self._steps.run(None if whole else units, part=part, on_write=memory.begin_write, **scalars)
+        parts = self._steps.parts
+        self._steps.run(
+            None if units == memory.trained and not parts else units,
+            part=part,
+            scale=self._scale,
+            found_inf=self._found_inf,
+            grad_norm=self._measured["grad_norm"],
+            on_write=memory.begin_write,
+        )
         # of a unit in several parts the last one writes its weights
         memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
 

@@ -138,12 +138,13 @@ class Running:
 
     def check(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         """Raises if the block has written to its weights; in a first step, also if tensors reach it from outside."""
+        known = list(inputs)
         for unit_leaves in leaves:
+            known += unit_leaves
             for leaf in unit_leaves:
                 if leaf._version:
                     raise errors.weight_written(self.visit.name)
         if self.session.watch and torch.is_grad_enabled():
-            known = [*inputs, *(leaf for unit_leaves in leaves for leaf in unit_leaves)]
             check_graph(outs, known, self.visit.name, lambda: self._once_more(leaves, inputs), self)
 
     def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -229,7 +230,8 @@ def offer(leaves: Sequence[Sequence[Tensor]], grad_slots: Sequence[GradSlot]) ->
     for unit_leaves, grad_slot in zip(leaves, grad_slots, strict=False):
         if not grad_slot.add:
             for leaf, view in zip(unit_leaves, grad_slot.views.leaves, strict=True):
-                if (found := destination(leaf)) is not None:
+                found = destination(leaf)
+                if found is not None:
                     found.offer(view)
 
 

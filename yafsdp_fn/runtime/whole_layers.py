@@ -167,7 +167,7 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
 def _fill_row(row: Tensor, group: Group, leaves: Sequence[Tensor], comms: Communicators) -> None:
     """Writes this rank's slice [n] of a unit of `group`, from its whole leaves."""
     mine = [group.local_slice(number, leaf, comms) for number, leaf in enumerate(leaves)]
-    sources = [lambda _, part=part: part for part in mine]
+    sources = [lambda _, own=own: own for own in mine]
     fill(row, group.layout, comms.without(group.over).rank, sources, None)
 
 
