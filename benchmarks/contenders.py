@@ -33,7 +33,8 @@ from benchmarks.shapes import Shape
 from models.llama import model as llama
 from models.llama.config import Config
 from train import schedule_names
-from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
+from yafsdp_fn.communication.collectives import RankGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
 
 ADAMW: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}

@@ -25,14 +25,14 @@ RETIRED = re.compile("(parcel|mail|deal|dealt|sight|lever|weigh|draft)s?", re.IG
 
 CORE = ("params", "program", "proof", "schedules", "runtime")
 ONE_MEANING = {
-    "part": "program/ops.py proof/gradients.py runtime/updates.py",
+    "part": "program/ops.py proof/gradients.py runtime/state.py",
     "parts": "program/trace.py program/program.py",
     "place": "program/split.py",
     "use": "communication/streams.py proof/errors.py",
     "uses": "program/ops.py runtime/works.py",
     "walk": "params/layout.py",
     "keep": "program/ops.py runtime/visit.py",
-    "carries": "program/measured.py runtime/visit.py",
+    "carries": "program/measured.py runtime/block_call.py",
     "carried": "program/program.py proof/execution.py proof/computes.py runtime/slots.py",
 }
 """Names of the core with one meaning (docs/design.md has it), and the files that may give it to a class, function,

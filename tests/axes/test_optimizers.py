@@ -21,7 +21,7 @@ from tests.harness.pool import Pools, on_ranks
 from tests.optim.test_leafwise import centralized, rows, sizes
 from yafsdp_fn import optim
 from yafsdp_fn.checkpoint import load, save
-from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
 
 STEPS = 3

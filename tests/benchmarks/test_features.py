@@ -14,9 +14,9 @@ from benchmarks import names
 from benchmarks.contenders import Llama, adamw, loss_of, make_batches, materialize, switched_off
 from benchmarks.shapes import SHAPES
 from models.llama import model as llama
-from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.optim.base import stages
-from yafsdp_fn.optim.step.fused import recognise
+from yafsdp_fn.optim.step.kernels import recognise
 
 CPU = torch.device("cpu")
 SHAPE = SHAPES["tiny"]

@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
+from yafsdp_fn.communication.collectives import RankGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 
 
 @contextlib.contextmanager

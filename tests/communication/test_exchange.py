@@ -13,15 +13,16 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.communication.backends import exchanging
 from tests.harness.pool import Pool
-from yafsdp_fn.communication import collectives, flat
-from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
+from yafsdp_fn.communication import collectives, flat, gloo
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.groups import group_of
 from yafsdp_fn.communication.ranks import receive_numel
 
 F32, BF16 = torch.float32, torch.bfloat16
 
-CUTS = {"as it is": (collectives.PIECE_BYTES, collectives.PACKED_BYTES), "packs": (64, 48), "pieces": (40, 0)}
+CUTS = {"as it is": (gloo.PIECE_BYTES, gloo.PACKED_BYTES), "packs": (64, 48), "pieces": (40, 0)}
 """(PIECE_BYTES, PACKED_BYTES): with small ones, small vectors take every path."""
 
 SIZES = ([1], [7], [33, 1, 5, 8, 100, 3, 3], [64] * 3, [5, 300, 7])
@@ -32,7 +33,7 @@ SIZES = ([1], [7], [33, 1, 5, 8, 100, 3, 3], [64] * 3, [5, 300, 7])
 def cut(how: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, size in zip(("PIECE_BYTES", "PACKED_BYTES"), CUTS[how], strict=True):
-            patch.setattr(collectives, name, size)
+            patch.setattr(gloo, name, size)
         yield
 
 
@@ -154,7 +155,7 @@ def kept_scratch(mesh: Any) -> None:
         for n in (300, 9):
             comms.reduce_scatter(torch.ones(n * comms.ranks))
         group: Any = comms.reduce_group
-        assert 0 < group._scratch.nbytes <= 2 * comms.ranks * collectives.PIECE_BYTES
+        assert 0 < group._scratch.nbytes <= 2 * comms.ranks * gloo.PIECE_BYTES
         shards = [torch.empty(5) for _ in range(4)]
         for _ in range(2):
             group.reduce_scatters(shards, [torch.ones(5 * comms.ranks)] * 4)

@@ -14,8 +14,8 @@ from tests.communication.backends import exchanging
 from tests.harness.meshes import MESHES, made
 from tests.harness.pool import Pool
 from yafsdp_fn.communication import flat, micro_shards
-from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import Communicators, communicators
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.micro_shards import Scratch, local_sum
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.communication.sums import add_rows

@@ -25,8 +25,8 @@ from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined
 from tests.harness.pool import Pool
 from tests.harness.problems import Batch, E, V, masked_loss
-from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.formats import Format, Wire, passed
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.schedules import Program
 
 F64 = torch.float64

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication import collectives, groups, watchdog
-from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
+from yafsdp_fn.communication import gloo, groups, watchdog
+from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.gloo import GlooGroup
 
 TIMEOUT = 60.0
 """Seconds after which a collective raises whose peers should come: more than a busy machine sets ranks apart."""
@@ -82,13 +83,13 @@ def giving_up(seconds: float) -> Iterator[None]:
             work.wait(timedelta(seconds=seconds))
 
     def send(group: GlooGroup, tensor: Tensor, rank: int) -> None:
-        wait([group.process_group.send([tensor], rank, collectives._tag(tensor))])
+        wait([group.process_group.send([tensor], rank, gloo._tag(tensor))])
 
     def receive(group: GlooGroup, tensor: Tensor, rank: int) -> None:
-        wait([group.process_group.recv([tensor], rank, collectives._tag(tensor))])
+        wait([group.process_group.recv([tensor], rank, gloo._tag(tensor))])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_wait", wait)
+        patch.setattr(gloo, "_wait", wait)
         patch.setattr(GlooGroup, "send", send)
         patch.setattr(GlooGroup, "receive", receive)
         yield

@@ -20,7 +20,7 @@ from tests.harness.oracle import compare, joined, plain
 from tests.harness.pool import Pool
 from tests.harness.small import batch, loss, model, param
 from yafsdp_fn import optim
-from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.util.owners import Leaf, assign
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.optim.trees import DEVICES, Model, assert_close, bits, clone, defined_step, flat, matrices, model
 from yafsdp_fn import optim
-from yafsdp_fn.optim.step.units import analysis
+from yafsdp_fn.optim.step.analysis import analysis
 from yafsdp_fn.params.algebra import global_norm
 
 RAMP = optim.warmup_cosine_decay_schedule(0.01, 0.1, 2, 6, end_value=0.01)

@@ -26,13 +26,12 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pool
 from tests.harness.small import Model, batch, loss, model, one_rank
-from yafsdp_fn.nn import cross_entropy
+from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
 from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
-from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
 TX = ya.optim.adamw(1e-2)
@@ -129,7 +128,7 @@ def held_by(state: ya.ShardedState) -> dict[str, int]:
     """Bytes that a state, its slots and its buffers hold after a step, by item."""
     store = state.memory
     store.comms.drain()
-    slots = acquire(store)
+    (slots,) = store.idle
     state_leaves: list[Any] = torch.utils._pytree.tree_leaves(state.opt_state)
     working = [w for w, m in zip(store.working.present, store.masters(), strict=True) if w is not m]
     buffers = [store._buffers.get(name) for name in ("receive", "replicate")]
@@ -355,7 +354,7 @@ def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.M
     """In fp32: the CPU's sums of two dtypes take memory of their own."""
     case = (one_rank(), CONFIG, "none", microbatches)
     whole = measured(*case, precision=ya.Precision())[1]
-    monkeypatch.setattr(cross_entropy, "ON_CPU", (1 << 20, 32))
+    monkeypatch.setattr(linear, "ON_CPU", (1 << 20, 32))
     real, predicted = measured(*case, precision=ya.Precision())
     agree(real, predicted, 0.01)
     assert predicted.logits < whole.logits / 2

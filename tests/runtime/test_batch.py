@@ -10,7 +10,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.harness.small import one_rank
-from yafsdp_fn.runtime.arguments import split_batch
+from yafsdp_fn.runtime.batch import split_batch
 
 
 def cut(mesh: Any, batch: Any, replicate: int) -> Any:

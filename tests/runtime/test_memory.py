@@ -12,8 +12,8 @@ import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
 from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param, slot_bytes
 from yafsdp_fn.params.layout import tree_layout
-from yafsdp_fn.runtime.memory import Shards
-from yafsdp_fn.runtime.slots import Slots, acquire
+from yafsdp_fn.runtime.shards import Shards
+from yafsdp_fn.runtime.slots import Slots
 
 TX = ya.optim.adamw(1e-2)
 
@@ -74,9 +74,8 @@ def test_one_rank_needs_no_slots_and_keeps_its_gradients() -> None:
     places = set()
     for number in range(4):
         state, _ = step(state, batch(number))
-        slots = acquire(state.memory)
+        (slots,) = state.memory.idle
         assert slot_bytes(slots) == 0
-        slots.release()
         places.add(tuple(storage(tensor) for tensor in state.memory.kept_grads().tensors if tensor is not None))
     assert len(places) == 1
 
@@ -89,7 +88,7 @@ def test_another_reduction_dtype_takes_gradient_slots() -> None:
         state, _ = step(state, batch(number))
     program = step.program(state)
     assert program is not None
-    slots = acquire(state.memory)
+    (slots,) = state.memory.idle
     assert slot_bytes(slots) == sum(program.grad_slot_bytes().values())
     flat, leaves, _ = slots.grad(0, 1, state.memory.kept_grads())
     assert flat.dtype == torch.bfloat16 and len(leaves) == 3 and all(storage(leaf) == storage(flat) for leaf in leaves)
@@ -110,11 +109,12 @@ def test_a_slot_grows_and_its_views_with_it() -> None:
 
 
 def test_slots_are_given_back_and_told_apart() -> None:
-    memory = ya.init(model(), TX, mesh=one_rank()).memory
-    one, two = acquire(memory), acquire(memory)
-    assert one is not two and one.number != two.number
-    one.release()
-    assert acquire(memory) is one
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(loss, TX)
+    state, _ = step(state, batch(0))
+    (one,) = state.memory.idle
+    state, _ = step(state, batch(1))
+    assert state.memory.idle == [one] and one.number != Slots(state.memory).number
 
 
 # ---- two ranks
@@ -134,10 +134,9 @@ def test_two_ranks_have_two_layer_slots_of_the_programs_size_for_ever(mesh: Any)
             continue
         layers.add(len({storage(w) for w in seen}))
         memory = state.memory
-        slots = acquire(memory)
+        (slots,) = memory.idle
         sizes.add(slot_bytes(slots))
         places.add(tuple(storage(w) for w in seen[:5]))
-        slots.release()
     seen.clear()  # a weight's graph holds the block, and the block this list: a cycle that no collector finds
     program = step.program(state)
     assert program is not None

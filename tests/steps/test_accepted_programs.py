@@ -31,7 +31,6 @@ from tests.proof.mutants import mutant
 from tests.steps.test_delays import Delays, delayed
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.schedules import Gather, Op, Program, Reduce, Refused, Schedule, Scoreboard, verify
 
 CASES = int(os.environ.get("PROGRAM_CASES", "15"))
@@ -157,7 +156,7 @@ def without_waits() -> Iterator[None]:
 BROKEN: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "gathers": lambda: skipping(Gather),
     "reductions": lambda: skipping(Reduce),
-    "carried": lambda: mock.patch.object(Slots, "missing", lambda _: []),  # what slots should hold in the beginning
+    "carried": lambda: mock.patch.object(Session, "missing", lambda _: []),  # what slots should hold in the beginning
     "waits": without_waits,
 }
 

@@ -19,8 +19,8 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, Batch, Problem
-from yafsdp_fn.communication.collectives import GlooGroup
 from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.gloo import GlooGroup
 
 Mesh = Any
 s = ya.schedules

@@ -25,7 +25,7 @@ from tests.harness.histories import ACTIONS, Life, Planned, Setting
 from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.updates import StepUpdates
+from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any

@@ -21,7 +21,6 @@ from tests.harness.oracle import by_autograd
 from tests.harness.pool import on_ranks
 from tests.steps.test_allocations import ACTIVATIONS, LAYERS, E, F, V, batch, loss, measured, params
 from yafsdp_fn.communication.streams import HostStream
-from yafsdp_fn.runtime.slots import acquire
 
 Mesh = Any
 TXS = {
@@ -102,7 +101,7 @@ def test_streams_know_the_slots(mesh: Mesh, tmp_path: Any) -> None:
         life = Life(Setting("shard", "zero3", False, "pinned"), True, tmp_path)
         for _ in range(2):
             life.take(life.step)
-    slots = acquire(life.state.memory)
+    (slots,) = life.state.memory.idle
     buffers = [*slots._weights.values(), *slots._grads.values()]
     streams = life.state.memory.comms.streams
     assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)

@@ -26,7 +26,7 @@ from tests.harness.problems import (
     param,
     with_ends,
 )
-from yafsdp_fn.communication.collectives import GlooGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.schedules import Gather, Reduce
 
 

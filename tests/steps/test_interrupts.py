@@ -14,7 +14,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.failing import TX, batch, bits, loss, same, state
 from tests.harness.marks import nightly
-from yafsdp_fn.optim.step import fused
+from yafsdp_fn.optim.step import kernels
 from yafsdp_fn.util.randomness import in_step
 
 LIBRARY = str(Path(ya.__file__).parent)
@@ -88,14 +88,14 @@ def test_at_any_line_of_a_step(optimizer: str, each: int) -> None:
 
 def test_inside_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the optimizer has written parameters, but the new state is not there yet, the old one must not pass."""
-    kernel, armed = fused.fused_adamw, False
+    kernel, armed = kernels.fused_adamw, False
 
     def interrupted(*args: Any, **options: Any) -> None:
         kernel(*args, **options)
         if armed:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(fused, "fused_adamw", interrupted)  # a state keeps what its first step has found
+    monkeypatch.setattr(kernels, "fused_adamw", interrupted)  # a state keeps what its first step has found
     now, step = state(), ya.train_step(loss, TX)
     for _ in range(2):
         now, _ = step(now, batch())

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, shape_of, tensors_in
+from yafsdp_fn.runtime.block_call import TensorCall
 from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
 from yafsdp_fn.runtime.pure import Rematerialised, is_smooth
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
-from yafsdp_fn.runtime.visit import TensorCall
 from yafsdp_fn.util.randomness import device_of_leaves, ranks_around
 from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_active
 

@@ -23,7 +23,7 @@ from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, must_be_function, named_leaves, shape_of, stacked
 from yafsdp_fn.runtime import pure
-from yafsdp_fn.runtime.visit import BlockCall, rows_of
+from yafsdp_fn.runtime.block_call import BlockCall, rows_of
 from yafsdp_fn.util.randomness import device_of_leaves, run_plain_visit
 
 # ---- The verbs.

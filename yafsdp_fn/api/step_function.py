@@ -29,17 +29,19 @@ from yafsdp_fn.communication.micro_shards import micro_shard_seed
 from yafsdp_fn.params.tree import Tree, must_be_function
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.runtime import consistency, errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, batch_axes
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
+from yafsdp_fn.runtime.batch import batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.graph_walks import depends
-from yafsdp_fn.runtime.memory import Shards, StateMemory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
+from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.stage_io import MessageBuffers, shapes
-from yafsdp_fn.runtime.updates import StepUpdates
+from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.schedules import Program, Trace, one_f_one_b, zero3
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
@@ -221,14 +223,14 @@ class StepFunction:
         if comms.stages == 1:
             given = self.programs.given(memory, arguments.microbatches)
             if given is not None:
-                return self.programs.keep(given, memory)
+                return self.programs.admit(given, memory)
             return self._recorded(arguments, memory, shards is not None, seed)
         from yafsdp_fn.tracing.stages import crossing_of
 
         must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
         cut = self.programs.build(crossing.trace, comms.stage, crossing)
-        return self.programs.keep(cut, memory, batch)
+        return self.programs.admit(cut, memory, batch)
 
     def _recorded(self, arguments: Arguments, memory: StateMemory, trains: bool, seed: Seed) -> Verified:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
@@ -248,7 +250,7 @@ class StepFunction:
             recording.end(FIRST, {})
             recording.compare(mean.total, _outline(aux), arguments.plain)
             trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
-            verified = self.programs.keep(self.programs.build(trace), memory)
+            verified = self.programs.admit(self.programs.build(trace), memory)
         recording.close()
         verified.collectives = collectives
         return verified

@@ -19,9 +19,8 @@ from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.runtime.arguments import Seed
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.plain_state import PlainState
-from yafsdp_fn.runtime.reductions import Mean
-from yafsdp_fn.runtime.state import ShardedState
-from yafsdp_fn.runtime.updates import Measured, StepUpdates, combined, divided
+from yafsdp_fn.runtime.reductions import Mean, combined, divided
+from yafsdp_fn.runtime.state import Measured, ShardedState, StepUpdates
 from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.foreign_names import with_hints

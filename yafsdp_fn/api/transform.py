@@ -15,9 +15,8 @@ from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.runtime.arguments import Arguments, Seed, zeros
 from yafsdp_fn.runtime.plain_state import PlainState
-from yafsdp_fn.runtime.reductions import as_mean
+from yafsdp_fn.runtime.reductions import as_mean, combined, divided
 from yafsdp_fn.runtime.state import ShardedState, memory_of
-from yafsdp_fn.runtime.updates import combined, divided
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.randomness import acting_over, in_step
 from yafsdp_fn.util.torch_private import transforms_active

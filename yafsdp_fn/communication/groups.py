@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication.collectives import GlooGroup, RankGroup
+from yafsdp_fn.communication.collectives import RankGroup
+from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.micro_shards import Scratch, micro_shards_of
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.communication.store import new_group
@@ -145,7 +146,7 @@ class Groups(MeshRanks):
     """The process groups of one mesh. parent: the default process group when they were made
 
     timeout: of a collective, None where the backend does not say
-    groups: those whose collectives read and write slots and shards
+    groups: those whose collectives read and write slots and shards; others: all further ones of the mesh's backend
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -155,7 +156,7 @@ class Groups(MeshRanks):
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
         self.groups = list[RankGroup]()
-        self._others = list[RankGroup]()
+        self.others = list[RankGroup]()
         self.message_groups: list[RankGroup] = []
         self._sharing: dict[tuple[int, ...], RankGroup] = {}
         self.along: dict[str, RankGroup] = {}
@@ -204,7 +205,7 @@ class Groups(MeshRanks):
     def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> RankGroup:
         """Makes `groups`, each of global ranks, and returns that of this rank."""
         made = make_group(groups, *self._how, name)
-        (self.groups if moves_units else self._others).append(made)
+        (self.groups if moves_units else self.others).append(made)
         return made
 
     def _in_copies(self, subgroups: list[list[int]]) -> list[list[int]]:
@@ -261,7 +262,7 @@ class Groups(MeshRanks):
         # groups of a part of the ranks stay: torch names the next ones after how many there are
         if there and not self.alone and self.world == dist.get_world_size():
             control = self.control_group, self.stage_control_group, self.abort_group
-            for group in dict.fromkeys([*self.groups, *self._others, *control]):
+            for group in dict.fromkeys([*self.groups, *self.others, *control]):
                 dist.destroy_process_group(group.process_group)
 
 

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.protocols import Outs
-from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.randomness import seeded
 from yafsdp_fn.util.torch_private import not_compiled
 
@@ -176,11 +176,9 @@ class Graphs:
         self._told: set[str] = set()
 
     def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        def work(tensors: Sequence[Tensor]) -> Outs:
-            return [*visit.outputs(op, tensors)]
-
-        outs = self.run(visit.call, "forward", _slots(visit, op), work, tensors, pure=True)
-        return [out for out in outs if out is not None]
+        work = functools.partial(visit.outputs, op)
+        outs: Any = self.run(visit.call, "forward", _slots(visit, op), work, tensors, pure=True)
+        return list(outs)
 
     def gradients(
         self,
@@ -195,7 +193,7 @@ class Graphs:
         def work(both: Sequence[Tensor]) -> Outs:
             left = iter(both[len(needs) :])
             back = [next(left) if g else None for g in given]
-            return [*visit.gradients(op, both[: len(needs)], needs, back)]
+            return list(visit.gradients(op, both[: len(needs)], needs, back))
 
         trained = tuple(unit in visit.visit.trained for unit in visit.visit.units)
         what = (tuple(needs), tuple(given), trained, tuple(grad_slot.add for grad_slot in grad_slots))

@@ -52,11 +52,12 @@ class HostActivationBuffers:
         self, visit: int, slot: int, tensors: Sequence[Tensor], carry_length: int, outs: Sequence[Tensor]
     ) -> list[Tensor]:
         """Copies what it can of the first `carry_length` of a visit's arguments into `slot`; returns the others."""
-        memory = {address_of(out) for out in outs}
-        passed = [k for k, x in enumerate(tensors[:carry_length]) if address_of(x) in memory or not self._plain(x)]
+        carry = tensors[:carry_length]
+        of_outputs = set(map(address_of, outs))
+        stays = [k for k, x in enumerate(carry) if address_of(x) in of_outputs or not self._plain(x)]
         slices: dict[int, CarrySlice] = {}
         end = 0
-        for k in movable(tensors[:carry_length], passed):
+        for k in movable(carry, stays):
             x = tensors[k]
             nbytes = x.untyped_storage().nbytes()
             slices[k] = CarrySlice(end, nbytes, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
@@ -72,14 +73,14 @@ class HostActivationBuffers:
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, as views of `slot`, among the `others`."""
         slices, rest = self._slices[visit], iter(others)
-        found = []
+        found: list[Tensor] = []
         for k in range(len(slices) + len(others)):
-            if k in slices:
-                each = slices[k]
-                first = each.start // each.dtype.itemsize + each.offset
-                found.append(self._slots[slot].view(each.dtype).as_strided(each.shape, each.stride, first))
-            else:
+            each = slices.get(k)
+            if each is None:
                 found.append(next(rest))
+                continue
+            first = each.start // each.dtype.itemsize + each.offset
+            found.append(self._slots[slot].view(each.dtype).as_strided(each.shape, each.stride, first))
         return found
 
     def works(self) -> Works:

@@ -33,7 +33,7 @@ from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of
-from yafsdp_fn.runtime.visit import BlockCall, HandleWeights, rows_of
+from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.util.foreign_names import hint
 from yafsdp_fn.util.torch_private import transforms_active

@@ -1,18 +1,15 @@
-"""linear_cross_entropy: the head and the loss in one, in chunks of rows."""
+"""The cross-entropy of a head in chunks of rows, for `linear_cross_entropy` (linear.py)."""
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from yafsdp_fn.nn.linear import destination, linear
 from yafsdp_fn.util.on_gpu import kernels_run_on
-from yafsdp_fn.util.torch_private import assert_async, transforms_active
+from yafsdp_fn.util.torch_private import assert_async
 
 # ---- The cross-entropy of a head, and its gradients, without the logits of all positions at once.
 #
@@ -35,20 +32,24 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class Chunked(torch.autograd.Function):
+    """Computes the total of a head. found: the destination of the weight's gradient; grad: one may be asked for"""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, chunk: int, grad: bool
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, found: Any, ignore_index: int, chunk: int, grad: bool
     ) -> Tensor:
-        wants_x, wants_weight = (grad and wants for wants in ctx.needs_input_grad[:2])
-        # a compiled graph is made before the slots of its backward are known
-        found = destination(weight) if wants_weight and not torch.compiler.is_compiling() else None
+        wants_x, wants_weight = [grad and wants for wants in ctx.needs_input_grad[:2]]
+        if not wants_weight:
+            found = None
         grad_x = grad_weight = None
         write: Write | None = None
         with contextlib.nullcontext(True) if found is None else found.early() as formed:
             if formed and wants_x:
                 grad_x = torch.empty_like(x)
-            if formed and wants_weight:
-                grad_weight, write = (None, found.write_chunk) if found else _fresh(weight)
+            if formed and found is not None:
+                write = found.write_chunk
+            elif formed and wants_weight:
+                grad_weight, write = _fresh(weight)
             total = _chunks(x, weight, targets, ignore_index, chunk, grad_x=grad_x, write=write)
         ctx.how, ctx.found, ctx.formed = (ignore_index, chunk), found, formed
         # torch.utils.checkpoint wants a recomputation to save as much as the forward, where a slot may have been free
@@ -59,24 +60,36 @@ class Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, targets, grad_x, grad_weight = ctx.saved_tensors
-        found, (wants_x, wants_weight, *_) = ctx.found, ctx.needs_input_grad
-        grad_x = grad_x if found is None else ctx.grad_x
+        found, (wants_x, wants_weight, *others) = ctx.found, ctx.needs_input_grad
+        rest = [None] * len(others)
+        if found is not None:
+            grad_x = ctx.grad_x
         if torch.is_grad_enabled():  # create_graph
-            wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
-            scores = F.linear(x, weight).to(_wide(x.dtype))
-            total = F.cross_entropy(scores, targets, ignore_index=ctx.how[0], reduction="sum")
-            grads = iter(torch.autograd.grad(total, wanted, scale, create_graph=True))
-            return *(next(grads) if wants else None for wants in (wants_x, wants_weight)), None, None, None, None
+            return *_differentiable_gradients(x, weight, targets, ctx.how[0], scale), *rest
+        # formed in the forward, at a scale of one
         if ctx.formed and (found is None or found.confirm(scale)):
-            scaled = (None if grad is None else grad * scale for grad in (grad_x, grad_weight))
-            return *scaled, None, None, None, None
+            return *[None if grad is None else grad * scale for grad in (grad_x, grad_weight)], *rest
+        # else the logits again
         grad_x = torch.empty_like(x) if wants_x else None
+        grad_weight = None
         write: Write | None = None
-        if wants_weight:
-            at_once = found is not None and found.takes and found.later is None
-            grad_weight, write = (None, found.write_chunk) if at_once else _fresh(weight)
+        if wants_weight and found is not None and found.takes and found.later is None:
+            write = found.write_chunk
+        elif wants_weight:
+            grad_weight, write = _fresh(weight)
         _chunks(x, weight, targets, *ctx.how, grad_x=grad_x, write=write, scale=scale)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, *rest
+
+
+def _differentiable_gradients(
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, scale: Tensor
+) -> list[Tensor | None]:
+    """Returns the gradients of `x` and `weight`, None for what requires none, in a graph of their own."""
+    wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
+    scores = F.linear(x, weight).to(_wide(x.dtype))
+    total = F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")
+    grads = iter(torch.autograd.grad(total, wanted, scale, create_graph=True))
+    return [next(grads) if tensor.requires_grad else None for tensor in (x, weight)]
 
 
 def _fresh(weight: Tensor) -> tuple[Tensor, Write]:
@@ -154,56 +167,3 @@ def _softmax_(logits: Tensor, labels: Tensor, factors: Tensor, *, gradient: bool
             few.copy_(p)
         del p  # free it before the next one
     return torch.cat(parts)
-
-
-# ---- The head and its loss as one function.
-
-ON_CPU, ELSEWHERE = (32 << 20, 256), (256 << 20, 2048)
-"""Limits of a chunk: bytes of logits in the dtype of the softmax, and the rows always allowed; with fewer, the pass of
-each chunk over grad_W would cost time."""
-
-
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk: int | None = None
-) -> Tensor:
-    """Computes `F.cross_entropy(F.linear(x, weight), targets, reduction="sum")`, softmax and sum in fp32 at least.
-
-    x [..., E], weight [V, E], targets [...] of integers -> a scalar. Targets equal to `ignore_index` do not count.
-    chunk: rows of x whose logits exist at once. None: as many as make 32 MiB, but at least 256; on a GPU 256 MiB and
-        2048. Under torch.func, and for a second derivative, all
-    Raises torch's error for a target outside [0, V): IndexError, on CUDA a failed assertion on the device.
-
-    >>> x, weight, targets = torch.ones(2, 4), torch.zeros(16, 4), torch.tensor([3, -100])
-    >>> ya.linear_cross_entropy(x, weight, targets)            # log(16): one of two targets counts
-    tensor(2.7726)
-    """
-    if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
-        how: dict[str, Any] = {"ignore_index": ignore_index, "chunk": chunk}
-        result: Tensor = handle_torch_function(linear_cross_entropy, (x, weight), x, weight, targets, **how)
-        return result
-    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    device = weight.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-    if chunk is None:
-        chunk = rows_at_once(rows, weight, device=device)
-    elif chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk={chunk}, expected 1 row or more")
-    if chunk >= len(rows) or transforms_active():
-        return _whole(rows, weight, labels, ignore_index)
-    total: Tensor = Chunked.apply(rows, weight, labels, ignore_index, chunk, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
-    return total
-
-
-def rows_at_once(x: Tensor, weight: Tensor, *, device: str) -> int:
-    """Returns the default rows of a chunk on this type of device; all chunks have about one size."""
-    nbytes, least = ON_CPU if device == "cpu" else ELSEWHERE
-    rows = x.shape[:-1].numel()
-    most = max(least, nbytes // (len(weight) * max(4, x.dtype.itemsize)))
-    return math.ceil(rows / math.ceil(rows / most)) if rows else 1
-
-
-def _whole(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    scores = linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
-    return F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")

@@ -64,7 +64,8 @@ from yafsdp_fn.optim.scaling import (
     warmup_cosine_decay_schedule,
     warmup_linear_decay_schedule,
 )
-from yafsdp_fn.optim.step.units import parts_of, step_, why_not_unitwise
+from yafsdp_fn.optim.step.analysis import parts_of, why_not_unitwise
+from yafsdp_fn.optim.step.units import step_
 from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [

@@ -23,7 +23,7 @@ from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.communicators import SAME_BLOCKS
 from yafsdp_fn.communication.ranks import Rows
 from yafsdp_fn.program.split import Call, Kind
-from yafsdp_fn.program.trace import Between, Collectives, Trace
+from yafsdp_fn.program.trace import Between, Collectives, Trace, Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.execute import Session, VisitRunner
 from yafsdp_fn.runtime.protocols import OpObserver
@@ -52,8 +52,10 @@ class Called(NamedTuple):
     rows: Rows
 
     def __str__(self) -> str:
-        rows = "" if not self.rows else f", rows to each rank {self.rows[0]}, from each {self.rows[1]}"
-        return f"{self.call.kind} over {self.call.axis!r}, {self.call.nbytes} bytes of {self.dtype}{rows}"
+        text = f"{self.call.kind} over {self.call.axis!r}, {self.call.nbytes} bytes of {self.dtype}"
+        if self.rows:
+            text += f", rows to each rank {self.rows[0]}, from each {self.rows[1]}"
+        return text
 
 
 class Noted(NamedTuple):
@@ -74,10 +76,13 @@ class Stretch:
     ) -> None:
         self.key, self.position, self.run = key, position, run
         self.found: list[Called] = []
-        self.expected = None if noted is None else noted.calls
-        uneven = any(each.call.kind.startswith("uneven") for each in self.expected or ())
-        self.sized = noted is not None and noted.given == given and not uneven
-        self.typed = noted is not None and list(map(_typed, noted.given)) == list(map(_typed, given))
+        self.expected: tuple[Called, ...] | None = None
+        self.sized = self.typed = False
+        if noted is not None:
+            self.expected = noted.calls
+            uneven = any(each.call.kind.startswith("uneven") for each in noted.calls)
+            self.sized = noted.given == given and not uneven
+            self.typed = list(map(_typed, noted.given)) == list(map(_typed, given))
 
     def fixed(self, of: Called) -> tuple[Any, ...]:
         """Returns the properties of a collective that must be as they were before."""
@@ -197,11 +202,14 @@ class BlockCollectives:
         shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
         self._must_agree(f"{what} of {x.dtype}, {position}", what)
         # of one size along its axis
-        mine = torch.tensor([zlib.crc32(repr(shape).encode()), *[n for side in got.rows for n in side]])
-        every = comms.numbers_of_all(mine, what, in_stage=True)
+        numbers = [zlib.crc32(repr(shape).encode())]
+        for side in got.rows:
+            numbers += side
         size, apart = comms.axes[call.axis].size, comms.stride(call.axis)
-        every = every.view(-1, size, apart, len(mine))
-        if not bool((every[..., 0] == every[:, :1, :, 0]).all()):
+        every = comms.numbers_of_all(torch.tensor(numbers), what, in_stage=True)
+        every = every.view(-1, size, apart, len(numbers))
+        same = every[..., 0] == every[:, :1, :, 0]
+        if not bool(same.all()):
             self._must_agree(f"{what} of {x.dtype} {shape}, {position}", what)
         if not got.rows:
             return
@@ -231,12 +239,16 @@ class BlockCollectives:
                     return tuple(each.call for each in noted.calls)
             return ()
 
-        of_loss = (Between(v, calls(v, "after"), calls(v, "before")) for v in range(-1, len(trace.visits)))
-        visits = [(v, calls(v.id, "forward"), calls(v.id, "backward", "kept backward")) for v in trace.visits]
-        return trace._replace(
-            visits=tuple(v._replace(collectives=forward, adjoints=backward) for v, forward, backward in visits),
-            between=tuple(each for each in of_loss if each.collectives or each.adjoints),
-        )
+        visits: list[Visit] = []
+        for visit in trace.visits:
+            adjoints = calls(visit.id, "backward", "kept backward")
+            visits.append(visit._replace(collectives=calls(visit.id, "forward"), adjoints=adjoints))
+        between: list[Between] = []
+        for number in range(-1, len(visits)):
+            of_loss = Between(number, calls(number, "after"), calls(number, "before"))
+            if of_loss.collectives or of_loss.adjoints:
+                between.append(of_loss)
+        return trace._replace(visits=tuple(visits), between=tuple(between))
 
 
 # ---- What sizes and dtypes follow from.

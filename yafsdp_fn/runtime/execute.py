@@ -36,18 +36,18 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
-from yafsdp_fn.runtime.memory import GradSlot, Shards, StateMemory
+from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
-from yafsdp_fn.runtime.slots import acquire
-from yafsdp_fn.runtime.updates import StepUpdates
-from yafsdp_fn.runtime.visit import BlockCall, KeptVisit, ToSlots
+from yafsdp_fn.runtime.shards import GradSlot, Shards
+from yafsdp_fn.runtime.slots import Slots
+from yafsdp_fn.runtime.state import StepUpdates
+from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
-
-SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
 
 class _Root(torch.autograd.Function):
@@ -70,6 +70,7 @@ class VisitRunner:
     number: of the step; differentiates: there is a backward; trains: weights of the state get gradients
     position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
+    running: the visit under way, while there is one
     """
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
@@ -83,14 +84,13 @@ class VisitRunner:
         self.collectives: Any = None
         self._trained = frozenset(memory.trained if trains else ())
         self._failure: tuple[str, BaseException] | None = None
-        self._running: Any = None  # the visit under way
+        self.running: Any = None
         # what the loss gets
         self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
         self.token = self.leaf_token
-        self.leaves = [
-            master.detach().requires_grad_(trains and group.trainable)
-            for group, master in zip(memory.groups, memory.master.present, strict=True)
-        ]
+        self.leaves: list[Tensor] = []
+        for group, master in zip(memory.groups, memory.master.present, strict=True):
+            self.leaves.append(master.detach().requires_grad_(trains and group.trainable))
 
     # ---- calls and visits
 
@@ -112,7 +112,7 @@ class VisitRunner:
 
     def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
         """Begins a visit of this microbatch."""
-        if self._failure or self._running:
+        if self._failure or self.running:
             self._may_begin(name)
         trained = tuple(filter(self._trained.__contains__, units))
         self.visits.append(Visit(len(self.visits), name, units, trained))
@@ -120,7 +120,7 @@ class VisitRunner:
 
     def _may_begin(self, name: str) -> None:
         self.raise_failure()
-        if self._running is not None:
+        if self.running is not None:
             here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
             raise errors.nested_visit(here, self.position)
 
@@ -131,7 +131,7 @@ class VisitRunner:
             self._may_begin(call.name)
         visit = self.new_visit(call.name, call.units) if counts else None
         try:
-            outs = self.without_grad(call) if visit is None else self.outputs_of(call, visit)
+            outs = pure.without_grad(self, call) if visit is None else self.outputs_of(call, visit)
         except BaseException as error:
             self._failure = self.position, error
             raise
@@ -140,28 +140,6 @@ class VisitRunner:
     def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         """Returns the outputs of a visit."""
         raise NotImplementedError
-
-    def without_grad(self, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
-        """Returns the outputs of a visit on the pure path without grad. No program says what ranks communicate: they
-        compare it first.
-
-        visit: None where it is no part of a program
-        """
-        number, visit_id = ("without grad", None) if visit is None else (f"visit {visit.id}", visit.id)
-        self.position = f"forward of {call.name} ({number}, microbatch {self.microbatch}, step {self.number})"
-        self._running = call
-        self.memory.comms.must_agree(SAME_VISITS, {"op": self.position}, self.position)
-        if self.collectives is not None:
-            self.collectives.begin("forward", visit_id)
-        with torch.no_grad():
-            outs = pure.outputs(call, compare=visit is not None)
-        if self.collectives is not None:
-            self.collectives.end()
-        self._running = None
-        self.position = f"after {self.position}"
-        if self.collectives is not None:
-            self.collectives.after("forward", visit_id)
-        return outs
 
     # ---- errors
 
@@ -184,7 +162,7 @@ class VisitRunner:
             return
         VisitRunner.close(self)
         # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self._failure = self._running = None
+        self._failure = self.running = None
         try:
             self.memory.comms.abort(self.position, error)
         finally:
@@ -236,8 +214,9 @@ class Session(VisitRunner):
         self._ops: Sequence[Op] = verified.ops
         self._cursor = 0
         # slots, with what they hold now
-        self.slots = acquire(memory)
-        self.slots.reserve_for(verified.program)
+        self.slots: Slots = memory.idle.pop() if memory.idle else Slots(memory)
+        if self.slots.reserved is not verified.program:
+            self.slots.reserve_for(verified.program)
         if verified.has_carry_slots and self.slots.activations is None:
             self.slots.activations = activations(memory, self.slots.number)
         self._works: Works = {} if self.slots.activations is None else self.slots.activations.works()
@@ -250,10 +229,17 @@ class Session(VisitRunner):
         """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
         visit."""
         # on the first step of a program, or where weights were written by hand
-        missing = self.slots.missing()
+        missing = self.missing()
         for index, (unit, slot) in enumerate(missing):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
         self.follow()
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Returns `(unit, slot)` of units that slots should hold from the step before, in their current version, and do
+        not."""
+        contents, versions = self.slots.contents, self.memory.versions
+        carried = self.slots.carried.items()
+        return [(unit, slot) for slot, unit in carried if contents.get(slot) != (unit, versions[unit])]
 
     def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
@@ -318,8 +304,9 @@ class Session(VisitRunner):
         op = self._ops[self._cursor] if self._cursor < len(self._ops) else None
         if not isinstance(op, Forward if kind == "forward" else Backward):
             raise errors.visit_differs_from_program(self.position, op, trace)
-        planned, here = trace.visits[op.visit], (visit.id, microbatch, visit.units, visit.trained)
-        if (op.visit, op.microbatch, planned.units, planned.trained) != here:
+        planned = trace.visits[op.visit]
+        expected = op.visit, op.microbatch, planned.units, planned.trained
+        if (visit.id, microbatch, visit.units, visit.trained) != expected:
             raise errors.visit_differs_from_program(self.position, op, trace)
         if self._compute_stream is not None and self._compute_stream != torch.cuda.current_stream():
             # the scoreboard takes the last compute on a buffer for all earlier ones
@@ -334,12 +321,12 @@ class Session(VisitRunner):
         comms = self.memory.comms
         event = comms.event() if comms.streams else None
         self.memory.board.begin(event, prepared.reads, prepared.writes, run)
-        self._running = op, visit, event, run
+        self.running = op, visit, event, run
         return op
 
     def end_compute(self) -> None:
         """Ends the compute under way, and issues what may follow."""
-        (op, visit, event, run), self._running = self._running, None
+        (op, visit, event, run), self.running = self.running, None
         if self.collectives is not None:
             self.collectives.end()
         self.memory.board.end(event, run)
@@ -351,7 +338,8 @@ class Session(VisitRunner):
     def target(self, op: Backward, visit: Visit) -> Any:
         """Returns what takes the gradients of a visit's weights to its slots, and records that these will hold some."""
         # a gradient is added to what a slot holds of the same unit, and overwrites all else
-        slots, out = self.slots, list[GradSlot]()
+        slots = self.slots
+        out: list[GradSlot] = []
         for unit, slot in zip(visit.trained, op.grad_slots, strict=True):
             if unit in self.memory.grads_alias:  # the slot is the shard: it stays written after its reduction
                 add = unit in self.touched
@@ -367,11 +355,10 @@ class Session(VisitRunner):
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
-        slots, out = self.slots, list[GradSlot]()
-        for unit, slot in zip(trained, op.early, strict=True):
-            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, self.grads)
-            out.append(GradSlot(views, False))
-        return out
+        return [
+            GradSlot(self.slots.grad(slot, unit, self.grads), False)
+            for unit, slot in zip(trained, op.early, strict=True)
+        ]
 
     # ---- issued ops
 
@@ -417,9 +404,11 @@ class Session(VisitRunner):
         return self._works[kind](op) if kind in self._works else WORKS[kind](self, op)
 
     def _reduce(self, op: Reduce) -> Work | None:
-        memory, grads = self.memory, self.grads
+        memory, slots, grads = self.memory, self.slots, self.grads
         assert grads is not None
-        slots, units, wholes, shards = self.slots, list[int](), list[Tensor](), list[Tensor]()
+        units: list[int] = []
+        wholes: list[Tensor] = []
+        shards: list[Tensor] = []
         converted = False
         for unit, slot in zip(op.units, op.grad_slots, strict=True):
             if unit in memory.grads_alias:
@@ -546,4 +535,4 @@ class Session(VisitRunner):
     def close(self) -> None:
         """Ends a successful step. After an error slots are dropped, not given back: what they hold is of no use."""
         super().close()
-        self.slots.release()
+        self.memory.idle.append(self.slots)

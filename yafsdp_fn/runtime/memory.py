@@ -1,4 +1,4 @@
-"""The memory of a sharded state: shards, working copies, gradient shards and slots, and the hazards over them.
+"""The memory of a sharded state: shards, working copies, gradient shards, and the hazards over them.
 
 A `ShardedState` is a frozen view of a memory at one generation. The memory is updated in place: donation advances its
 generation, and older views raise.
@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,77 +19,20 @@ from yafsdp_fn.communication import formats
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
-from yafsdp_fn.params.layout import FlatLayout, Group, TreeLayout
+from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.precision import Precision
-from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.placement import Placement
+from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.util.bits import sum_of_bits
-
-# ---- Memory of tensors, and views of a unit.
 
 
 def address_of(tensor: Tensor) -> int:
     """Returns the address of the tensor's memory; 0 where it has none."""
     return tensor.untyped_storage().data_ptr()
-
-
-class UnitViews(NamedTuple):
-    """A flat vector of a unit, with views of its leaves, and of the gaps that belong to no leaf."""
-
-    flat: Tensor
-    leaves: list[Tensor]
-    gaps: list[Tensor]
-
-
-def views_of(layout: FlatLayout, flat: Tensor) -> UnitViews:
-    return UnitViews(flat, layout.split(flat), layout.gaps(flat))
-
-
-class GradSlot(NamedTuple):
-    """The gradient slot of one trained unit. add: to its content"""
-
-    views: UnitViews
-    add: bool
-
-
-# ---- Flat shards of every group of a layout. Masters, gradients and moments all have this shape.
-#
-# tensors[g]: [L, n] for a stack, [n] for an unstacked or a pinned unit
-# rows[unit]: view [n] of one unit, for units that this stage holds
-
-
-class Shards:
-    """One tensor per group, and a view per unit. An absent group (a frozen one, in gradients) is None.
-
-    present: the tensors of the groups that are not absent
-    counted: the parts that sums over all ranks include: if several stages hold a unit, only the first counts it;
-    counts: the units in it
-    """
-
-    def __init__(self, groups: Sequence[Group], tensors: Sequence[Tensor | None]) -> None:
-        self.tensors = list(tensors)
-        self.present = [tensor for tensor in tensors if tensor is not None]
-        self.rows: dict[int, Tensor] = {}
-        self.counted: list[Tensor] = []
-        self._views: dict[int, UnitViews] = {}
-        self._layouts = {unit: group.layout for group in groups for unit in group.units}
-        for group, tensor in zip(groups, tensors, strict=True):
-            if tensor is not None:
-                # a single unit may be elsewhere: then it has no row here
-                rows = tensor.unbind() if tensor.ndim == 2 else (tensor,) * len(group.held)
-                self.rows.update(zip(group.held, rows, strict=True))
-                all_count = len(group.counted) == len(group.here)
-                self.counted += [tensor] if all_count else [rows[row] for row in group.counted]
-
-    def views(self, unit: int) -> UnitViews:
-        """Returns views of a unit. One rank only: the shard is the whole flat vector."""
-        if unit not in self._views:
-            self._views[unit] = views_of(self._layouts[unit], self.rows[unit])
-        return self._views[unit]
 
 
 # ---- The memory of a state, from its first step to its last.
@@ -155,8 +98,10 @@ class StateMemory(Placement[Communicators]):
         return StateMemory(self.layout, lambda _: masters, self.mesh, self.precision, self.assignment, number)
 
     def _working_copy(self, group: Group, master: Tensor) -> Tensor:
-        if (format := group.wire.gather) is not None:
-            out = master.new_empty(*master.shape[:-1], format.nbytes(master.shape[-1]), dtype=torch.uint8)
+        format = group.wire.gather
+        if format is not None:
+            nbytes = format.nbytes(master.shape[-1])
+            out = master.new_empty(*master.shape[:-1], nbytes, dtype=torch.uint8)
             formats.encode(format, master, out)
             return out
         return master.to(self.gather_dtype(group.units[0])) if group.trainable else master
@@ -194,7 +139,7 @@ class StateMemory(Placement[Communicators]):
 
     def params(self, seed: int, step: int) -> Tree:
         """Returns the user's container with a handle per entry on the masters."""
-        return placed(self.layout, self.master.tensors, Origin(self, self.generation, seed, step))
+        return self.handles(self.master.tensors, seed, step)
 
     def masters(self) -> list[Tensor]:
         """This rank's shards, by group."""
@@ -203,9 +148,12 @@ class StateMemory(Placement[Communicators]):
     def copies(self, seed: int, step: int) -> Tree | None:
         """Returns `params` on the working copies, which may be masters; None if all are. What travels in a format is no
         copy that an optimizer could write: `refresh` encodes it."""
-        both = zip(self.groups, self.master.present, self.working.present, strict=True)
-        copies = [working if group.wire.gather is None else master for group, master, working in both]
-        same = all(copy is master for copy, master in zip(copies, self.master.present, strict=True))
+        copies: list[Tensor] = []
+        same = True
+        for group, master, working in zip(self.groups, self.master.present, self.working.present, strict=True):
+            copy = working if group.wire.gather is None else master
+            same &= copy is master
+            copies.append(copy)
         return None if same else self.handles(copies, seed, step)
 
     def ready(self) -> None:
@@ -258,13 +206,10 @@ class StateMemory(Placement[Communicators]):
     @torch.inference_mode(False)
     def new_grads(self) -> Shards:
         """Allocates gradient shards of the trainable groups."""
-        return Shards(
-            self.groups,
-            [
-                torch.empty_like(master) if group.trainable and master is not None else None
-                for group, master in zip(self.groups, self.master.tensors, strict=True)
-            ],
-        )
+        grads: list[Tensor | None] = []
+        for group, master in zip(self.groups, self.master.present, strict=True):
+            grads.append(torch.empty_like(master) if group.trainable else None)
+        return Shards(self.groups, grads)
 
     def kept_grads(self) -> Shards:
         """Returns the gradient shards of `train_step`, allocated once for the life of the memory."""
@@ -288,9 +233,11 @@ class StateMemory(Placement[Communicators]):
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Returns memory for one fresh gradient of a leaf, on the compute stream; the next caller overwrites it."""
-        if dtype not in self._scratch:
-            self._scratch[dtype] = torch.empty(self.largest_leaf(dtype), dtype=dtype, device=self.comms.device)
-        return self._scratch[dtype][: shape.numel()].view(shape)
+        found = self._scratch.get(dtype)
+        if found is None:
+            found = torch.empty(self.largest_leaf(dtype), dtype=dtype, device=self.comms.device)
+            self._scratch[dtype] = found
+        return found[: shape.numel()].view(shape)
 
     @property
     def scratches(self) -> list[Tensor]:

@@ -24,14 +24,16 @@ from yafsdp_fn.program.split import Call, Message
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import argument_name
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.memory import GradSlot, StateMemory
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
+from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
-from yafsdp_fn.runtime.visit import BlockCall, GradTarget, GradTargets, ToSlots
+from yafsdp_fn.runtime.visit import GradTarget, GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values
 
 # ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
@@ -113,10 +115,10 @@ class StageSession(Session):
 
     def calls(self) -> Iterator[Call]:
         split = self.crossing.split
-        ends = {"forward": 0, "backward": -1, "inputs": -1, "weights": -1}
         for kind, number, microbatch, _ in self.verified.program.trace.order:
             segment = split.segment(number)
-            if split.visits(segment)[ends[kind]] == number:
+            begins_with = split.visits(segment)[0 if kind == "forward" else -1]
+            if number == begins_with:
                 yield Call(kind, segment, microbatch)
 
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
@@ -214,7 +216,8 @@ class Segment:
         self._crossing, self._split, self._call, self._arrived = crossing, crossing.split, call, arrived
         self._where = where
         # flow -> piece -> tensor, and its version
-        self._left: dict[int, dict[int, tuple[Tensor, int]]] = {flow: {} for flow in self._split.leaving(call.segment)}
+        leaving = self._split.leaving(call.segment)
+        self._left: dict[int, dict[int, tuple[Tensor, int]]] = {flow: {} for flow in leaving}
 
     def enter(self, call: Any, number: int) -> bool:
         """Begins visit `number`, of the `BlockCall` `call`, and returns whether another segment has it. Where this one
@@ -223,12 +226,13 @@ class Segment:
         here = first <= number < end
         # is it the visit of the trace?
         visits = self._crossing.trace.visits
-        if number >= len(visits) or (visits[number].name, visits[number].units) != (call.name, call.units):
-            expected = f"{visits[number].name} here" if number < len(visits) else "no further visit"
-            raise OrderChanged(f"{call.name} (visit {number}, {self._where}): the trace has {expected}. {SAME_ORDER}")
-        traced = self._crossing.placeholders[number]
-        if call.given != traced.given:
-            raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, traced.given)
+        expected = visits[number] if number < len(visits) else None
+        if expected is None or (expected.name, expected.units) != (call.name, call.units):
+            has = "no further visit" if expected is None else f"{expected.name} here"
+            raise OrderChanged(f"{call.name} (visit {number}, {self._where}): the trace has {has}. {SAME_ORDER}")
+        given = self._crossing.placeholders[number].given
+        if call.given != given:
+            raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, given)
         # what comes from another segment, and what goes to one
         for place, tensor in enumerate(call.tensors):
             flow, piece = self._crossing.flow_of.get((number, place), (-1, 0))
@@ -247,11 +251,11 @@ class Segment:
     def checked(self, call: Any, out: Tree, number: int) -> Tree:
         """Returns the outputs of a visit that is here. Raises if they differ from what stands for them elsewhere."""
         traced = self._crossing.placeholders[number]
-        shapes = [(x.shape, x.dtype) for x in tensors_in(out)]
-        if call.structure[0] != traced.structure[0] or shapes != [(x.shape, x.dtype) for x in traced.tensors]:
-            raise errors.visit_differs_from_trace(
-                f"{call.name} (visit {number})", "it returns other shapes, or another tree"
-            )
+        found = [(x.shape, x.dtype) for x in tensors_in(out)]
+        expected = [(x.shape, x.dtype) for x in traced.tensors]
+        if call.structure[0] != traced.structure[0] or found != expected:
+            what = "it returns other shapes, or another tree"
+            raise errors.visit_differs_from_trace(f"{call.name} (visit {number})", what)
         return out
 
     def leaving(self, visited: int, position: str) -> dict[int, list[Tensor]]:
@@ -287,11 +291,10 @@ class StageResults:
         self._crossing = crossing
         # zeros, until this stage has made something
         zero = torch.zeros((), dtype=crossing.total.dtype, device=device)
-        self.losses = [Mean(zero, zero) for _ in range(microbatches)]
-        self._nodes = [
-            [neutral(node, device) if is_reduction(node) else None for _, node in crossing.aux]
-            for _ in range(microbatches)
-        ]
+        self.losses = [Mean(zero, zero)] * microbatches
+        self._nodes: list[list[Any]] = []
+        for _ in range(microbatches):
+            self._nodes.append([neutral(node, device) if is_reduction(node) else None for _, node in crossing.aux])
         self._spec: Any = None
 
     def store(self, call: Call, mean: Mean, aux: Tree) -> bool:
@@ -300,12 +303,12 @@ class StageResults:
         has_loss = call.segment == self._crossing.loss
         # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
+        kept = self._nodes[call.microbatch]
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):
-            here = has_loss if home is None else call.segment == home
-            if here or (home is None and not is_reduction(node)):
-                self._nodes[call.microbatch][at] = optree.tree_map(
-                    lambda x: x.detach() if isinstance(x, Tensor) else x, node
-                )
+            made_here = has_loss if home is None else call.segment == home
+            on_every_stage = home is None and not is_reduction(node)
+            if made_here or on_every_stage:
+                kept[at] = optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, node)
         if has_loss:
             self.losses[call.microbatch] = Mean(mean.total.detach(), mean.weight)
         return has_loss
@@ -332,23 +335,24 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
 
     rest: the arguments of the function, positional and keyword, but for parameters
     """
-    named = {argument_name(at): x for at, x in handles_and_leaves(rest) if not is_sharded(x)}
-    comms.must_agree(WHAT, {name: _outline(leaf) for name, leaf in named.items()}, NEW)
-    # values: rank by rank, against those of stage 0
-    tensors = {name: leaf for name, leaf in named.items() if isinstance(leaf, Tensor)}
-    if not tensors:
+    outlines: dict[str, str] = {}
+    digests: dict[str, int] = {}
+    for at, leaf in handles_and_leaves(rest):
+        if isinstance(leaf, Tensor):
+            outlines[argument_name(at)] = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+            digests[argument_name(at)] = digest(leaf)
+        elif not is_sharded(leaf):
+            constant = isinstance(leaf, bool | int | float | str)
+            outlines[argument_name(at)] = repr(leaf) if constant else type(leaf).__name__
+    comms.must_agree(WHAT, outlines, NEW)
+    if not digests:
         return
-    sums = torch.tensor([digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
-    every = comms.numbers_of_all(sums, NEW).view(comms.stages, -1, len(sums))
+    # values: rank by rank, against those of stage 0
+    mine = torch.tensor(list(digests.values()), dtype=torch.int64)
+    every = comms.numbers_of_all(mine, NEW).view(comms.stages, -1, len(mine))
     for stage, rank, number in (every != every[0]).nonzero()[:1].tolist():
-        one, other = rank, stage * every.shape[1] + rank
+        other = stage * every.shape[1] + rank
         raise RanksDisagree(
-            f"ranks disagree on {WHAT}; {list(tensors)[number]} has other values on rank {one} (stage 0) than on rank "
+            f"ranks disagree on {WHAT}; {list(digests)[number]} has other values on rank {rank} (stage 0) than on rank "
             f"{other} (stage {stage}). Read the same batch on all stages, as ya.shard_batch splits it"
         )
-
-
-def _outline(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-    return repr(leaf) if isinstance(leaf, bool | int | float | str) else type(leaf).__name__

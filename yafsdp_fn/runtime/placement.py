@@ -54,22 +54,37 @@ class Placement(Generic[AnyRanks]):
         self.layout = layout.on(self.holders or None, comms.stage, comms.axes)
         # what is held, and by whom
         self.groups = [group for _, group in self.layout.groups]
-        self.of_unit = {unit: group for group in self.groups for unit in group.units}
-        self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
-        self.held = frozenset(unit for group in self.groups for unit in group.held)
+        self.of_unit: dict[int, Group] = {}
+        held: list[int] = []
+        for group in self.groups:
+            self.of_unit |= dict.fromkeys(group.units, group)
+            held += group.held
+        self.held = frozenset(held)
         # what travels, and how it is summed
-        self.gathered_in = {unit: of.wire.gather for unit, of in self.of_unit.items() if of.wire.gather is not None}
-        self.reduced_in = {unit: of.wire.reduce for unit, of in self.of_unit.items() if of.wire.reduce is not None}
-        self.sums = {unit: self.sum_dtype(unit) for unit in self.of_unit}
+        self.ranks_of: dict[int, AnyRanks] = {}
+        self.gathered_in: dict[int, Format] = {}
+        self.reduced_in: dict[int, Format] = {}
+        self.sums: dict[int, torch.dtype | None] = {}
+        for unit, group in self.of_unit.items():
+            self.ranks_of[unit] = comms.without(group.over)
+            self.sums[unit] = self.sum_dtype(unit)
+            if group.wire.gather is not None:
+                self.gathered_in[unit] = group.wire.gather
+            if group.wire.reduce is not None:
+                self.reduced_in[unit] = group.wire.reduce
         # what traces and programs see of it
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))
         self.trained = tuple(unit.id for unit in self.units if unit.trainable)
         # slots that are shards
-        whole = {unit for unit, ranks in self.ranks_of.items() if ranks.ranks == 1}
-        self.weights_alias = frozenset(() if comms.deterministic else whole - self.gathered_in.keys())
-        converted = {unit for unit in self.weights_alias if self.wire_dtype(unit) != precision.param}
-        self.grads_alias = self.weights_alias - converted - self.reduced_in.keys()
+        weights_alias: set[int] = set()
+        grads_alias: set[int] = set()
+        for unit, ranks in self.ranks_of.items():
+            if ranks.ranks == 1 and not comms.deterministic and unit not in self.gathered_in:
+                weights_alias.add(unit)
+                if self.wire_dtype(unit) == precision.param and unit not in self.reduced_in:
+                    grads_alias.add(unit)
+        self.weights_alias, self.grads_alias = frozenset(weights_alias), frozenset(grads_alias)
         self.generation = 0
         self.stepping = frozenset[int]()
 
@@ -148,9 +163,10 @@ class Placement(Generic[AnyRanks]):
         """Allocates this rank's master shards of the held units of every group: [L, n], or [n] for a single unit."""
         made: list[Tensor] = []
         for entry, group in self.layout.groups:
-            n, held = group.shard_numel(self.comms), len(group.held)
-            dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
+            held = len(group.held)
+            n = group.shard_numel(self.comms)
             shape = (held, n) if entry.stacked(group) else (n * held,)
+            dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
             made.append(torch.empty(shape, dtype=dtype, device=device))
         return made
 
@@ -165,13 +181,14 @@ class Placement(Generic[AnyRanks]):
         replicas."""
         receive = staging = 0
         for group in self._trained_here:
-            first, n = group.units[0], group.shard_numel(self.comms)
-            ranks, format = self.ranks_of[first], group.wire.reduce
+            first = group.units[0]
+            n = group.shard_numel(self.comms)
             wire, wide = self.wire_dtype(first), self.sums[first]
             # two vectors that are received one after the other share the larger buffer
-            sent = n * wire.itemsize if format is None else format.nbytes(n)
-            receive = max(receive, receive_numel(ranks, sent, wide))
-            staging = max(staging, staging_numel(self.comms, n, self.precision.param, wire, wide) * wire.itemsize)
+            sent = n * wire.itemsize if group.wire.reduce is None else group.wire.reduce.nbytes(n)
+            receive = max(receive, receive_numel(self.ranks_of[first], sent, wide))
+            staged = staging_numel(self.comms, n, self.precision.param, wire, wide)
+            staging = max(staging, staged * wire.itemsize)
         return receive, staging
 
     def largest_leaf(self, dtype: torch.dtype) -> int:
@@ -179,8 +196,10 @@ class Placement(Generic[AnyRanks]):
         the scratch memory for gradients in it."""
         trained = self._trained_here
         alike = [group for group in trained if self.gather_dtype(group.units[0]) == dtype]
-        shapes = [shape for group in alike or trained for shape in group.layout.shapes]
-        return max(map(math.prod, shapes), default=0)
+        sizes = [0]
+        for group in alike or trained:
+            sizes += map(math.prod, group.layout.shapes)
+        return max(sizes)
 
     @property
     def _trained_here(self) -> list[Group]:

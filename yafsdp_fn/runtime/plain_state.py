@@ -67,7 +67,7 @@ class PlainState:
             updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
         # frozen leaves stay as they are
-        moved = {id(x): y for x, y in zip(optree.tree_leaves(old), optree.tree_leaves(new), strict=True)}
+        moved = dict(zip(map(id, optree.tree_leaves(old)), optree.tree_leaves(new), strict=True))
         params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
         return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)
 

@@ -12,12 +12,15 @@ from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.formats import WHOLE, Encoded
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.tree import Tree, shape_of
+from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights, Rows
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
-from yafsdp_fn.runtime.visit import BlockCall
+from yafsdp_fn.runtime.visit import refuse_views
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
@@ -62,9 +65,11 @@ class Rematerialised(torch.autograd.Function):
         wanted = tuple(i for i, arg in enumerate(args) if is_smooth(arg))
 
         def against(*args: Tensor) -> Tensor:
-            outs = ctx.f(*args)
-            parts = [(o * g.conj()).real.sum() for o, g in zip(outs, grads, strict=True) if g is not None]
-            return torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+            products: list[Tensor] = []
+            for out, grad in zip(ctx.f(*args), grads, strict=True):
+                if grad is not None:
+                    products.append((out * grad.conj()).real.sum())
+            return torch.stack([product.to(products[0].dtype) for product in products]).sum()
 
         found = dict(zip(wanted, torch.func.grad(against, argnums=wanted)(*args), strict=True))
         return None, *[found.get(i) for i in range(len(args))]
@@ -72,9 +77,11 @@ class Rematerialised(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         with forward_derivatives():
-            pairs = zip(ctx.saved_tensors, tangents, strict=True)
-            outs = ctx.f(*[_primal(arg) if along is None else make_dual(_primal(arg), along) for arg, along in pairs])  # type: ignore[no-untyped-call]
-            return tuple(_tangent(out) if is_smooth(out) else None for out in outs)
+            duals: list[Tensor] = []
+            for arg, along in zip(ctx.saved_tensors, tangents, strict=True):
+                primal = _primal(arg)
+                duals.append(primal if along is None else make_dual(primal, along))  # type: ignore[no-untyped-call]
+            return tuple([_tangent(out) if is_smooth(out) else None for out in ctx.f(*duals)])
 
     @staticmethod
     def vmap(info: Any, dims: Any, f: Flat, *args: Tensor) -> Any:
@@ -109,9 +116,9 @@ def _first_order(
 ) -> list[Tensor | None]:
     """Returns gradients of the arguments that need one, by running `f` under a graph of its own."""
     with torch.enable_grad():
-        inputs = [
-            _same_destination(arg.detach().requires_grad_(need), arg) for arg, need in zip(args, needs, strict=True)
-        ]
+        inputs: list[Tensor] = []
+        for arg, need in zip(args, needs, strict=True):
+            inputs.append(_same_destination(arg.detach().requires_grad_(need), arg))
         outs = f(*inputs)
     run = AutogradRun()
     with _writes_counted(inputs, run):
@@ -204,56 +211,66 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
 
     compare: with the weights' bits after it, too: no version counts what is written by `.data`
     """
-    # derivatives that would be wrong, or lost, are refused
-    if in_step() and recorded():
-        raise RuntimeError(RECORDED_IN_A_STEP)
-    comms: Ranks = next(iter(call.of_unit.values()))[1].handle.owner.comms
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
-    for group, row in call.of_unit.values() if tracked else ():
-        if group.trainable and not row.handle.owner.stepping.isdisjoint(map(id, row.handle.leaves)):
-            raise errors.closed_over(call.name)
-    if tracked and comms.stages > 1:
-        for _, row in call.of_unit.values():
-            row.rows.check()  # the better error for a part of a stack
-        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
+    step = in_step()  # asked here: the backward runs `run` outside the step's context
+    # derivatives that would be wrong, or lost, are refused
+    if step and recorded():
+        raise RuntimeError(RECORDED_IN_A_STEP)
+    comms: Ranks = call.rows[0].handle.owner.comms
+    if tracked:
+        _check_derivatives(call, comms)
     if ranks_around() is None and comms.axes:
         raise RuntimeError(f"{call.name}: {NO_RANKS.format(', '.join(comms.axes))}")
-    shards = _shards(call) if tracked else [shard.detach() for shard in _shards(call)]
+    shards = _shards(call)
+    if not tracked:
+        shards = [shard.detach() for shard in shards]
     if comms.deterministic and (transformed or (tracked and any(x.requires_grad for x in shards))):
         raise RuntimeError(f"{call.name}: {NOT_HERE}")
-    step = in_step()  # asked here: the backward runs `run` outside the step's context
 
     def run(*flat: Tensor) -> tuple[Tensor, ...]:
-        weights = [
-            call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step))
-            for unit, shard in zip(call.units, flat[: len(shards)], strict=True)
-        ]
+        weights: list[list[Tensor]] = []
+        leaves: list[Tensor] = []
+        for unit, shard in zip(call.units, flat[: len(shards)], strict=True):
+            weights.append(call.of_unit[unit][0].layout.split(gathered(call, unit, shard, step=step)))
+            leaves += weights[-1]
         args = flat[len(shards) :]
         # without a graph nothing else would notice a write
-        leaves = [] if tracked or torch.is_inference_mode_enabled() else [leaf for unit in weights for leaf in unit]
-        before = content(leaves, compare)
+        watched = [] if tracked or torch.is_inference_mode_enabled() else leaves
+        before = content(watched, compare)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
-            watch = TensorWatch([*(leaf for unit in weights for leaf in unit), *args], call.name)
+            watch = TensorWatch([*leaves, *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
-        if before != content(leaves, compare):  # at world size 1 the weights are the shards themselves
+        if before != content(watched, compare):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
-        for leaf in leaves if compare else ():
+        for leaf in watched if compare else ():
             # one that the block has let out is found in the graph of the loss
             setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
-        given = {id(arg) for arg in args}  # an argument must not be both saved and returned
-        return tuple(out.view_as(out) if id(out) in given else out for out in outs)
+        given = set(map(id, args))  # an argument must not be both saved and returned
+        return tuple([out.view_as(out) if id(out) in given else out for out in outs])
 
     # the first visit runs unwrapped: under a transform that is where a closure can be seen. So do all under forward_ad
     # by hand, in which the wrapper's own jvp does not nest
     wrapped = tracked and not call.first and not forward_by_hand()
     outs = Rematerialised.apply(run, *shards, *call.tensors) if wrapped else run(*shards, *call.tensors)  # type: ignore[no-untyped-call]
     if not transformed:  # see above
-        call.refuse_views(outs, set(map(address_of, shards)))
+        refuse_views(call.name, outs, set(map(address_of, shards)))
     found: Sequence[Tensor] = outs
     return found
+
+
+def _check_derivatives(call: BlockCall, comms: Ranks) -> None:
+    """Raises for weights of a step under way that a block closes over, and for weights that are on other stages."""
+    for group, row in call.of_unit.values():
+        handle = row.handle
+        if group.trainable and not handle.owner.stepping.isdisjoint(map(id, handle.leaves)):
+            raise errors.closed_over(call.name)
+    if comms.stages > 1:
+        for row in call.rows:
+            _check_rows(row.rows)  # the better error for a part of a stack
+        raise RuntimeError(f"{call.name}: {ELSEWHERE}")
 
 
 def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
@@ -261,14 +278,77 @@ def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
     return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
 
 
+SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
+
+
+def without_grad(runner: Any, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
+    """Returns the outputs of a visit of a `VisitRunner` without grad. No program says what ranks communicate: they
+    compare it first.
+
+    visit: None where it is no part of a program
+    """
+    number, visit_id = "without grad", None
+    if visit is not None:
+        number, visit_id = f"visit {visit.id}", visit.id
+    runner.position = f"forward of {call.name} ({number}, microbatch {runner.microbatch}, step {runner.number})"
+    runner.running = call
+    runner.memory.comms.must_agree(SAME_VISITS, {"op": runner.position}, runner.position)
+    if runner.collectives is not None:
+        runner.collectives.begin("forward", visit_id)
+    with torch.no_grad():
+        outs = outputs(call, compare=visit is not None)
+    if runner.collectives is not None:
+        runner.collectives.end()
+    runner.running = None
+    runner.position = f"after {runner.position}"
+    if runner.collectives is not None:
+        runner.collectives.after("forward", visit_id)
+    return outs
+
+
+# ---- This rank's shards of the units of a visit.
+
+
 def _shards(call: BlockCall) -> list[Tensor]:
     """Returns each unit's local shard, checked: a collective on other sizes would not fail, but mix units up."""
-    shards = []
+    shards: list[Tensor] = []
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
-        n, index = group.shard_numel(comms), group.units.index(unit)
-        shard = row.shard(group, n) if comms.stages == 1 else comms.from_stage(row.shard(group, n), group.home(index))
+        n = group.shard_numel(comms)
+        shard = _local_shard(row, group, n)
+        if comms.stages > 1:
+            shard = comms.from_stage(shard, group.home(group.units.index(unit)))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
             raise ValueError(f"{call.name}: a local shard of {group.name} is {shape_of(shard)}, expected shape ({n},)")
         shards.append(shard)
     return shards
+
+
+def _local_shard(row: HandleWeights, group: Group, n: int) -> Any:
+    """Returns this rank's shard [n] of a group in a row, or uninitialised memory of its size if another stage has
+    it."""
+    rows, index = row.rows, 0 if group.pinned else row.layer
+    if rows.columns is None:
+        rows.columns = _columns(rows)
+    if index not in group.here:
+        return row.handle.leaves[rows.groups.index(group)].new_empty(n)
+    return rows.columns[group.name][group.here.index(index)]
+
+
+def _columns(rows: Rows) -> dict[str, tuple[Tensor, ...]]:
+    """Returns local shards [n] by group and layer, split once: indexing a stack layer by layer has a quadratic
+    backward."""
+    _check_rows(rows)
+    columns: dict[str, tuple[Tensor, ...]] = {}
+    for group, leaf in zip(rows.groups, rows.handle.leaves, strict=True):
+        columns[group.name] = leaf.unbind() if rows.handle.entry.stacked(group) else (leaf,)
+    return columns
+
+
+def _check_rows(rows: Rows) -> None:
+    """Raises ValueError if a leaf has not all layers that are here."""
+    handle, runner = rows.handle, rows.handle.context.runner
+    for number, group, leaf in handle.group_leaves():
+        layers = len(group.here if runner is None else runner.leaves[number])
+        if handle.entry.stacked(group) and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
+            raise errors.partial_stack(group.name, leaf, layers)

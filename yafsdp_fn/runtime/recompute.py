@@ -16,10 +16,10 @@ from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
-from yafsdp_fn.runtime.memory import GradSlot
 from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
-from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on
+from yafsdp_fn.runtime.shards import GradSlot
+from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on, refuse_views
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
@@ -35,10 +35,13 @@ class RecomputedVisit(Running):
         session, saved = self.session, tensors
         with torch.no_grad():
             inputs = [tensor.detach() for tensor in tensors]
-            outs = self.outputs(op, inputs) if session.replays is None else session.replays.outputs(self, op, inputs)
+            if session.replays is None:
+                outs = self.outputs(op, inputs)
+            else:
+                outs = session.replays.outputs(self, op, inputs)
             if op.carry_slot is not None:
-                carries, save = self.call.carry_length, session.slots.activations.save
-                saved = save(self.visit.id, op.carry_slot, tensors, carries, outs)
+                buffers, length = session.slots.activations, self.call.carry_length
+                saved = buffers.save(self.visit.id, op.carry_slot, tensors, length, outs)
         results: list[Tensor]
         session.token, *results = VisitNode.apply(self, outs, saved, session.token, *tensors)
         return results
@@ -51,10 +54,9 @@ class RecomputedVisit(Running):
         early: gradient slots of its trained units, if they may be written before its backward begins
         """
         session, visit = self.session, self.visit
-        leaves = [
-            session.slots.leaves(slot, unit, track and unit in visit.trained)
-            for unit, slot in zip(visit.units, op.slots, strict=True)
-        ]
+        leaves: list[list[Tensor]] = []
+        for unit, slot in zip(visit.units, op.slots, strict=True):
+            leaves.append(session.slots.leaves(slot, unit, track and unit in visit.trained))
         offer(self._trained(leaves), early)
         with torch.set_grad_enabled(track):
             outs = self.call.run_on(leaves, tensors)
@@ -64,7 +66,7 @@ class RecomputedVisit(Running):
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the outputs of the block, keeping nothing."""
         _, outs = self.run(op, tensors, track=False)
-        self.call.refuse_views(outs, self.session.slots.storages)
+        refuse_views(self.call.name, outs, self.session.slots.storages)
         if self.session.watch:
             self._seen = sample(outs)
         return outs
@@ -77,7 +79,9 @@ class RecomputedVisit(Running):
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none. Those of the weights go to their gradient slots, directly or by a copy, or are left for later."""
         # forward, for its graph
-        inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        inputs: list[Tensor] = []
+        for tensor, need in zip(tensors, needs, strict=True):
+            inputs.append(tensor.detach().requires_grad_(need))
         calls = self.session.collectives
         if calls is not None:
             calls.again("forward")

@@ -21,11 +21,11 @@ from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
-from yafsdp_fn.runtime.execute import SAME_VISITS, VisitRunner
+from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.execute import VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
-from yafsdp_fn.runtime.pure import content
+from yafsdp_fn.runtime.pure import SAME_VISITS, content, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
-from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.util.torch_private import function_mode, without_function_mode
 
 # ---- A call before the first step.
@@ -54,7 +54,7 @@ class CallRecording(VisitRunner):
     def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
         arguments = call.tensors
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
-        outs = [out.clone() for out in self.without_grad(call, visit)]
+        outs = [out.clone() for out in without_grad(self, call, visit)]
         if self.differentiates:
             # through which no backward goes
             self.token, *outs = VisitNode.apply(RecomputedVisit(self, call, visit), outs, (), self.token, *arguments)

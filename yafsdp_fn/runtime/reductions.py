@@ -14,8 +14,10 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.communication.sums import apart, in_order
+from yafsdp_fn.params.one_state import check, marks
 from yafsdp_fn.params.tree import Tree, shape_of
 
 # ---- What a loss may return.
@@ -185,5 +187,42 @@ def _packed(values: list[Tensor], reduce: Any) -> list[Tensor]:
     if not values:
         return values
     flat = reduce(torch.cat([value.reshape(-1).double() for value in values]))
-    pieces = flat.split([value.numel() for value in values])
-    return [piece.view(value.shape) for piece, value in zip(pieces, values, strict=True)]
+    reduced: list[Tensor] = []
+    start = 0
+    for value in values:
+        reduced.append(flat[start : start + value.numel()].view(value.shape))
+        start += value.numel()
+    return reduced
+
+
+# ---- Gradients and metrics of a step.
+
+
+def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | None]:
+    """Returns gradients of a mean from those of its total."""
+    return [None if grad is None else (grad / weight).to(grad.dtype) for grad in grads]
+
+
+def combined(
+    losses: Sequence[Mean],
+    aux: Sequence[Tree],
+    ranks: Ranks | None,
+    squares: Tensor | None = None,
+    own: str = "",
+) -> Any:
+    """Returns `((total, weight), aux)` over microbatches and ranks; with `squares`, a pair of that and its sum over
+    ranks. Raises RanksDisagree if ranks have used other states than `own`, as far as is known yet."""
+    comms = ranks if isinstance(ranks, Communicators) and not ranks.alone else None
+    # beside the results, in the same collective: squares of gradients, and marks of the state
+    once = [] if squares is None else [squares]
+    if comms is not None:
+        once.append(marks(own, losses[0].total.device))
+    results: list[Tree] = []
+    for number, (loss, of_loss) in enumerate(zip(losses, aux, strict=True)):
+        mean = Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())
+        beside = [Sum(x if number == 0 else torch.zeros_like(x)) for x in once]
+        results.append(((mean, of_loss), beside))
+    found, sums = combine(results, ranks)
+    if comms is not None:
+        check(sums[-1], own, comms)
+    return found if squares is None else (found, sums[0])

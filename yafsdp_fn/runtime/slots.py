@@ -19,27 +19,24 @@ from torch import Tensor
 from yafsdp_fn.nn.linear import weight_leaf
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.runtime.memory import Shards, StateMemory, UnitViews, address_of, views_of
+from yafsdp_fn.runtime.memory import StateMemory, address_of
+from yafsdp_fn.runtime.shards import Shards, UnitViews, views_of
 from yafsdp_fn.runtime.works import PreparedOp
 
 Views = dict[tuple[int, int], UnitViews]
 """Views of a unit in a slot, by (slot, unit)."""
 
 
-def acquire(memory: StateMemory) -> "Slots":
-    """Returns slots for a session."""
-    idle: list[Slots] = memory.idle
-    return idle.pop() if idle else Slots(memory)
-
-
 # ---- The buffers.
 
 
 class Slots:
-    """The slots of one session, taken from its memory and given back.
+    """The slots of one session, which takes them from its memory and gives them back.
 
-    number: names the set on the scoreboard; prepared: what is known of ops here, until a slot moves; by kind
-        and op, since ops are tuples: a stash and a reduction of the same numbers are equal
+    number: names the set on the scoreboard; reserved: the program that they are large enough for
+    prepared: what is known of its ops here, until a slot moves; by kind and op, since ops are tuples: a stash and a
+        reduction of the same numbers are equal
+    carried: weight slot -> the unit that it is to hold when the program begins
     contents: weight slot -> unit, version of its weights; storages: addresses of the memory that blocks see as weights
     grad_views, made_leaves: what `grad` and `leaves` have made, by their arguments
     activations: the content of carry slots, if the program has any (protocols.py)
@@ -49,10 +46,10 @@ class Slots:
         self.memory: StateMemory = weakref.proxy(memory)  # which keeps its idle slots: a dropped state must not linger
         self.number = object()
         # for the program that it is reserved for
+        self.reserved: Program | None = None
         self.prepared: dict[tuple[type[Op], Op], PreparedOp] = {}
+        self.carried: dict[int, int] = {}
         self.activations: Any = None
-        self._reserved: Program | None = None
-        self._carried: dict[int, int] = {}  # of the program it is reserved for
         self.contents: dict[int, tuple[int, int]] = {}
         # memory
         rows = memory.working.rows
@@ -65,31 +62,18 @@ class Slots:
         self.grad_views: Views = {}
         self.made_leaves: dict[tuple[int, int, bool], list[Tensor]] = {}
 
-    def release(self) -> None:
-        """Gives the slots to the next session."""
-        self.memory.idle.append(self)
-
-    # ---- contents
+    # ---- memory
 
     def reserve_for(self, program: Program) -> None:
         """Makes every slot of `program` as large as what it holds."""
-        if self._reserved is not program:
-            with self.memory.comms.memory():
-                alias = self.memory.weights_alias
-                self.reserve(program.slot_bytes(alias), program.grad_slot_bytes(self.memory.grads_alias))
-                for unit, size in program.secondary_bytes().items():
-                    if unit not in self._secondary and unit not in alias:
-                        self._secondary[unit] = self._new(("secondary", self.number, unit), size)
-            self._carried, self._reserved = program.carried(), program
-            self.prepared.clear()
-
-    def missing(self) -> list[tuple[int, int]]:
-        """Returns `(unit, slot)` pairs that the program reads first, and that this set does not hold in the current
-        version."""
-        versions = self.memory.versions
-        return [(u, slot) for slot, u in self._carried.items() if self.contents.get(slot) != (u, versions[u])]
-
-    # ---- memory
+        with self.memory.comms.memory():
+            alias = self.memory.weights_alias
+            self.reserve(program.slot_bytes(alias), program.grad_slot_bytes(self.memory.grads_alias))
+            for unit, size in program.secondary_bytes().items():
+                if unit not in self._secondary and unit not in alias:
+                    self._secondary[unit] = self._new(("secondary", self.number, unit), size)
+        self.carried, self.reserved = program.carried(), program
+        self.prepared.clear()
 
     def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:
         """Makes every slot at least that many bytes large."""
@@ -98,7 +82,10 @@ class Slots:
         self.storages = self._shards | set(map(address_of, self._weights.values()))
 
     def _grow(self, kind: str, buffers: dict[int, Tensor], sizes: Mapping[int, int]) -> None:
-        small = [slot for slot, size in sizes.items() if slot not in buffers or buffers[slot].numel() < size]
+        small: list[int] = []
+        for slot, size in sizes.items():
+            if slot not in buffers or buffers[slot].numel() < size:
+                small.append(slot)
         if not small:
             return
         if not buffers.keys().isdisjoint(small):
@@ -130,8 +117,11 @@ class Slots:
         memory = self.memory
         if unit in memory.weights_alias:
             return memory.working.views(unit)
-        size, dtype = memory.units[unit].gather_bytes, memory.gather_dtype(unit)
-        return self._views_in(self._weights, self._views, slot, unit, size, dtype)
+        found = self._views.get((slot, unit))
+        if found is None:
+            whole = self._weights[slot][: memory.units[unit].gather_bytes]
+            found = self._views[slot, unit] = views_of(memory.layout_of(unit), whole.view(memory.gather_dtype(unit)))
+        return found
 
     def grad(self, slot: int, unit: int, shards: Shards | None) -> UnitViews:
         """Returns views of the gradient of `unit` in gradient slot `slot`, or in its shard if they alias."""
@@ -139,16 +129,10 @@ class Slots:
         if unit in memory.grads_alias:
             assert shards is not None
             return shards.views(unit)
-        size, dtype = memory.units[unit].reduce_bytes, memory.wire_dtype(unit)
-        return self._views_in(self._grads, self.grad_views, slot, unit, size, dtype)
-
-    def _views_in(
-        self, buffers: Mapping[int, Tensor], kept: Views, slot: int, unit: int, size: int, dtype: torch.dtype
-    ) -> UnitViews:
-        found = kept.get((slot, unit))
+        found = self.grad_views.get((slot, unit))
         if found is None:
-            flat = buffers[slot][:size].view(dtype)
-            found = kept[slot, unit] = views_of(self.memory.layout_of(unit), flat)
+            whole = self._grads[slot][: memory.units[unit].reduce_bytes]
+            found = self.grad_views[slot, unit] = views_of(memory.layout_of(unit), whole.view(memory.wire_dtype(unit)))
         return found
 
     def encoded(self, slot: int, unit: int) -> Tensor:

@@ -7,7 +7,7 @@ Donation happens at the commit, the last thing a step does, so that an exception
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import optree
@@ -16,17 +16,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from yafsdp_fn import optim
+from yafsdp_fn.communication.ranks import Ranks
+from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.optim.base import must_be_state_of
 from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.markers import register_node
+from yafsdp_fn.params.one_state import words
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded, handles, trainable
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.util.foreign_names import hint
+from yafsdp_fn.util.squares import squared_norm, squares_in_bins
 
 
 class NoOptimizer(NamedTuple):
@@ -88,9 +95,7 @@ class ShardedState:
             with memory.using(*update.uses(), run=None if record is None else record.issue_late(update)):
                 steps.run(on_write=memory.begin_write)
                 memory.refresh(copied=True)
-            opt_state = steps.finish()
-        memory.end_write()
-        return dataclasses.replace(state, step=state.step + 1, unit_steps=(tx, steps)).over(memory, opt_state)
+            return state.stepped(tx, steps)
 
     def unit_steps_for(self, tx: optim.GradientTransformation, grads: Tree) -> UnitSteps:
         """Returns the step of `tx` in place over this state's memory and `grads`; the last one, which is many views, is
@@ -106,6 +111,14 @@ class ShardedState:
         must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
             return UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+
+    def stepped(
+        self, tx: optim.GradientTransformation, steps: UnitSteps, found_inf: Tensor | None = None
+    ) -> "ShardedState":
+        """Returns the state after `steps`, which have written to the memory. found_inf: the flag that has skipped it"""
+        opt_state = steps.finish(found_inf)
+        self.memory.end_write()
+        return dataclasses.replace(self, step=self.step + 1, unit_steps=(tx, steps)).over(self.memory, opt_state)
 
     if not TYPE_CHECKING:  # a type checker is to see misspelt names
 
@@ -125,13 +138,13 @@ class ShardedState:
             return f"ShardedState(step={self.step}, which {self.memory.why_gone()})"
         # where it is, its handles, and its bytes
         mesh = zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)
-        axes = ", ".join(f"{name}={size}" for name, size in mesh)
+        axes = ", ".join([f"{name}={size}" for name, size in mesh])
         lines = [f"ShardedState(step={self.step}, seed={self.seed}) on the mesh ({axes})"]
         whole = 0
         for handle in handles(self.params):
             lines.append(f"  {handle.entry.name or 'params'}: {handle.described()}")
-            whole += sum(size for _, _, size in handle.wholes())
-        here, of_optimizer = (_bytes(tree) for tree in (self.params, self.opt_state))
+            whole += sum([size for _, _, size in handle.wholes()])
+        here, of_optimizer = _bytes(self.params), _bytes(self.opt_state)
         lines.append(f"  parameters: {here:,} bytes here, {whole:,} in all; optimizer: {of_optimizer:,} here")
         return "\n".join(lines)
 
@@ -140,7 +153,8 @@ class ShardedState:
 
     def over(self, memory: StateMemory, opt_state: Tree) -> "ShardedState":
         """Returns this step and seed over `memory` as it is now."""
-        params, steps = memory.params(self.seed, self.step), self.unit_steps if memory is self.memory else None
+        params = memory.params(self.seed, self.step)
+        steps = self.unit_steps if memory is self.memory else None
         return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
 
 
@@ -206,3 +220,80 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
     return memory.over(masters)
+
+
+# ---- The optimizer's part of a training step.
+#
+#     norm      the norm of the whole gradient, and with it all metrics
+#     update    the optimizer's step on the shards of some units, or of all
+#
+# A session calls both when its program says so, else at the end of the step, to the same bits. The difference is in
+# time: the first update destroys the old state.
+
+Measured = tuple[dict[str, Any], Tensor, Tensor | None]
+"""The metrics of a step, the weight to divide gradients by, and the flag that skips the update."""
+
+Measure = Callable[[Sequence[Mean], Sequence[Tree], Tensor, Ranks | None, str], Measured]
+"""`(losses, aux, squares of this rank's gradients, ranks, state and step in words)` -> `Measured`."""
+
+
+class StepUpdates:
+    """The optimizer of one step, as its session calls it. state: is donated; grads: handles on `shards`"""
+
+    def __init__(self, state: ShardedState, tx: Any, grads: Tree, shards: Shards, measure: Measure) -> None:
+        self._state, self._memory, self._shards, self._measure = state, state.memory, shards, measure
+        self._tx, self._steps = tx, state.unit_steps_for(tx, trainable(grads))
+        # known after the last forward, and after the norm
+        self._losses: Sequence[Mean] = ()
+        self._aux: Sequence[Tree] = ()
+        self._measured: dict[str, Any] | None = None
+        self._scale: Tensor | None = None
+        self._found_inf: Tensor | None = None
+
+    # ---- called for its session
+
+    def begin(self, losses: Sequence[Mean], aux: Sequence[Tree]) -> None:
+        """Receives all losses, before the norm."""
+        self._losses, self._aux = losses, aux
+
+    def norm(self) -> None:
+        """Takes the norm of the whole gradient, with the other metrics of the step."""
+        comms = self._memory.comms
+        counted = self._shards.counted
+        squares = squares_in_bins(counted, comms.device) if comms.deterministic else squared_norm(counted)
+        own = words(self._memory.number, self._state.step)
+        self._measured, self._scale, self._found_inf = self._measure(self._losses, self._aux, squares, comms, own)
+
+    @property
+    def lent(self) -> tuple[Lent, ...]:
+        return tuple(Lent(unit, parts) for unit, parts in self._steps.parts.items())
+
+    def exchange(self, units: tuple[int, ...]) -> Work:
+        pairs, group = self._steps.messages(units), self._memory.comms.reduce_group
+
+        def work() -> None:
+            for received, sent in pairs:
+                group.exchange(received, sent)
+
+        return work
+
+    def update(self, units: tuple[int, ...], part: int) -> None:
+        memory = self._memory
+        assert self._measured is not None, "the norm comes first"
+        # all units at once, where none is updated in parts: fewer launches
+        parts = self._steps.parts
+        self._steps.run(
+            None if units == memory.trained and not parts else units,
+            part=part,
+            scale=self._scale,
+            found_inf=self._found_inf,
+            grad_norm=self._measured["grad_norm"],
+            on_write=memory.begin_write,
+        )
+        # of a unit in several parts the last one writes its weights
+        memory.refresh([unit for unit in units if part + 1 == parts.get(unit, 1)], copied=True)
+
+    def finish(self) -> tuple[ShardedState, dict[str, Any]]:
+        """Returns the new state and the step's metrics, when the session is over."""
+        assert self._measured is not None
+        return self._state.stepped(self._tx, self._steps, self._found_inf), self._measured

@@ -6,6 +6,8 @@ import optree
 import torch
 from torch import Tensor
 
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
@@ -39,15 +41,17 @@ def whole_unit(handle: Sharded, layer: int, pinned: dict[int, list[Tensor]], dty
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
     groups = [group for _, group, _ in stack.group_leaves()]
-    positions = stack.entry.unflatten({group.name: group.leaves for group in groups})
-    if optree.tree_structure(tree) != optree.tree_structure(positions):
+    numbers = stack.entry.unflatten({group.name: group.leaves for group in groups})
+    if optree.tree_structure(tree) != optree.tree_structure(numbers):
         return None
-    found = dict(zip(optree.tree_leaves(positions), optree.tree_leaves(tree), strict=True))
-    per_group = [[found[position] for position in group.leaves] for group in groups]
-    for group, leaves in zip(groups, per_group, strict=True):
+    by_number = dict(zip(optree.tree_leaves(numbers), optree.tree_leaves(tree), strict=True))
+    per_group: list[list[Tensor]] = []
+    for group in groups:
+        leaves = [by_number[number] for number in group.leaves]
         for leaf, shape in zip(leaves, group.layer_shapes, strict=True):
             if not isinstance(leaf, Tensor) or tuple(leaf.shape) != shape:
                 return None
+        per_group.append(leaves)
     return per_group
 
 
@@ -130,36 +134,41 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
     memory, name = stack.owner, stack.entry.name
     if not isinstance(memory, StateMemory):
         raise TypeError(f"map_whole_layers: {name!r} has no whole layers here: {memory.why_not_whole()}")
-    kept: list[Tensor] | None = None
+    groups = [group for _, group, _ in stack.group_leaves()]
+    shards: list[Tensor] = []  # of the new stack, if it is one
     pinned: dict[int, list[list[Tensor]]] = {}  # leaves of every layer that share a unit, by group
-    outs: list[Tree] = []
+    others: list[Tree] = []
     for layer in range(stack.entry.length or 0):
         with memory.comms.guarded(f"map_whole_layers of {name}[{layer}]"):
             out = f(*[give(layer) for give in layers])
         leaves = like_layer(stack, out)
         if leaves is None:
-            outs.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
+            others.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
             continue
-        if kept is None:  # a shard of zeros per group, in the dtype of the function's result
-            found = zip(stack.leaves, leaves, strict=True)
-            kept = [torch.zeros_like(shard, dtype=of_group[0].dtype) for shard, of_group in found]
-        for number, ((_, group, _), shard) in enumerate(zip(stack.group_leaves(), kept, strict=True)):
+        if not shards:  # in the dtype of the function's result
+            for shard, of_group in zip(stack.leaves, leaves, strict=True):
+                shards.append(torch.zeros_like(shard, dtype=of_group[0].dtype))
+        for number, group in enumerate(groups):
             if group.pinned:
                 pinned.setdefault(number, []).append(leaves[number])
             elif layer in group.here:
-                slices = [group.local_slice(at, leaf, memory.comms) for at, leaf in enumerate(leaves[number])]
-                sources = [lambda _, mine=mine: mine for mine in slices]
-                rank = memory.comms.without(group.over).rank
-                fill(shard[group.here.index(layer)], group.layout, rank, sources, layer)
-    if kept is None:
-        return stacked(outs)
-    if outs:
+                _fill_row(shards[number][group.here.index(layer)], group, leaves[number], memory.comms)
+    if not shards:
+        return stacked(others)
+    if others:
         raise ValueError("map_whole_layers: f returned a tree like the layer for some layers and another for others")
-    for number, of_layers in pinned.items():
-        _, group, _ = stack.group_leaves()[number]
-        shared = [lambda layer, at=at, given=of_layers: given[layer or 0][at] for at in range(len(group.leaves))]
-        fill_group(kept[number], stack.entry, group, memory.comms, shared)
-    return Sharded(tuple(kept), stack.context)
+    for number, by_layer in pinned.items():
+        group = groups[number]
+        sources = [lambda layer, at=at, given=by_layer: given[layer or 0][at] for at in range(len(group.leaves))]
+        fill_group(shards[number], stack.entry, group, memory.comms, sources)
+    return Sharded(tuple(shards), stack.context)
+
+
+def _fill_row(row: Tensor, group: Group, leaves: Sequence[Tensor], comms: Communicators) -> None:
+    """Writes this rank's slice [n] of a unit of `group`, from its whole leaves."""
+    mine = [group.local_slice(number, leaf, comms) for number, leaf in enumerate(leaves)]
+    sources = [lambda _, own=own: own for own in mine]
+    fill(row, group.layout, comms.without(group.over).rank, sources, None)
 
 
 def plain_layers(tree: Tree) -> list[Tree]:

@@ -48,8 +48,13 @@ class PreparedOp(NamedTuple):
 def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
     """`PreparedOp.fills` of an op."""
     filled = ops.filled(op)
-    read = ops.weight_slots(op, "reads") if filled else []
-    sources = {unit: slot for slots in read for (unit, _), slot in zip(filled, slots, strict=True)}
+    if not filled:
+        return ()
+    # an op that copies weights reads slots of the same units, in their order
+    sources: dict[int, int] = {}
+    for slots in ops.weight_slots(op, "reads"):
+        for (unit, _), slot in zip(filled, slots, strict=True):
+            sources[unit] = slot
     return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
 
 
@@ -66,10 +71,12 @@ def prepare(session: Any, op: Op, visit: Visit | None = None) -> PreparedOp:
         pairs = zip(visit.trained, op.early if isinstance(op, Forward) else op.grad_slots, strict=False)
         writes = _aliased(writes, "grad slot", "grad shard", pairs, memory.grads_alias)
     # words
-    what = ", ".join(memory.units[unit].name for unit in getattr(op, "units", ()))
+    units = getattr(op, "units", ())
     if isinstance(op, Send | Receive):
         what = session.slots.activations.named(op)
-    elif not what:
+    elif units:
+        what = ", ".join([memory.units[unit].name for unit in units])
+    else:
         what = f"visit {op[0]}"
     name = f"{type(op).__name__.lower()} of {what}"
     work = session.work(op) if op.stream == "gather" else None  # depends on these slots alone
@@ -82,9 +89,10 @@ def _aliased(
     uses: list[Buffer], slot: str, shard: str, pairs: Iterable[tuple[int, int]], alias: Collection[int]
 ) -> list[Buffer]:
     """Returns `uses` with shards in place of slots. pairs: `(unit, slot)`; alias: units whose slots are their shards"""
-    found = {number: unit for unit, number in pairs if unit in alias}
-    kept = [use for use in uses if use[0] != slot or use[2] not in found]
-    return [*kept, *((shard, unit) for unit in found.values())]
+    aliased = {number: unit for unit, number in pairs if unit in alias}
+    kept = [use for use in uses if use[0] != slot or use[2] not in aliased]
+    shards: list[Buffer] = [(shard, unit) for unit in aliased.values()]
+    return kept + shards
 
 
 # ---- The work of each kind of op: a table, so that a new kind is one more row.

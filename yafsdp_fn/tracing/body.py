@@ -17,10 +17,10 @@ from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Collectives
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, saved_by
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.recompute import differentiated
-from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.tracing.attention import AttentionRule
 from yafsdp_fn.tracing.counter import Counter
 from yafsdp_fn.util.mesh_axes import AxisCollective

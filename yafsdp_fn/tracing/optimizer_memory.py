@@ -16,7 +16,8 @@ from yafsdp_fn.communication.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation, checked_update
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leafwise import Leafwise, plan
-from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
+from yafsdp_fn.optim.step.analysis import leafwise_lanes
+from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable

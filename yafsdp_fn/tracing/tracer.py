@@ -21,11 +21,11 @@ from yafsdp_fn.program.split import Argument
 from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Arguments
+from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import leaves_behind, saved_by
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.protocols import movable
 from yafsdp_fn.runtime.stage_io import Result
-from yafsdp_fn.runtime.visit import BlockCall
 from yafsdp_fn.tracing.attention import AttentionRule
 from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.util.mesh_axes import AxisCollective
