@@ -15,10 +15,10 @@ from yafsdp_fn.api.step_function import StepFunction, default_schedule, pair_of
 from yafsdp_fn.communication.ranks import Ranks, absent_ranks
 from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
 from yafsdp_fn.optim.in_format import block_of
-from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Arguments
 from yafsdp_fn.runtime.operation_costs import in_pieces
