@@ -198,6 +198,4 @@ def merged(tree: Tree, part: Tree, rule: LeafRule) -> Tree:
             leaves[number] = torch.where(chosen, leaf, leaves[number])
         return Sharded(tuple(leaves.values()), node.context)
 
-    spec = optree.tree_structure(tree, is_leaf=is_sharded)
-    pairs = zip(spec.flatten_up_to(tree), spec.flatten_up_to(part), strict=True)
-    return optree.tree_unflatten(spec, [put(node, own) for node, own in pairs])
+    return optree.tree_map(put, tree, part, is_leaf=is_sharded)
