@@ -188,9 +188,7 @@ class Recut(NamedTuple):
     def _whole(self, read: Read, leaf: SavedLeaf, layer: int | None) -> Tensor:
         layout = leaf.group.layout
         number = leaf.number
-        place = [layout.offsets[number]]
-        if leaf.layers is not None:
-            place.insert(0, layer or 0)
+        place = [layout.offsets[number]] if leaf.layers is None else [layer or 0, layout.offsets[number]]
         places = [tuple(place)]
         if leaf.group.axes:
             places = [(part, *place) for part in range(self.shapes[leaf.key][0])]
@@ -200,8 +198,7 @@ class Recut(NamedTuple):
             read(leaf.key, piece, at)
             pieces.append(piece.view(layout.shapes[number]))
         found = leaf.group.joined(number, pieces)
-        pinned = leaf.layers is None and layer is not None  # it has all layers
-        return found[layer] if pinned else found
+        return found if leaf.layers is not None or layer is None else found[layer]  # of a pinned one: it has all layers
 
 
 def recuts(
@@ -210,11 +207,11 @@ def recuts(
     """Returns how to read the tensors that were saved split or grouped otherwise, of descriptions that `check` has
     accepted."""
     there = _by_leaf(saved, where)
-    out: dict[str, Recut] = {}
+    out = {}
     for key, tensor in tensors.items():
         if not isinstance(tensor, ShardSlice) or (key in saved and _lies(saved[key]) == _lies(wanted[key])):
             continue
-        leaves: list[SavedLeaf] = []
+        leaves = []
         try:
             for name in wanted[key]["leaves"]:
                 at, _ = there[handle_of(key), name]

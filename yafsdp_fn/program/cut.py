@@ -30,11 +30,9 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     shared, unused = _held(trace, assignment, of_visit)
     # a tensor travels once between two segments, whoever takes it there
     flows: list[Flow] = []
-    for (source, target), tensors in _crossing(trace, of_visit).items():
+    for ends, tensors in _crossing(trace, of_visit).items():
         first = [takers[0][1] for takers in tensors]
-        nbytes = sum(argument.nbytes for argument in first)
-        grad_bytes = sum(argument.grad_bytes for argument in first)
-        flows.append(Flow(source, target, nbytes, grad_bytes))
+        flows.append(Flow(*ends, sum(each.nbytes for each in first), sum(each.grad_bytes for each in first)))
     loss = {of_visit[visit] for visit in trace.loss_of}
     if len(loss) > 1:
         raise ValueError(
@@ -99,13 +97,11 @@ def _why_not(trace: Trace, assignment: Assignment) -> str:
 
 # ---- The units of each stage.
 
-Shared = tuple[tuple[int, tuple[int, ...]], ...]
-"""`Split.shared`."""
-Unused = tuple[tuple[int, int], ...]
-"""`Split.unused`."""
+Held = tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]
+"""`Split.shared` and `Split.unused`."""
 
 
-def _held(trace: Trace, assignment: Assignment, of_visit: Sequence[int]) -> tuple[Shared, Unused]:
+def _held(trace: Trace, assignment: Assignment, of_visit: Sequence[int]) -> Held:
     """Finds the units that several stages hold, and those that no visit uses."""
     used: list[set[int]] = [set() for _ in trace.units]
     for visit in trace.visits:

@@ -107,8 +107,7 @@ class _Loop:
             self.now = self._agenda[0][0]
             over = self._due()
             changed = {stage for running in over for stage, _ in running.ends}
-            changed |= self._begin(self._go_on(over))
-            self._set_rates(changed)
+            self._set_rates(changed | self._begin(self._go_on(over)))
         times = zip(self.starts, self.ends, self.causes, strict=True)
         return [None if math.isnan(end) else EventTime(start, end, cause) for start, end, cause in times]
 
@@ -157,10 +156,11 @@ class _Loop:
 
     def _is_next(self, number: int) -> bool:
         """Says whether its stream has come to it, and all that it waits for has ended."""
+        if self._waiting[number]:
+            return False
         stage, stream, *_ = self.todo[number]
         queue = self._queues[stage, stream]
-        comes = bool(queue) and queue[0] == number and stream not in self._running[stage]
-        return comes and not self._waiting[number]
+        return bool(queue) and queue[0] == number and stream not in self._running[stage]
 
     def _begin(self, candidates: list[int]) -> set[int]:
         """Begins the events that can begin. One without phases ends at once, and may let others begin. Returns their

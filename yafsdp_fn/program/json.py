@@ -27,21 +27,18 @@ MOST_EMPTY = 2**10
 
 def check_trace(trace: Trace) -> None:
     """Raises ValueError with the first thing that is wrong, and its place."""
-    for check in (_wrong_units, _wrong_visits, _wrong_order, _wrong_stages, _wrong_optimizer):
+    for check in (_wrong_visits, _wrong_order, _wrong_stages, _wrong_optimizer):
         for why in check(trace):
             raise ValueError(f"trace.{why}")
 
 
-def _wrong_units(trace: Trace) -> Iterator[str]:
+def _wrong_visits(trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with units, with visits to them, and with what the loss does between visits."""
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
         if not _some_of(dict(trace.inside), unit.over):
             yield f"units[{at}].over: expected axes inside blocks, each once, got {', '.join(unit.over)}"
-
-
-def _wrong_visits(trace: Trace) -> Iterator[str]:
-    """Yields what is wrong with visits, and with what the loss does between them."""
     units = range(len(trace.units))
     visits = range(len(trace.visits))
     for at, visit in enumerate(trace.visits):
@@ -100,12 +97,11 @@ def _wrong_optimizer(trace: Trace) -> Iterator[str]:
             yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
     if trace.kernels not in KERNELS:
         yield f"kernels: expected fused, eager or pieces, got {reprlib.repr(trace.kernels)}"
-    units = [lent.unit for lent in trace.lent]
-    if len(set(units)) < len(units):
+    if len({lent.unit for lent in trace.lent}) < len(trace.lent):
         yield "lent: one unit is there twice"
-    for at, unit in enumerate(units):
-        if not 0 <= unit < len(trace.units):
-            yield f"lent[{at}].unit: there are units 0 to {len(trace.units) - 1}, got {unit}"
+    for at, lent in enumerate(trace.lent):
+        if not 0 <= lent.unit < len(trace.units):
+            yield f"lent[{at}].unit: there are units 0 to {len(trace.units) - 1}, got {lent.unit}"
 
 
 def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:

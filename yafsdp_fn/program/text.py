@@ -1,6 +1,5 @@
 """Ops and programs in words: `gather layers[3] -> slot 1`; a line per op, a column per stream."""
 
-import difflib
 import html
 import itertools
 from collections.abc import Sequence
@@ -163,25 +162,17 @@ def describe_message(message: Message, trace: Trace) -> str:
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
     """Returns one line per op, one column per stream."""
     rows = [(getattr(op, "stream", "compute"), describe(op, trace)) for op in sequence]
-    title: dict[str, str] = {}
-    width: dict[str, int] = {}
-    for stream in STREAMS:
-        words = [words for at, words in rows if at == stream]
-        if words:
-            title[stream] = stream if stream == "compute" else f"{stream} stream"
-            width[stream] = max(map(len, [title[stream], *words]))
+    shown = [stream for stream in STREAMS if stream in dict(rows)]
+    title = {stream: f"{stream} stream" for stream in shown} | {"compute": "compute"}
+    width = {stream: len(title[stream]) for stream in shown}
+    for stream, words in rows:
+        width[stream] = max(width[stream], len(words))
 
     def line(number: object, cells: dict[str, str]) -> str:
-        padded = [cells.get(stream, "").ljust(width[stream]) for stream in title]
+        padded = [cells.get(stream, "").ljust(width[stream]) for stream in shown]
         return f"{number:>5}  {'  '.join(padded)}".rstrip()
 
-    numbered = [line(number, {stream: words}) for number, (stream, words) in enumerate(rows)]
-    return [line("op", title), *numbered]
-
-
-def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """Returns a unified diff of two programs' ops in words."""
-    return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
+    return [line("op", title), *[line(number, {stream: words}) for number, (stream, words) in enumerate(rows)]]
 
 
 # ---- In a notebook.
