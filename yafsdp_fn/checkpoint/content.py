@@ -287,9 +287,10 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
         raise CheckpointError(text + ANOTHER_OPTIMIZER * all(key.startswith("opt_state") for key in left.values()))
 
 
-def _some(keys: Iterable[str], most: int = 6) -> str:
+def _some(keys: Iterable[str]) -> str:
     names = sorted(keys)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 # ---- `manifest.json`: all of a checkpoint but its tensors. It is untrusted: types are checked.

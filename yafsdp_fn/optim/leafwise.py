@@ -148,11 +148,8 @@ def _by_layer(at: optree.PyTreeAccessor, work: Callable[..., Tree], *trees: Tree
     """Returns `work(*trees)`. Of a leaf in a stack each layer is worked on by itself, and the results are stacked."""
     if not in_stack(at):
         return work(*trees)
-    results = []
-    for layer in range(len(trees[0])):
-        rows = [optree.tree_map(itemgetter(layer), tree) for tree in trees]
-        results.append(work(*rows))
-    return stacked(results)
+    layers = range(len(trees[0]))
+    return stacked([work(*[optree.tree_map(itemgetter(layer), tree) for tree in trees]) for layer in layers])
 
 
 def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
@@ -400,11 +397,8 @@ def _update_handle(
     ranks = updates.owner.comms
     new: Any = optree.tree_map(torch.clone, updates)  # type: ignore[arg-type]
     after: Any = optree.tree_map(torch.clone, state)  # type: ignore[arg-type]
-    given = _by_unit(updates)
-    states = _by_unit(state)
+    given, states, new_rows, new_states = map(_by_unit, (updates, state, new, after))
     weights = {} if params is None else _by_unit(params)
-    new_rows = _by_unit(new)
-    new_states = _by_unit(after)
     for _, group, _ in updates.group_leaves():
         for unit in group.held:
             work = at_owners(rule, plans[group.name], unit, ranks, given[unit], states.get(unit), weights.get(unit))

@@ -184,7 +184,7 @@ class Group:
         """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
         over them."""
         # does the mesh have the axes?
-        names = [name for name, _ in self.splits[0]] if self.splits else []
+        names = list(dict(self.splits[0])) if self.splits else []
         unknown = [name for name in names if name not in (*INSIDE, *axes)]
         if axes and unknown:
             raise ValueError(
@@ -227,7 +227,7 @@ class Group:
 
     def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
         """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
-        every = itertools.product(*(range(size) for _, size in self.axes))
+        every = itertools.product(*map(range, dict(self.axes).values()))
         return [self._slice(number, leaf, coordinates) for coordinates in every]
 
     def _slice(self, number: int, leaf: Tensor, coordinates: Sequence[int]) -> Tensor:

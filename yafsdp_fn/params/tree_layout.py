@@ -69,8 +69,7 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
     # leaves by what markers around them say
     stacked = _is_stack(subtree)
     members: dict[_Kind, _Leaves] = {}
-    found = _marked(subtree, name, _Kind(name, stacked), top=True)
-    for position, (kind, *leaf) in enumerate(found):
+    for position, (kind, *leaf) in enumerate(_marked(subtree, name, _Kind(name, stacked), top=True)):
         members.setdefault(kind, []).append((position, *leaf))
     leaves, spec = optree.tree_flatten(without_markers(subtree))  # the order of `_marked`
     length = _length(name, members.values()) if stacked else None
@@ -93,12 +92,12 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
 
 def _group(name: str, kind: "_Kind", units: tuple[int, ...], leaves: _Leaves) -> Group:
     positions, paths, values = zip(*leaves, strict=True)
-    first = int(kind.stacked and not kind.pinned)  # the axis of layers is none of a unit's
+    first = kind.stacked and not kind.pinned  # the axis of layers is none of a unit's
     shapes = tuple(tuple(value.shape[first:]) for value in values)
     layout = FlatLayout(paths, shapes, kind.wire.align)
     splits = tuple(value.split for value in values) if kind.over else ()
-    own = kind.trainable, kind.dtype, kind.pinned, kind.reduce
-    return Group(name, layout, units, positions, *own, splits=splits, wire=kind.wire)
+    common = kind.trainable, kind.dtype, kind.pinned, kind.reduce
+    return Group(name, layout, units, positions, *common, splits=splits, wire=kind.wire)
 
 
 # ---- Leaves, and what markers say of them.
@@ -121,8 +120,7 @@ def _marked(node: Tree, path: str, kind: "_Kind", top: bool) -> Iterator[tuple["
             raise TypeError(no_leaf(path, node))
         if not node.dtype.is_floating_point:
             raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
-        own = kind if isinstance(node, Tensor) else kind.of(node)  # a tensor has a method `split`
-        yield own, path, node
+        yield kind if isinstance(node, Tensor) else kind.of(node), path, node  # a tensor has a method `split`
     else:
         accessors = optree.tree_accessors(node, is_leaf=is_marker)
         for accessor, child in zip(accessors, optree.tree_leaves(node, is_leaf=is_marker), strict=True):
@@ -193,8 +191,7 @@ def _must_be_one_layer(path: str, tree: Tree) -> None:
     """Raises TypeError for a list of layers, of which each would be taken for a stack."""
     if type(tree) not in (list, tuple) or len(tree) < 2:
         return
-    forms = {str(optree.tree_map(shape_of, layer)) for layer in tree}
-    if len(forms) == 1:
+    if len({str(optree.tree_map(shape_of, layer)) for layer in tree}) == 1:
         raise TypeError(
             f"Stacked {path!r} has a list of {len(tree)} trees alike. Layers are stacked, leaf by leaf: "
             "ya.Param((layers, ...)), or torch.stack of their tensors. If each is a stack, put them in a dict"

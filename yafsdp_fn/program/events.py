@@ -101,8 +101,7 @@ class _Loop:
         self._turn = itertools.count()
 
     def play(self) -> list[EventTime | None]:
-        changed = self._begin([queue[0] for queue in self._queues.values()])
-        self._set_rates(changed)
+        self._set_rates(self._begin([queue[0] for queue in self._queues.values()]))
         while self._agenda:
             self.now = self._agenda[0][0]
             over = self._due()

@@ -135,8 +135,7 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
     # who holds what
     units = range(len(trace.units))
     for at, (unit, holders) in enumerate(split.shared):
-        in_order = [*holders] == sorted(stages.intersection(holders))
-        if unit not in units or not in_order or len(holders) < 2:
+        if unit not in units or [*holders] != sorted(stages.intersection(holders)) or len(holders) < 2:
             yield f"split.shared[{at}]: expected a unit, and two or more stages in their order"
     for at, (unit, stage) in enumerate(split.unused):
         if unit not in units or stage not in stages:

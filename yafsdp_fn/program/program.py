@@ -24,7 +24,7 @@ def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
     """Returns the bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their
     leaves."""
     cut = tuple((unit.numel, unit.align, unit.over) for unit in trace.units)
-    inside = tuple((name, size) for name, size in trace.mesh if name not in OUTSIDE)
+    inside = tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE)
     away = _away(trace.lent, cut, trace.ranks, inside)
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
 
@@ -121,8 +121,8 @@ def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
     """Returns the trace of `stage`, in the order of the computes among its `ops`, but those that are not in form."""
     order: list[Compute] = []
     for op in ops:
-        numbered = isinstance(op, ComputeOp) and type(op.visit) is type(op.microbatch) is int
-        if numbered and 0 <= op.visit < len(trace.visits):
+        in_form = isinstance(op, ComputeOp) and type(op.visit) is type(op.microbatch) is int
+        if in_form and op.visit in range(len(trace.visits)):
             order.append(Compute(kind_of(op), op.visit, op.microbatch))
     return _stage_trace(trace, stage, order)
 
@@ -294,8 +294,8 @@ class Program:
 
     def host_bytes(self) -> dict[int, int]:
         """Returns visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
-        ids = {op.visit for op in self.ops if isinstance(op, ops.Offload)}
-        return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in sorted(ids)}
+        visits = sorted({op.visit for op in self.ops if isinstance(op, ops.Offload)})
+        return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in visits}
 
     def secondary_bytes(self) -> dict[int, int]:
         """Returns unit -> size of its secondary shard."""
@@ -334,11 +334,12 @@ class Program:
                 case ops.AllReduce(over="stages"):
                     for u in units:
                         holders = len(trace.split.holders(u.id)) if trace.split else 1
-                        sent["all-reduce over stages"] += _summed(2 * u.reduce_bytes // trace.ranks_of(u), holders)
+                        shards = 2 * u.reduce_bytes // trace.ranks_of(u)
+                        sent["all-reduce over stages"] += shards * (holders - 1) // holders
                 case ops.AllReduce():
                     for u in units:
-                        both = u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)
-                        sent["all-reduce"] += _summed(both // trace.ranks_of(u), trace.replicas)
+                        shards = (u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)) // trace.ranks_of(u)
+                        sent["all-reduce"] += shards * (trace.replicas - 1) // trace.replicas
                 case ops.Send() if trace.split:
                     sent["message"] += trace.split.bytes_of(op.message)
                 case ops.Exchange():
@@ -351,9 +352,8 @@ class Program:
     """The proof in words, written by `verify`; no field, so that a program of other ops does not have it."""
 
     def __repr__(self) -> str:
-        head = f"program of {len(self.stages)} stages, {len(self)} ops"
-        if len(self.stages) <= 1:
-            head = str(self).splitlines()[0]
+        several = f"program of {len(self.stages)} stages, {len(self)} ops"
+        head = several if len(self.stages) > 1 else str(self).splitlines()[0]
         return f"<{head}{self._proved}>"
 
     def __str__(self) -> str:
@@ -439,11 +439,6 @@ def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, in
 def _others(nbytes: int, ranks: int) -> int:
     """Returns the parts of a vector that are other ranks'."""
     return nbytes // ranks * (ranks - 1)
-
-
-def _summed(both: int, ranks: int) -> int:
-    """Returns the bytes that a rank sends in an all-reduce. both: of its two halves, a reduction and a gather"""
-    return both * (ranks - 1) // ranks
 
 
 def _mib(sizes: dict[int, int]) -> str:

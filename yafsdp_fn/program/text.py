@@ -164,7 +164,7 @@ def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
     rows = [(getattr(op, "stream", "compute"), describe(op, trace)) for op in sequence]
     shown = [stream for stream in STREAMS if stream in dict(rows)]
     title = {stream: f"{stream} stream" for stream in shown} | {"compute": "compute"}
-    width = {stream: len(title[stream]) for stream in shown}
+    width = {stream: len(head) for stream, head in title.items()}
     for stream, words in rows:
         width[stream] = max(width[stream], len(words))
 

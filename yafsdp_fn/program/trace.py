@@ -422,7 +422,7 @@ def closing(order: Sequence[Compute], visits: Iterable[Visit]) -> tuple[Compute,
     for now in reversed(order):  # the first that is met is the last to write a gradient
         writes = trained[now.visit] if now.kind in ("backward", "weights") else ()
         closes = tuple(unit for unit in writes if (unit, now.microbatch) not in closed)
-        closed.update((unit, now.microbatch) for unit in closes)
+        closed.update((unit, now.microbatch) for unit in writes)
         backwards.append(now._replace(closes=closes))
     return tuple(reversed(backwards))
 

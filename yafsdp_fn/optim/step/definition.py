@@ -90,10 +90,11 @@ class Definition:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._masks = None if lane.chosen is None else _masks(lane.chosen, lane.params)
-        self._plans: dict[int, dict[str, GroupPlan]] = {}
+        self._plans: dict[tuple[int, int], GroupPlan] = {}  # (rule, unit) -> that of the unit's group
         for tx, _ in lane.stages:
             if isinstance(tx.rule, Leafwise) and lane.units:
-                self._plans[id(tx)] = plan(tx.rule, handles(lane.params))
+                for of_group in plan(tx.rule, handles(lane.params)).values():
+                    self._plans.update({(id(tx), unit): of_group for unit in of_group.owners})
         states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
         self._cut: list[UnitTree] = []
@@ -152,7 +153,7 @@ class Definition:
         self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
         (unit,) = units
-        of_group = next(of for of in self._plans[number].values() if unit in of.owners)
+        of_group = self._plans[number, unit]
         (row,), spec = optree.tree_flatten(updates)
         states, of_state = optree.tree_flatten(state)
         weights = optree.tree_leaves(params)[0] if rule.params else None

@@ -24,12 +24,12 @@ from yafsdp_fn.optim.in_format import block_of, inside
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import Leafwise, exchanged
 from yafsdp_fn.optim.on_host import HostStates, leaves_on_host
-from yafsdp_fn.optim.partition import Partition, restricted
+from yafsdp_fn.optim.partition import Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
 from yafsdp_fn.params.algebra import global_norm
-from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.leaf_mask import LeafRule, restricted
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 
